@@ -1,0 +1,1 @@
+"""Ray and Serve around the engine: gateways, replica groups, the CLI."""

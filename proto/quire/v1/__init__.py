@@ -1,0 +1,1 @@
+"""The wire: protobuf messages and gRPC stubs, written from ``.proto`` files by ``make stubs``."""

@@ -1,0 +1,1 @@
+"""The global block directory, the routing policy, and the request router that Ray Serve calls."""

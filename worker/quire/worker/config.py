@@ -1,0 +1,97 @@
+"""What an engine can be told, checked before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from quire.worker.errors import ConfigError
+
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of one replica group's engine.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    model: Path
+    """A checkpoint directory in Hugging Face format (Llama architecture, safetensors)."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer; must divide the model's attention heads."""
+    dtype: DType = "auto"
+    """Of weights, activations and KV; "auto" is the checkpoint's own."""
+    device: Device = "auto"
+    """"auto" is "cuda" where a device is present, else "cpu"."""
+    block_size: int = 16
+    """Tokens of KV cache in a block: a power of two from 4 to 128."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for weights, activations and KV together (GPU, default 0.9),
+    or share of the free RAM for KV (CPU; default 0.4, but 4 GiB at most)."""
+    kv_cache_memory_bytes: int | None = None
+    """KV cache of the whole group in bytes, instead of a share."""
+    num_blocks: int | None = None
+    """Blocks in the KV cache, instead of either; chiefly for tests and experiments."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; ``None`` is what the checkpoint was trained for."""
+    max_num_seqs: int = 128
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Tokens that one step computes, decodes and prefill chunks together."""
+    max_num_waiting: int = 4096
+    """Requests that may wait; one more is refused."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of requests that begin alike."""
+    seed: int = 0
+    """From which requests without a seed of their own are given one."""
+    num_threads: int | None = None
+    """CPU threads of each rank; ``None`` shares the machine's cores among the ranks."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer means a hung rank: the group fails."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", Path(self.model))
+        _check(
+            self.block_size in BLOCK_SIZES,
+            "block_size",
+            self.block_size,
+            f"must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",
+        )
+        _check(
+            self.tensor_parallel_size >= 1,
+            "tensor_parallel_size",
+            self.tensor_parallel_size,
+            "must be 1 or more",
+        )
+        _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
+        _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")
+        share = self.gpu_memory_utilization
+        _check(
+            share is None or 0 < share <= 1,
+            "gpu_memory_utilization",
+            share,
+            "must be above 0 and at most 1; for a figure in bytes use kv_cache_memory_bytes",
+        )
+        for name in ("kv_cache_memory_bytes", "num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, value, "must be 1 or more")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        _check(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"must be at least max_num_seqs ({self.max_num_seqs}): each running sequence "
+            "decodes one token a step",
+        )
+        _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r}: {rule}")

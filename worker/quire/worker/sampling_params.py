@@ -1,0 +1,146 @@
+"""How a request's tokens are chosen and when it ends. Names and meanings are vLLM's."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.worker.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """The sampling parameters of one request.
+
+    Raises:
+        InvalidRequest: A value is out of its range; the message names field, value and range.
+    """
+
+    n: int = 1
+    """How many completions to draw from the prompt; completion ``i`` uses ``seed + i``."""
+    temperature: float = 1.0
+    """0 is greedy: the token of the largest logit, the lowest id among equals."""
+    top_p: float = 1.0
+    """Keep the fewest most probable tokens whose probabilities add up to at least this."""
+    top_k: int = 0
+    """Keep the ``top_k`` most probable tokens; 0 keeps all (-1 too, as in vLLM)."""
+    min_p: float = 0.0
+    """Drop tokens less probable than ``min_p`` times the most probable one."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most; ``None`` is as many as the context has room for."""
+    min_tokens: int = 0
+    """Neither end-of-sequence nor a stop token is sampled before this many tokens."""
+    seed: int | None = None
+    """Seeds this request's sampling; ``None`` lets the engine choose one."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text; the string itself is left out of it."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the request; the token stays in ``token_ids``, not in the text."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence token."""
+    logprobs: int | None = None
+    """Report the log-probability of each sampled token and of this many most probable ones."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the output already holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the output holds it."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # The dataclass is frozen once this returns.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        set_field(self, "stop", stop)
+        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            set_field(self, "top_k", 0)
+
+        _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "from 1 to 128")
+        _require(_in_range(self.temperature, 0, 100), "temperature", self.temperature, "0 to 100")
+        _require(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0, up to 1"
+        )
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 or more")
+        _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "0 to 1")
+        _require(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            self.max_tokens,
+            "1 or more",
+        )
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf),
+            "min_tokens",
+            self.min_tokens,
+            f"0 to max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            self.seed,
+            "0 to 2**63 - 1",
+        )
+        _require(
+            len(stop) <= 16 and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            self.stop,
+            "at most 16 strings, none empty",
+        )
+        _require(
+            all(_is_int(t) and t >= 0 for t in self.stop_token_ids or ()),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "token ids, 0 or more",
+        )
+        _require(
+            self.logprobs is None
+            or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            self.logprobs,
+            f"0 to {MAX_LOGPROBS}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_in_range(value, -2, 2), name, value, "-2 to 2")
+        _require(
+            _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0, up to 100",
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{name}={value!r} is out of range: {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _in_range(value: object, low: float, high: float) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= value <= high
+    )
