@@ -1,0 +1,210 @@
+"""Compiles every shipped kernel for every supported GPU, without one, and reads what came out.
+
+    python -m quire.kernels.compile_check [--fast]
+
+prints registers, stack, shared memory and tensor-core instructions of each. A kernel on the stack
+spills registers to memory and is several times slower; one without tensor-core instructions is
+ten times slower; one that wants more shared memory than a block may have does not start at all.
+The exit status is 1 where a kernel has such a fault.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels.launch import DTYPES, HEAD_SIZES, SPLIT_TOKENS, launch_config
+from quire.kernels.triton_decode import decode_kernel, merge_kernel
+from quire.kernels.triton_kv_write import write_kernel
+from quire.kernels.triton_prefill import prefill_kernel
+
+CAPABILITIES = (80, 90)
+"""A100 and H100/H200."""
+
+_SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
+_TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_INDEX_TYPES = {
+    "table_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "query_starts_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "parts_ptr": "*fp32",
+    "stats_ptr": "*fp32",
+    "scale_log2": "fp32",
+}
+_ALIGNED_STRIDES = ("q_stride", "k_stride", "v_stride")
+_UNALIGNED = ("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One kernel as it is launched for one model shape."""
+
+    name: str
+    kernel: Any
+    dtype: torch.dtype
+    head_size: int
+    constants: dict[str, int]
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCase:
+    """What the compiler made of a case for one GPU."""
+
+    case: KernelCase
+    capability: int
+    registers: int
+    stack_bytes: int
+    """Registers spilled to memory, and arrays that found no register; 0 is right."""
+    shared_bytes: int
+    wgmma: int
+    """Warp-group matrix instructions, which only sm_90 has."""
+    mma: int
+    """Matrix instructions of one warp."""
+
+    def faults(self) -> list[str]:
+        """What keeps the kernel from running well; empty where nothing does."""
+        faults = []
+        if self.stack_bytes:
+            faults.append(f"{self.stack_bytes} bytes of stack: use a smaller tile or more warps")
+        if self.shared_bytes > _SHARED_LIMIT[self.capability]:
+            limit = _SHARED_LIMIT[self.capability]
+            faults.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
+        halves = self.case.dtype != torch.float32
+        if halves and self.case.kernel is prefill_kernel and self.capability == 90:
+            if not self.wgmma:
+                faults.append("no wgmma: block_m must be a multiple of 64")
+        elif halves and self.case.kernel in (decode_kernel, prefill_kernel) and not self.mma:
+            faults.append("no tensor-core instructions")
+        return faults
+
+
+def shipped_cases(
+    *, head_sizes: Sequence[int] = HEAD_SIZES, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[KernelCase]:
+    """Every kernel for these head sizes and dtypes, with 4 query heads to a KV head, or 3."""
+    for dtype in dtypes:
+        for head_size in head_sizes:
+            block_d = triton.next_power_of_2(head_size)
+            sizes = {"HEAD_SIZE": head_size, "BLOCK_D": block_d}
+            shape = {"dtype": dtype, "head_size": head_size}
+            for name, kernel, more in (
+                ("decode", decode_kernel, {"SPLIT": SPLIT_TOKENS}),
+                ("prefill", prefill_kernel, {}),
+            ):
+                config = launch_config(name, head_size=head_size, dtype=dtype)
+                tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+                yield KernelCase(
+                    name=name,
+                    kernel=kernel,
+                    constants={"GROUP": 3 if head_size == 64 else 4, **sizes, **tile, **more},
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                    **shape,
+                )
+            yield KernelCase(
+                name="merge",
+                kernel=merge_kernel,
+                constants={**sizes, "SPLIT": SPLIT_TOKENS},
+                num_warps=1,
+                **shape,
+            )
+            size = 8 * head_size
+            yield KernelCase(
+                name="write_kv",
+                kernel=write_kernel,
+                constants={"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
+                **shape,
+            )
+
+
+def compile_case(case: KernelCase, *, capability: int) -> CompiledCase:
+    """Compiles a case for ``sm_<capability>``; takes a second or two. Needs no GPU."""
+    arguments = case.kernel.arg_names
+    signature = {name: _argument_type(name, case) for name in arguments}
+    aligned = [
+        (index,)
+        for index, name in enumerate(arguments)
+        if (name.endswith("_ptr") and name not in _UNALIGNED) or name in _ALIGNED_STRIDES
+    ]
+    compiled = triton.compile(
+        ASTSource(
+            case.kernel,
+            signature,
+            constexprs=case.constants,
+            attrs={index: [["tt.divisibility", 16]] for index in aligned},
+        ),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    usage = _resource_usage(compiled.asm["cubin"])
+    return CompiledCase(
+        case=case,
+        capability=capability,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        mma=compiled.asm["ptx"].count("mma.sync"),
+    )
+
+
+def _argument_type(name: str, case: KernelCase) -> str:
+    if name in case.constants:
+        return "constexpr"
+    if name in _INDEX_TYPES:
+        return _INDEX_TYPES[name]
+    return "*" + _TRITON_TYPES[case.dtype] if name.endswith("_ptr") else "i32"
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and so on, from the `cuobjdump` that Triton's wheel brings."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m quire.kernels.compile_check")
+    parser.add_argument(
+        "--fast", action="store_true", help="only bfloat16 with head sizes 64 and 128"
+    )
+    cases = list(
+        shipped_cases(head_sizes=(64, 128), dtypes=(torch.bfloat16,))
+        if parser.parse_args().fast
+        else shipped_cases()
+    )
+    print("kernel    head  dtype     sm  warps  registers  stack  shared   wgmma  mma")
+    failed = False
+    for case in cases:
+        for capability in CAPABILITIES:
+            result = compile_case(case, capability=capability)
+            faults = "; ".join(result.faults())
+            failed |= bool(faults)
+            print(
+                f"{case.name:<8} {case.head_size:>5}  {_TRITON_TYPES[case.dtype]:<8} "
+                f"{capability:>3}  {case.num_warps:>5}  {result.registers:>9}  "
+                f"{result.stack_bytes:>5}  {result.shared_bytes:>6}  {result.wgmma:>5}  "
+                f"{result.mma:>4}  {faults}",
+                flush=True,
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
