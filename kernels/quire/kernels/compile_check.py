@@ -9,6 +9,7 @@ The exit status is 1 where a kernel has such a fault.
 """
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -23,7 +24,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.launch import DTYPES, HEAD_SIZES, SPLIT_TOKENS, launch_config
+from quire.kernels.launch import (
+    DTYPES,
+    HEAD_SIZES,
+    MERGE_OPTIONS,
+    SPLIT_TOKENS,
+    WRITE_OPTIONS,
+    launch_config,
+)
 from quire.kernels.triton_decode import decode_kernel, merge_kernel
 from quire.kernels.triton_kv_write import write_kernel
 from quire.kernels.triton_prefill import prefill_kernel
@@ -54,9 +62,9 @@ class KernelCase:
     kernel: Any
     dtype: torch.dtype
     head_size: int
+    capability: int
     constants: dict[str, int]
-    num_warps: int = 4
-    num_stages: int = 3
+    options: dict[str, int | bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,6 @@ class CompiledCase:
     """What the compiler made of a case for one GPU."""
 
     case: KernelCase
-    capability: int
     registers: int
     stack_bytes: int
     """Registers spilled to memory, and arrays that found no register; 0 is right."""
@@ -79,11 +86,11 @@ class CompiledCase:
         faults = []
         if self.stack_bytes:
             faults.append(f"{self.stack_bytes} bytes of stack: use a smaller tile or more warps")
-        if self.shared_bytes > _SHARED_LIMIT[self.capability]:
-            limit = _SHARED_LIMIT[self.capability]
+        if self.shared_bytes > _SHARED_LIMIT[self.case.capability]:
+            limit = _SHARED_LIMIT[self.case.capability]
             faults.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
         halves = self.case.dtype != torch.float32
-        if halves and self.case.kernel is prefill_kernel and self.capability == 90:
+        if halves and self.case.kernel is prefill_kernel and self.case.capability == 90:
             if not self.wgmma:
                 faults.append("no wgmma: block_m must be a multiple of 64")
         elif halves and self.case.kernel in (decode_kernel, prefill_kernel) and not self.mma:
@@ -92,46 +99,51 @@ class CompiledCase:
 
 
 def shipped_cases(
-    *, head_sizes: Sequence[int] = HEAD_SIZES, dtypes: Sequence[torch.dtype] = DTYPES
+    *,
+    head_sizes: Sequence[int] = HEAD_SIZES,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    capabilities: Sequence[int] = CAPABILITIES,
 ) -> Iterator[KernelCase]:
-    """Every kernel for these head sizes and dtypes, with 4 query heads to a KV head, or 3."""
-    for dtype in dtypes:
-        for head_size in head_sizes:
-            block_d = triton.next_power_of_2(head_size)
-            sizes = {"HEAD_SIZE": head_size, "BLOCK_D": block_d}
-            shape = {"dtype": dtype, "head_size": head_size}
-            for name, kernel, more in (
-                ("decode", decode_kernel, {"SPLIT": SPLIT_TOKENS}),
-                ("prefill", prefill_kernel, {}),
-            ):
-                config = launch_config(name, head_size=head_size, dtype=dtype)
-                tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
-                yield KernelCase(
-                    name=name,
-                    kernel=kernel,
-                    constants={"GROUP": 3 if head_size == 64 else 4, **sizes, **tile, **more},
-                    num_warps=config.num_warps,
-                    num_stages=config.num_stages,
-                    **shape,
-                )
+    """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
+    for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
+        # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
+        sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
+        heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
+        decode, prefill = (
+            launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
+            for kernel in ("decode", "prefill")
+        )
+        size = 8 * head_size
+        kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
+            (
+                "decode",
+                decode_kernel,
+                {**heads, **decode.tile(), "SPLIT": SPLIT_TOKENS},
+                decode.options(),
+            ),
+            ("prefill", prefill_kernel, {**heads, **prefill.tile()}, prefill.options()),
+            ("merge", merge_kernel, {**sizes, "SPLIT": SPLIT_TOKENS}, MERGE_OPTIONS),
+            (
+                "write_kv",
+                write_kernel,
+                {"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
+                WRITE_OPTIONS,
+            ),
+        ]
+        for name, kernel, constants, options in kernels:
             yield KernelCase(
-                name="merge",
-                kernel=merge_kernel,
-                constants={**sizes, "SPLIT": SPLIT_TOKENS},
-                num_warps=1,
-                **shape,
-            )
-            size = 8 * head_size
-            yield KernelCase(
-                name="write_kv",
-                kernel=write_kernel,
-                constants={"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
-                **shape,
+                name=name,
+                kernel=kernel,
+                dtype=dtype,
+                head_size=head_size,
+                capability=capability,
+                constants=constants,
+                options=options,
             )
 
 
-def compile_case(case: KernelCase, *, capability: int) -> CompiledCase:
-    """Compiles a case for ``sm_<capability>``; takes a second or two. Needs no GPU."""
+def compile_case(case: KernelCase) -> CompiledCase:
+    """Compiles a case, in a second or two. Needs no GPU."""
     arguments = case.kernel.arg_names
     signature = {name: _argument_type(name, case) for name in arguments}
     aligned = [
@@ -146,13 +158,12 @@ def compile_case(case: KernelCase, *, capability: int) -> CompiledCase:
             constexprs=case.constants,
             attrs={index: [["tt.divisibility", 16]] for index in aligned},
         ),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        target=GPUTarget("cuda", case.capability, 32),
+        options=case.options,
     )
     usage = _resource_usage(compiled.asm["cubin"])
     return CompiledCase(
         case=case,
-        capability=capability,
         registers=usage["REG"],
         stack_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=compiled.metadata.shared,
@@ -184,25 +195,23 @@ def main() -> int:
     parser.add_argument(
         "--fast", action="store_true", help="only bfloat16 with head sizes 64 and 128"
     )
-    cases = list(
-        shipped_cases(head_sizes=(64, 128), dtypes=(torch.bfloat16,))
-        if parser.parse_args().fast
-        else shipped_cases()
-    )
-    print("kernel    head  dtype     sm  warps  registers  stack  shared   wgmma  mma")
+    if parser.parse_args().fast:
+        cases = shipped_cases(head_sizes=(64, 128), dtypes=(torch.bfloat16,))
+    else:
+        cases = shipped_cases()
+    print("kernel    head  dtype   sm  warps  registers  stack  shared  wgmma  mma")
     failed = False
     for case in cases:
-        for capability in CAPABILITIES:
-            result = compile_case(case, capability=capability)
-            faults = "; ".join(result.faults())
-            failed |= bool(faults)
-            print(
-                f"{case.name:<8} {case.head_size:>5}  {_TRITON_TYPES[case.dtype]:<8} "
-                f"{capability:>3}  {case.num_warps:>5}  {result.registers:>9}  "
-                f"{result.stack_bytes:>5}  {result.shared_bytes:>6}  {result.wgmma:>5}  "
-                f"{result.mma:>4}  {faults}",
-                flush=True,
-            )
+        result = compile_case(case)
+        faults = result.faults()
+        failed |= bool(faults)
+        print(
+            f"{case.name:<8} {case.head_size:>5}  {_TRITON_TYPES[case.dtype]:<5} "
+            f"{case.capability:>4} {case.options['num_warps']:>6} {result.registers:>10} "
+            f"{result.stack_bytes:>6} {result.shared_bytes:>7} {result.wgmma:>6} "
+            f"{result.mma:>4}  {'; '.join(faults)}",
+            flush=True,
+        )
     return int(failed)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import SPLIT_TOKENS, launch_config
+from quire.kernels.launch import MERGE_OPTIONS, SPLIT_TOKENS, device_capability, launch_config
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
@@ -41,7 +41,12 @@ def decode_attention(
         return
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
-    config = launch_config("decode", head_size=head_size, dtype=q_BHD.dtype)
+    config = launch_config(
+        "decode",
+        head_size=head_size,
+        dtype=q_BHD.dtype,
+        capability=device_capability(q_BHD.device),
+    )
     block_d = triton.next_power_of_2(head_size)
     num_splits = max(1, triton.cdiv(max_seq_len, SPLIT_TOKENS))
     parts_BHPD = torch.empty(
@@ -67,12 +72,10 @@ def decode_attention(
         k_cache.shape[1].bit_length() - 1,
         GROUP=group,
         HEAD_SIZE=head_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **config.tile(),
         BLOCK_D=block_d,
         SPLIT=SPLIT_TOKENS,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options(),
     )
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,
@@ -83,7 +86,7 @@ def decode_attention(
         HEAD_SIZE=head_size,
         BLOCK_D=block_d,
         SPLIT=SPLIT_TOKENS,
-        num_warps=1,
+        **MERGE_OPTIONS,
     )
 
 

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.launch import WRITE_OPTIONS
+
 # T tokens of the step, packed   K KV heads   D head size
 
 
@@ -32,7 +34,7 @@ def write_kv(
         v_TKD.stride(0),
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=4,
+        **WRITE_OPTIONS,
     )
 
 

@@ -11,12 +11,11 @@ Traffic of a sequence with Q queries and context L: q and the output once, K and
 A row's bits do not depend on the batch nor on how its prompt was cut into chunks.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import launch_config
+from quire.kernels.launch import device_capability, launch_config
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads   D head size
@@ -46,7 +45,12 @@ def prefill_attention(
     num_heads, head_size = q_THD.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
-    config = launch_config("prefill", head_size=head_size, dtype=q_THD.dtype)
+    config = launch_config(
+        "prefill",
+        head_size=head_size,
+        dtype=q_THD.dtype,
+        capability=device_capability(q_THD.device),
+    )
     grid = (triton.cdiv(max_query_len * group, config.block_m), num_kv_heads, num_rows)
     prefill_kernel[grid](
         q_THD,
@@ -64,11 +68,9 @@ def prefill_attention(
         k_cache.shape[1].bit_length() - 1,
         GROUP=group,
         HEAD_SIZE=head_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **config.tile(),
         BLOCK_D=triton.next_power_of_2(head_size),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options(),
     )
 
 

@@ -1,0 +1,131 @@
+"""Random paged batches for the tests and benchmarks of the kernels.
+
+Rows are ragged and their blocks shuffled. Every slot that no token was written to holds NaN, and
+so does the whole of block 0, with which block tables are padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.backend import AttentionBackend
+
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+    torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2},
+}
+"""How far a result may be from its twin: a few roundings of the output's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedBatch:
+    """One step's attention inputs, and each row's K and V in one dense piece."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    rows: list[tuple[int, int]]
+    """(tokens, queries) of each row."""
+    dense_kv: list[tuple[Tensor, Tensor]]
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1]) ** -0.5
+
+    @property
+    def query_starts(self) -> list[int]:
+        starts = [0]
+        for _, num_queries in self.rows:
+            starts.append(starts[-1] + num_queries)
+        return starts
+
+    def tables(self) -> dict[str, Tensor]:
+        return {
+            "block_tables_BM": self.block_tables,
+            "seq_lens_B": self._ints([tokens for tokens, _ in self.rows]),
+            "query_starts_B1": self._ints(self.query_starts),
+        }
+
+    def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+        return backend.attend(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **self.tables(),
+            num_decodes=num_decodes,
+            max_query_len=max((queries for _, queries in self.rows), default=0),
+            max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
+            scale=self.scale,
+        )
+
+    def expected(self) -> Tensor:
+        """What the twin says."""
+        return reference.paged_attention(
+            self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
+        )
+
+    def only(self, row: int) -> "PagedBatch":
+        """The batch in which this row is alone."""
+        return self.cut(row, 0, self.rows[row][1])
+
+    def cut(self, row: int, first: int, end: int) -> "PagedBatch":
+        """The row's queries ``first`` to ``end`` alone, as a chunk computes them."""
+        tokens, queries = self.rows[row]
+        start = self.query_starts[row]
+        num_tokens = tokens - queries + end
+        k, v = self.dense_kv[row]
+        return replace(
+            self,
+            q=self.q[start + first : start + end],
+            block_tables=self.block_tables[row : row + 1],
+            rows=[(num_tokens, end - first)],
+            dense_kv=[(k[:num_tokens], v[:num_tokens])],
+        )
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.q.device)
+
+
+def paged_batch(
+    rows: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PagedBatch:
+    """A batch with these (tokens, queries) rows, the same at every call."""
+    rng = torch.Generator().manual_seed(0)
+    counts = [-(-tokens // block_size) for tokens, _ in rows]
+    free = (torch.randperm(sum(counts), generator=rng) + 1).tolist()
+    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32)
+    shape = (sum(counts) + 1, block_size, num_kv_heads, head_size)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype)
+    v_cache = k_cache.clone()
+    dense = []
+    for row, (tokens, _) in enumerate(rows):
+        blocks = [free.pop() for _ in range(counts[row])]
+        tables[row, : counts[row]] = torch.tensor(blocks, dtype=torch.int32)
+        k, v = torch.randn(2, tokens, num_kv_heads, head_size, generator=rng).to(dtype)
+        slots = torch.tensor(
+            [blocks[t // block_size] * block_size + t % block_size for t in range(tokens)],
+            dtype=torch.int64,
+        )
+        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = k, v
+        dense.append((k.to(device), v.to(device)))
+    num_queries = sum(queries for _, queries in rows)
+    return PagedBatch(
+        q=torch.randn(num_queries, num_heads, head_size, generator=rng).to(dtype).to(device),
+        k_cache=k_cache.to(device),
+        v_cache=v_cache.to(device),
+        block_tables=tables.to(device),
+        rows=list(rows),
+        dense_kv=dense,
+    )
