@@ -107,10 +107,10 @@ _HALF_SM80 = {
 # The FMA units, not the tensor cores, whose float32 has 10 bits of mantissa.
 _FLOAT = {
     ("decode", "narrow"): _config(16, 32, 4, 2),
-    ("decode", "middle"): _config(16, 32, 4, 2),
+    ("decode", "middle"): _config(16, 16, 4, 2),
     ("decode", "wide"): _config(16, 16, 4, 2),
-    ("prefill", "narrow"): _config(32, 32, 4, 2),
-    ("prefill", "middle"): _config(32, 32, 8, 2),
+    ("prefill", "narrow"): _config(32, 16, 4, 2),
+    ("prefill", "middle"): _config(32, 16, 8, 2),
     ("prefill", "wide"): _config(16, 32, 8, 2),
 }
 

@@ -4,6 +4,7 @@ Rows are ragged and their blocks shuffled. Every slot that no token was written 
 so does the whole of block 0, with which block tables are padded.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,8 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
 
-TOLERANCE = {
-    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
-    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
-    torch.bfloat16: {"atol": 1.6e-2, "rtol": 1.6e-2},
-}
-"""How far a result may be from its twin: a few roundings of the output's dtype."""
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""A few roundings of the dtype, of results of size 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +32,7 @@ class PagedBatch:
 
     @property
     def scale(self) -> float:
-        return float(self.q.shape[-1]) ** -0.5
+        return 1 / math.sqrt(self.q.shape[-1])
 
     @property
     def query_starts(self) -> list[int]:
@@ -89,6 +86,16 @@ class PagedBatch:
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.q.device)
+
+
+def assert_near_twin(actual: Tensor, expected: Tensor) -> None:
+    """Checks a kernel's result against its twin's, to a few roundings of the dtype.
+
+    Raises:
+        AssertionError: They differ in shape, dtype or by more; the message says where and how far.
+    """
+    tolerance = _TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def paged_batch(

@@ -188,6 +188,6 @@ def merge_kernel(
         row_sum = tl.fma(row_sum, decay, part_sum * share)
         acc = tl.fma(acc, decay, values * share)
         row_max = new_max
-    out = tl.where(row_sum > 0, acc / row_sum, 0.0)
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 gives zeros
     out_offsets = head * HEAD_SIZE + channels
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
