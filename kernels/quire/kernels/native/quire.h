@@ -65,6 +65,5 @@ void quire_write_kv(const WriteKvArgs* args);
 
 }  // extern "C"
 
-// Each thread of the team calls these; the caller puts a barrier behind them.
-void attend_part(const AttendArgs& args, Team team);
+// Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
 void write_kv_part(const WriteKvArgs& args, Team team);
