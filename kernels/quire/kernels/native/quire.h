@@ -220,8 +220,7 @@ void quire_huge_pages(void* start, int64_t size);
 
 }  // extern "C"
 
-// Each thread of the team calls these; the caller puts a barrier behind them.
-void attend_part(const AttendArgs& args, Team team);
+// Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
 void write_kv_part(const WriteKvArgs& args, Team team);
 void linear_part(const LinearArgs& args, Team team);
 void rms_norm_part(const NormArgs& args, Team team);

@@ -1,0 +1,227 @@
+// The inner loops of attention: a few query rows against a split of one KV head.
+//
+// K and V come in tiles of 16 tokens, cut into lines of 64 bytes that one broadcast word of the
+// other operand multiplies:
+//
+//     bf16   K [D/2][16 tokens][2 channels]   V [8 token pairs][D][2 tokens]   word: 2 values
+//     f32    K [D][16 tokens]                 V [16 tokens][D]                 word: 1 value
+//
+// Each score, and each channel of each row's weighted sum over the split, is one chain of dot
+// products in order of channel or token. So its bits depend neither on how many rows share the
+// loop nor on how many tiles it takes at once.
+#pragma once
+
+#include "simd.h"
+
+namespace quire {
+
+constexpr int kTileTokens = 16;
+constexpr int kSplitTokens = 128;
+constexpr int kSplitTiles = kSplitTokens / kTileTokens;
+constexpr int kMaxHeadSize = 256;
+constexpr int kLineBytes = 64;
+constexpr int kQueryStride = kMaxHeadSize * 4;  // bytes of a packed query row
+
+// How the accumulators of one loop fill the register file.
+#if defined(QUIRE_AVX512)
+constexpr int kMaxRows = 6, kMaxTiles = 4;
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 6, kMaxTiles = 1;
+#else
+constexpr int kMaxRows = 3, kMaxTiles = 1;
+#endif
+
+struct DotF32 {
+  static constexpr int kPack = 1;
+  static constexpr bool kShortExp = false;
+  using Line = Vec;
+  static Line line(const char* at) { return load(at); }
+  static Line word(const char* at) {
+    float x;
+    memcpy(&x, at, sizeof x);
+    return splat(x);
+  }
+  static Vec dot(const Vec& sum, const Line& a, const Line& b) { return fma(a, b, sum); }
+  static void store_weights(char* at, const Vec& x) { store(at, x); }
+};
+
+#if defined(QUIRE_AVX512) && defined(__AVX512BF16__)
+#define QUIRE_BF16_DOT 1
+struct DotBf16 {
+  static constexpr int kPack = 2;
+  static constexpr bool kShortExp = true;
+  using Line = __m512i;
+  static Line line(const char* at) { return _mm512_loadu_si512(at); }
+  static Line word(const char* at) {
+    int32_t x;
+    memcpy(&x, at, sizeof x);
+    return _mm512_set1_epi32(x);
+  }
+  static Vec dot(Vec sum, Line a, Line b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+  static void store_weights(char* at, Vec x) { store_bf16(at, x); }
+};
+#endif
+
+// A row's weights of one split; the bytes of a broadcast word are the same for both types.
+template <class Dot>
+constexpr int kWeightStride = kSplitTokens * 4 / Dot::kPack;
+
+// scores[row][tile * 16 + lane] = q[row] . k[tile][lane], for `kRows` rows and `kTiles` tiles.
+// `ahead` are tiles of the same size that are wanted soon.
+template <class Dot, int kRows, int kTiles>
+inline void score_tiles(const char* q, int num_lines, const char* const* k,
+                        const char* const* ahead, float* scores) {
+  Vec sum[kRows][kTiles];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int tile = 0; tile < kTiles; ++tile) sum[row][tile] = zero();
+  const char* at[kTiles];
+  const char* next[kTiles];
+#pragma GCC unroll 4
+  for (int tile = 0; tile < kTiles; ++tile) at[tile] = k[tile], next[tile] = ahead[tile];
+  for (int64_t line = 0; line < num_lines; ++line) {
+    typename Dot::Line keys[kTiles];
+#pragma GCC unroll 4
+    for (int tile = 0; tile < kTiles; ++tile) {
+      keys[tile] = Dot::line(at[tile] + line * kLineBytes);
+      __builtin_prefetch(next[tile] + line * kLineBytes);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const typename Dot::Line word = Dot::word(q + row * kQueryStride + line * 4);
+#pragma GCC unroll 4
+      for (int tile = 0; tile < kTiles; ++tile)
+        sum[row][tile] = Dot::dot(sum[row][tile], word, keys[tile]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int tile = 0; tile < kTiles; ++tile)
+      store(scores + row * kSplitTokens + tile * kTileTokens, sum[row][tile]);
+}
+
+template <class Dot, int kRows>
+inline void score_rows(const char* q, int num_lines, const char* const* k,
+                       const char* const* ahead, int num_tiles, float* scores) {
+  int tile = 0;
+  for (; tile + kMaxTiles <= num_tiles; tile += kMaxTiles)
+    score_tiles<Dot, kRows, kMaxTiles>(q, num_lines, k + tile, ahead + tile,
+                                       scores + tile * kTileTokens);
+  k += tile, ahead += tile, scores += tile * kTileTokens;
+  switch (num_tiles - tile) {
+    case 1: return score_tiles<Dot, kRows, 1>(q, num_lines, k, ahead, scores);
+    case 2: return score_tiles<Dot, kRows, 2>(q, num_lines, k, ahead, scores);
+    case 3: return score_tiles<Dot, kRows, 3>(q, num_lines, k, ahead, scores);
+  }
+}
+
+// One row's softmax over a split, relative to the split's own maximum. `visible` tokens count, of
+// the `num_tiles * 16` scores; the weights of the others are zero.
+template <class Dot>
+inline void weigh(float* scores, char* weights, int num_tiles, int visible, float log2_scale,
+                  float* max_out, float* sum_out) {
+  constexpr int kTileBytes = kTileTokens * 4 / Dot::kPack;
+  if (visible <= 0) {
+    memset(weights, 0, num_tiles * kTileBytes);
+    *max_out = -__builtin_inff();
+    *sum_out = 0;
+    return;
+  }
+  const Vec hidden = splat(-__builtin_inff());
+  for (int tile = visible / kTileTokens; tile < num_tiles; ++tile) {
+    const int count = visible - tile * kTileTokens;
+    float* at = scores + tile * kTileTokens;
+    store(at, count > 0 ? first_lanes(load(at), count, hidden) : hidden);
+  }
+  Vec most = load(scores);
+  for (int tile = 1; tile < num_tiles; ++tile)
+    most = max(most, load(scores + tile * kTileTokens));
+  const float max_score = max_of_lanes(most);
+  const Vec scale = splat(log2_scale), offset = splat(-max_score * log2_scale);
+  Vec sum = zero();
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const Vec weight =
+        exp2_of<Dot::kShortExp>(fma(load(scores + tile * kTileTokens), scale, offset));
+    sum = add(sum, weight);
+    Dot::store_weights(weights + tile * kTileBytes, weight);
+  }
+  *max_out = max_score;
+  *sum_out = sum_of_lanes(sum);
+}
+
+// How a split's result enters a row's running one: `result = result * keep + split * take`.
+struct Blend {
+  float keep[kLanes];
+  float take[kLanes];
+};
+
+// result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].
+template <class Dot, int kRows, int kCols>
+inline void sum_values(const char* weights, int num_tiles, const char* const* v, int64_t row_bytes,
+                       int64_t col_bytes, const char* const* ahead, const Blend* blend,
+                       float* result, int64_t result_stride) {
+  Vec sum[kRows][kCols];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int col = 0; col < kCols; ++col) sum[row][col] = zero();
+  constexpr int kLines = kTileTokens / Dot::kPack;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const char* at = v[tile] + col_bytes;
+    const char* next = ahead[tile] + col_bytes;
+    for (int line = 0; line < kLines; ++line, at += row_bytes, next += row_bytes, weights += 4) {
+      typename Dot::Line values[kCols];
+#pragma GCC unroll 4
+      for (int col = 0; col < kCols; ++col) {
+        values[col] = Dot::line(at + col * kLineBytes);
+        __builtin_prefetch(next + col * kLineBytes);
+      }
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const typename Dot::Line word = Dot::word(weights + row * kWeightStride<Dot>);
+#pragma GCC unroll 4
+        for (int col = 0; col < kCols; ++col)
+          sum[row][col] = Dot::dot(sum[row][col], word, values[col]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int col = 0; col < kCols; ++col) {
+      float* to = result + row * result_stride + col * kLanes;
+      Vec x = sum[row][col];
+      if (blend) x = fma(load(to), splat(blend->keep[row]), mul(x, splat(blend->take[row])));
+      store(to, x);
+    }
+}
+
+template <class Dot, int kRows>
+inline void sum_value_rows(const char* weights, int num_tiles, const char* const* v, int head_size,
+                           const char* const* ahead, const Blend* blend, float* result) {
+  const int num_cols = head_size / kLanes;
+  const int64_t row_bytes = int64_t{num_cols} * kLineBytes;
+  int col = 0;
+  for (; col + kMaxTiles <= num_cols; col += kMaxTiles)
+    sum_values<Dot, kRows, kMaxTiles>(weights, num_tiles, v, row_bytes, col * kLineBytes, ahead,
+                                      blend, result + col * kLanes, head_size);
+  const int64_t at = col * kLineBytes;
+  result += col * kLanes;
+  switch (num_cols - col) {
+    case 1:
+      return sum_values<Dot, kRows, 1>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
+                                       head_size);
+    case 2:
+      return sum_values<Dot, kRows, 2>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
+                                       head_size);
+    case 3:
+      return sum_values<Dot, kRows, 3>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
+                                       head_size);
+  }
+}
+
+}  // namespace quire
