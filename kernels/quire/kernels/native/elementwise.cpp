@@ -1,35 +1,34 @@
 // What a layer does between its matrix products: RMS norm, rotary embedding; and the argmax of
 // greedy sampling. Rows are shared evenly among the threads; each row is computed alone, in one
 // order, so its bits are its own.
-#include "quire.h"
-#include "vec.h"
-
-#include <algorithm>
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
+#include <cmath>
+
+#include "elements.h"
+#include "quire.h"
+
+namespace quire {
 namespace {
 
 // Hugging Face's roundings: the normed value is rounded before it meets the weight.
 template <class T>
 void norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float eps) {
-  F sums[4] = {};
-  int64_t whole = num_channels / kLanes * kLanes;
-  int rest = static_cast<int>(num_channels - whole);
-  for (int64_t c = 0; c < whole; c += kLanes) {
-    F value = load(x + c);
-    F& sum = sums[c / kLanes % 4];
-    sum = fma(value, value, sum);
+  Vec sums[4] = {zero(), zero(), zero(), zero()};
+  for (int64_t c = 0; c < num_channels; c += kLanes) {
+    const Vec value = read(x + c, num_channels - c);
+    sums[c / kLanes % 4] = fma(value, value, sums[c / kLanes % 4]);
   }
-  F tail = load_n(x + whole, rest);
-  float squares = sum((sums[0] + sums[1]) + (sums[2] + sums[3]) + tail * tail);
-  F scale = splat(1.0f / std::sqrt(squares / static_cast<float>(num_channels) + eps));
-  for (int64_t c = 0; c < whole; c += kLanes)
-    store(out + c, load(weight + c) * rounded<T>(load(x + c) * scale));
-  if (rest)
-    store_n(out + whole, load_n(weight + whole, rest) * rounded<T>(tail * scale), rest);
+  const float squares = sum_of_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  const Vec scale = splat(1 / std::sqrt(squares / static_cast<float>(num_channels) + eps));
+  for (int64_t c = 0; c < num_channels; c += kLanes) {
+    const int64_t left = num_channels - c;
+    const Vec normed = rounded<T>(mul(read(x + c, left), scale));
+    write(out + c, mul(read(weight + c, left), normed), left);
+  }
 }
 
 template <class T>
@@ -45,11 +44,11 @@ void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
 template <class T>
 void rotate_head(T* x, const float* cos, const float* sin, int half) {
   for (int i = 0; i < half; i += kLanes) {
-    int n = std::min(kLanes, half - i);
-    F c = load_n(cos + i, n), s = load_n(sin + i, n);
-    F x1 = load_n(x + i, n), x2 = load_n(x + half + i, n);
-    store_n(x + i, x1 * c - x2 * s, n);
-    store_n(x + half + i, x2 * c + x1 * s, n);
+    const int64_t left = half - i;
+    const Vec c = read(cos + i, left), s = read(sin + i, left);
+    const Vec x1 = read(x + i, left), x2 = read(x + half + i, left);
+    write(x + i, sub(mul(x1, c), mul(x2, s)), left);
+    write(x + half + i, add(mul(x2, c), mul(x1, s)), left);
   }
 }
 
@@ -64,24 +63,23 @@ void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-int64_t argmax_row(const float* x, int64_t n) {
-  // Four running maxima of whole vectors, then a search for the first that equals the greatest.
-  F best[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+// The greatest first, then the first that equals it. NaN is never greater.
+int64_t argmax_row(const float* x, int64_t size) {
+  const Vec lowest = splat(-INFINITY);
+  Vec best[4] = {lowest, lowest, lowest, lowest};
   int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
-    for (int j = 0; j < 4; ++j) {
-      F value = load(x + i + j * kLanes);
-      best[j] = value > best[j] ? value : best[j];
-    }
-  float lanes[4 * kLanes], greatest = -INFINITY;
-  std::memcpy(lanes, best, sizeof lanes);
-  for (float lane : lanes) greatest = std::max(greatest, lane);
-  for (; i < n; ++i) greatest = std::max(greatest, x[i]);
-  for (i = 0; i < n && x[i] != greatest;) ++i;
-  return i < n ? i : 0;
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) best[j] = max(load(x + i + j * kLanes), best[j]);
+  float greatest = max_of_lanes(max(max(best[0], best[1]), max(best[2], best[3])));
+  for (; i < size; ++i) greatest = std::max(greatest, x[i]);
+  const int64_t at = std::find(x, x + size, greatest) - x;
+  return at < size ? at : 0;
 }
 
 }  // namespace
+}  // namespace quire
+
+using namespace quire;
 
 void rms_norm_part(const NormArgs& args, Team team) {
   int64_t begin = args.num_rows * team.thread / team.size;

@@ -3,13 +3,15 @@
 // Between two barriers a phase reads what the one before has written, and its threads take their
 // work from a ticket of its own. Rounds where PyTorch's layer by layer does: what is fused here
 // (residual sums, SiLU) keeps the roundings of the unfused.
-#include "quire.h"
-#include "vec.h"
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "attention.h"
+#include "elements.h"
+#include "quire.h"
+
+namespace quire {
 namespace {
 
 constexpr int kTicketsPerPhase = 4;
@@ -19,7 +21,12 @@ class Forward {
   explicit Forward(const ForwardArgs& args)
       : a_(args),
         tickets_(kTicketsPerPhase * (args.end_phase - args.first_phase)),
-        size_(args.dtype == QUIRE_BF16 ? 2 : 4) {}
+        size_(args.dtype == QUIRE_BF16 ? 2 : 4),
+        attend_(attend_args(args)) {
+    const int first_attention = args.first_phase + args.first_phase % 2;
+    if (first_attention < std::min(args.end_phase, 2 * args.num_layers))
+      plan_ = plan_attention(attend_, args.num_threads);
+  }
 
   void run(Team team) {
     std::atomic<int>* ticket = tickets_.data();
@@ -43,32 +50,17 @@ class Forward {
   void attention(const Layer& layer, Team team, std::atomic<int>* ticket) {
     norm(layer.attention_norm, team);
     barrier(team);
-    const int64_t width = qkv_width(), head = a_.head_size;
+    const int64_t width = qkv_width();
     linear(layer.qkv, QUIRE_STORE, a_.normed, a_.hidden_size, a_.qkv, width, team, ticket++);
     barrier(team);
     rotate_and_write(layer, team);
     barrier(team);
-    AttendArgs attend = {};
-    attend.dtype = a_.dtype;
-    attend.q = a_.qkv;
-    attend.q_stride_t = width;
-    attend.out = a_.attended;
+    AttendArgs attend = attend_;
     attend.k_cache = layer.k_cache;
     attend.v_cache = layer.v_cache;
-    attend.block_tables = a_.block_tables;
-    attend.bt_stride = a_.bt_stride;
-    attend.seq_lens = a_.seq_lens;
-    attend.query_starts = a_.query_starts;
-    attend.num_rows = a_.num_rows;
-    attend.num_decodes = a_.num_decodes;
-    attend.num_heads = a_.num_heads;
-    attend.num_kv_heads = a_.num_kv_heads;
-    attend.head_size = a_.head_size;
-    attend.block_size = a_.block_size;
-    attend.scale = a_.scale;
-    attend_part(attend, on(team, ticket++));
+    attend_part(attend, plan_, on(team, ticket++));
     barrier(team);
-    add(layer.o, a_.attended, a_.num_heads * head, team, ticket++);
+    add_linear(layer.o, a_.attended, layer.o.num_in, team, ticket++);
     barrier(team);
   }
 
@@ -79,7 +71,7 @@ class Forward {
     linear(layer.gate_up, QUIRE_GATED, a_.normed, a_.hidden_size, a_.hidden, width, team,
            ticket++);
     barrier(team);
-    add(layer.down, a_.hidden, width, team, ticket++);
+    add_linear(layer.down, a_.hidden, width, team, ticket++);
     barrier(team);
   }
 
@@ -114,8 +106,9 @@ class Forward {
     auto [begin, end] = share(team);
     T* out = static_cast<T*>(a_.residual);
     for (int64_t i = begin * a_.hidden_size; i < end * a_.hidden_size; i += kLanes) {
-      int n = static_cast<int>(std::min<int64_t>(kLanes, end * a_.hidden_size - i));
-      store_n(out + i, load_n(out + i, n) + rounded<T>(load_n(a_.partial + i, n)), n);
+      const int64_t left = end * a_.hidden_size - i;
+      const Vec sum = rounded<T>(read(a_.partial + i, left));
+      write(out + i, add(read(out + i, left), sum), left);
     }
   }
 
@@ -125,7 +118,8 @@ class Forward {
     char* rows = static_cast<char*>(a_.qkv) + begin * width * size_;
     RotaryArgs rotary = {a_.dtype,  rows,  width, a_.cos, a_.sin, a_.positions + begin,
                          end - begin, a_.num_heads + a_.num_kv_heads, a_.head_size, a_.head_size};
-    const Team alone = {0, 1, nullptr};
+    std::atomic<int> ticket{0};
+    const Team alone = {0, 1, &ticket};
     rotary_part(rotary, alone);
     WriteKvArgs write = {};
     write.dtype = a_.dtype;
@@ -143,7 +137,7 @@ class Forward {
   }
 
   // Onto the residual; of several ranks, into this one's share of the sum.
-  void add(const LinearWeights& weights, const void* x, int64_t width, Team team,
+  void add_linear(const LinearWeights& weights, const void* x, int64_t width, Team team,
            std::atomic<int>* ticket) {
     if (a_.is_shared)
       linear(weights, QUIRE_STORE_F32, x, width, a_.partial, a_.hidden_size, team, ticket);
@@ -158,6 +152,15 @@ class Forward {
   }
 
   void norm(const void* weight, Team team) { rms_norm_part(norm_args(weight), team); }
+
+  // For every layer; the layer adds its caches.
+  static AttendArgs attend_args(const ForwardArgs& a) {
+    const int64_t width = static_cast<int64_t>(a.num_heads + 2 * a.num_kv_heads) * a.head_size;
+    return {a.dtype,         a.qkv,         width,           a.attended,      nullptr,
+            nullptr,         a.block_tables, a.bt_stride,    a.seq_lens,      a.query_starts,
+            a.num_rows,      a.num_decodes, a.num_heads,     a.num_kv_heads,  a.head_size,
+            a.block_size,    a.scale};
+  }
 
   NormArgs norm_args(const void* weight) const {
     return {a_.dtype,  a_.residual,     nullptr,        weight,
@@ -183,12 +186,15 @@ class Forward {
 
   const ForwardArgs& a_;
   std::vector<std::atomic<int>> tickets_;
-  const int64_t size_;
+  const int64_t size_;  // of an element, in bytes
+  const AttendArgs attend_;
+  AttendPlan plan_;
 };
 
 }  // namespace
+}  // namespace quire
 
 void quire_forward(const ForwardArgs* args) {
-  Forward forward(*args);
+  quire::Forward forward(*args);
   parallel(args->num_threads, [&](Team team) { forward.run(team); });
 }

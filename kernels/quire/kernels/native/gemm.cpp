@@ -12,21 +12,38 @@
 // that stay in level-2 cache while a panel passes, and the first tile of a panel fetches the next
 // one from memory: with one row this reads at the speed of DRAM, with many it computes at 1
 // vdpbf16ps a cycle.
-#include "quire.h"
-#include "vec.h"
-
 #include <algorithm>
+#include <array>
+#include <utility>
 
+#include "elements.h"
+#include "quire.h"
+
+namespace quire {
 namespace {
 
-constexpr int kPanelColumns = 2 * kLanes;
-constexpr int kChunkRows = 8 * kTileRows;
-
-#if defined(__GNUC__) && !defined(__clang__)
-#define UNROLL _Pragma("GCC unroll 16")
+// Rows x 2 sums, the weights and an input must fit the registers.
+#if defined(QUIRE_AVX512)
+constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3;
 #else
-#define UNROLL _Pragma("unroll")
+constexpr int kTileRows = 2;
 #endif
+constexpr int kPanelColumns = 2 * kLanes;
+constexpr int kChunkRows = 96;
+
+inline uint32_t load_lane(const void* p) {
+  uint32_t lane;
+  memcpy(&lane, p, sizeof lane);
+  return lane;
+}
+
+inline float as_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 // What a lane of 32 bits adds to its sum: one product of floats, two of bfloat16.
 template <class T>
@@ -35,112 +52,124 @@ struct Lane;
 template <>
 struct Lane<float> {
   static constexpr int kSteps = 1;
-  static inline F dot(F sum, U w, uint32_t x) {
-    return fma(bitcast<F>(w), splat(bitcast<float>(x)), sum);
+  using Weights = Vec;
+  static inline Weights weights(const uint32_t* p) { return load(p); }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    return fma(w, splat(as_float(x)), sum);
   }
 };
 
+#if defined(__AVX512BF16__)
 template <>
 struct Lane<bf16> {
   static constexpr int kSteps = 2;
-  static inline F dot(F sum, U w, uint32_t x) {
-#if defined(__AVX512BF16__)
-    return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-#else
-    sum = fma(bitcast<F>(w << 16), splat(bitcast<float>(x << 16)), sum);
-    return fma(bitcast<F>(w & 0xffff0000u), splat(bitcast<float>(x & 0xffff0000u)), sum);
-#endif
+  using Weights = __m512i;
+  static inline Weights weights(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
   }
 };
-
-inline uint32_t load_lane(const void* p) {
-  uint32_t lane;
-  std::memcpy(&lane, p, sizeof lane);
-  return lane;
-}
+#else
+template <>
+struct Lane<bf16> {
+  static constexpr int kSteps = 2;
+  struct Weights {
+    Vec even, odd;
+  };
+  static inline Weights weights(const uint32_t* p) { return {even_bf16(p), odd_bf16(p)}; }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    sum = fma(w.even, splat(as_float(x << 16)), sum);
+    return fma(w.odd, splat(as_float(x & 0xffff0000u)), sum);
+  }
+};
+#endif
 
 template <int R>
 struct Sums {
-  F at[R][2];
+  Vec at[R][2];
 };
 
-// Sums of R rows over `lanes` lanes of k. Touches `ahead` as it goes, unless that is null.
+// Sums of R rows over `lanes` lanes of k. Fetches `ahead` as it goes, where told to.
 template <class T, int R, bool kFetch>
-inline __attribute__((always_inline)) Sums<R> tile_chain(const uint32_t* x, int64_t x_stride,
-                                                         const uint32_t* w, const uint32_t* ahead,
-                                                         int64_t lanes) {
-  F sums[R][2] = {};
+inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_t* x,
+                                                     int64_t x_stride, const uint32_t* w,
+                                                     const uint32_t* ahead, int64_t lanes) {
+  Vec sums[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
   for (int64_t k = 0; k < lanes; ++k) {
-    U w0, w1;
-    std::memcpy(&w0, w, sizeof w0);
-    std::memcpy(&w1, w + kLanes, sizeof w1);
+    const auto lo = Lane<T>::weights(w), hi = Lane<T>::weights(w + kLanes);
     if (kFetch) {
       __builtin_prefetch(ahead, 0, 2);
-      if (sizeof(U) == 64) __builtin_prefetch(ahead + kLanes, 0, 2);
+      __builtin_prefetch(ahead + kLanes, 0, 2);
       ahead += kPanelColumns;
     }
-    UNROLL for (int r = 0; r < R; ++r) {
-      uint32_t pair = load_lane(x + r * x_stride + k);
-      sums[r][0] = Lane<T>::dot(sums[r][0], w0, pair);
-      sums[r][1] = Lane<T>::dot(sums[r][1], w1, pair);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint32_t values = load_lane(x + r * x_stride + k);
+      sums[r][0] = Lane<T>::dot(sums[r][0], lo, values);
+      sums[r][1] = Lane<T>::dot(sums[r][1], hi, values);
     }
     w += kPanelColumns;
   }
-  Sums<R> out;
-  UNROLL for (int r = 0; r < R; ++r) out.at[r][0] = sums[r][0], out.at[r][1] = sums[r][1];
-  return out;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) out.at[r][0] = sums[r][0], out.at[r][1] = sums[r][1];
 }
 
 template <class T, int R, bool kFetch>
-Sums<R> tile_tree(const uint32_t* x, int64_t x_stride, const uint32_t* w, const uint32_t* ahead,
-                  int64_t lanes, int splits) {
-  if (splits == 1) return tile_chain<T, R, kFetch>(x, x_stride, w, ahead, lanes);
-  int64_t part = lanes / splits;
-  Sums<R> open[8];  // finished branches that wait for their sibling, as digits of a counter
+void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t* w,
+              const uint32_t* ahead, int64_t lanes, int splits) {
+  if (splits == 1) return add_chain<T, R, kFetch>(out, x, x_stride, w, ahead, lanes);
+  const int64_t part = lanes / splits;
+  Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
   int num_open = 0;
   for (int i = 0; i < splits; ++i) {
-    int64_t k = i * part;
-    Sums<R> sums = tile_chain<T, R, kFetch>(x + k, x_stride, w + k * kPanelColumns,
-                                            ahead + k * kPanelColumns, part);
+    const int64_t k = i * part;
+    add_chain<T, R, kFetch>(out, x + k, x_stride, w + k * kPanelColumns,
+                            kFetch ? ahead + k * kPanelColumns : nullptr, part);
     for (int bits = i; bits & 1; bits >>= 1) {
       --num_open;
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < 2; ++v) sums.at[r][v] = open[num_open].at[r][v] + sums.at[r][v];
+        for (int v = 0; v < 2; ++v) out.at[r][v] = add(open[num_open].at[r][v], out.at[r][v]);
     }
-    open[num_open++] = sums;
+    if (i + 1 < splits) open[num_open++] = out;
   }
-  return open[0];
+}
+
+inline Vec silu(Vec x) {
+  const Vec e = exp2_of<false>(max(mul(x, splat(-1.44269504f)), splat(-126)));
+  return div(x, add(e, splat(1)));
 }
 
 template <class T>
-void finish_row(const LinearArgs& args, int64_t row, int64_t panel, F lo, F hi) {
+inline void write_pair(T* out, Vec lo, Vec hi, int64_t count) {
+  write(out, lo, count);
+  if (count > kLanes) write(out + kLanes, hi, count - kLanes);
+}
+
+// Puts a row's sums where `mode` says.
+template <class T>
+void finish_row(const LinearArgs& args, int64_t row, int64_t panel, Vec lo, Vec hi) {
   const LinearWeights& weights = *args.weights;
   if (weights.bias) {
     const float* bias = weights.bias + panel * kPanelColumns;
-    lo += load(bias);
-    hi += load(bias + kLanes);
+    lo = add(lo, load(bias));
+    hi = add(hi, load(bias + kLanes));
   }
   int64_t column = panel * (args.mode == QUIRE_GATED ? kLanes : kPanelColumns);
   int64_t width = args.mode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
-  int left = static_cast<int>(std::min<int64_t>(width - column, kPanelColumns));
-  int64_t at = row * args.out_stride + column;
-  if (args.mode == QUIRE_STORE_F32) {
-    float* out = static_cast<float*>(args.out) + at;
-    store_n(out, lo, left);
-    if (left > kLanes) store_n(out + kLanes, hi, left - kLanes);
-    return;
-  }
+  const int64_t left = width - column, at = row * args.out_stride + column;
+  if (args.mode == QUIRE_STORE_F32) return write_pair(static_cast<float*>(args.out) + at, lo, hi, left);
   T* out = static_cast<T*>(args.out) + at;
   if (args.mode == QUIRE_GATED) {
-    F gate = rounded<T>(silu(rounded<T>(lo)));
-    return store_n(out, gate * rounded<T>(hi), left);
+    const Vec gate = rounded<T>(silu(rounded<T>(lo)));
+    return write(out, mul(gate, rounded<T>(hi)), left);
   }
   if (args.mode == QUIRE_ADD) {
-    lo = load_n(out, std::min(left, kLanes)) + rounded<T>(lo);
-    if (left > kLanes) hi = load_n(out + kLanes, left - kLanes) + rounded<T>(hi);
+    lo = add(read(out, left), rounded<T>(lo));
+    if (left > kLanes) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
   }
-  store_n(out, lo, left);
-  if (left > kLanes) store_n(out + kLanes, hi, left - kLanes);
+  write_pair(out, lo, hi, left);
 }
 
 template <class T, int R>
@@ -150,20 +179,20 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
   int64_t x_stride = args.x_stride / Lane<T>::kSteps;
   const uint32_t* x = static_cast<const uint32_t*>(args.x) + row * x_stride;
   int splits = args.weights->splits;
-  Sums<R> sums = ahead ? tile_tree<T, R, true>(x, x_stride, w, ahead, lanes, splits)
-                       : tile_tree<T, R, false>(x, x_stride, w, ahead, lanes, splits);
+  Sums<R> sums;
+  ahead ? add_tree<T, R, true>(sums, x, x_stride, w, ahead, lanes, splits)
+        : add_tree<T, R, false>(sums, x, x_stride, w, nullptr, lanes, splits);
   for (int r = 0; r < R; ++r) finish_row<T>(args, row + r, panel, sums.at[r][0], sums.at[r][1]);
 }
 
 using Tile = void (*)(const LinearArgs&, int64_t, int64_t, const uint32_t*, const uint32_t*);
 
+template <class T, int... R>
+constexpr std::array<Tile, sizeof...(R)> tiles(std::integer_sequence<int, R...>) {
+  return {tile<T, R + 1>...};
+}
 template <class T>
-constexpr Tile kTiles[] = {
-    nullptr,    tile<T, 1>, tile<T, 2>, tile<T, 3>,  tile<T, 4>,  tile<T, 5>,  tile<T, 6>,
-#if defined(__AVX512F__)
-    tile<T, 7>, tile<T, 8>, tile<T, 9>, tile<T, 10>, tile<T, 11>, tile<T, 12>,
-#endif
-};
+constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kTileRows>());
 
 // A piece of work: some panels for one chunk of rows.
 struct Pieces {
@@ -208,7 +237,7 @@ void run(const LinearArgs& args, Team team) {
       for (int64_t i = 0; i < num_tiles; ++i) {
         int64_t row = begin + num_rows * i / num_tiles;
         int64_t size = begin + num_rows * (i + 1) / num_tiles - row;
-        kTiles<T>[size](args, row, panel, weights + panel * panel_size, i ? nullptr : ahead);
+        kTiles<T>[size - 1](args, row, panel, weights + panel * panel_size, i ? nullptr : ahead);
       }
     }
   }
@@ -237,7 +266,7 @@ void pack_panel(const PackArgs& args, int64_t panel) {
     rows[column] = row < 0 ? nullptr : static_cast<const T*>(args.source) + row * args.stride;
     if (weights.bias) {
       float value = 0;
-      if (row >= 0) value = load_n(static_cast<const T*>(args.source_bias) + row, 1)[0];
+      if (row >= 0) value = sum_of_lanes(read(static_cast<const T*>(args.source_bias) + row, 1));
       const_cast<float*>(weights.bias)[panel * kPanelColumns + column] = value;
     }
   }
@@ -247,6 +276,9 @@ void pack_panel(const PackArgs& args, int64_t panel) {
 }
 
 }  // namespace
+}  // namespace quire
+
+using namespace quire;
 
 int64_t linear_panels(const LinearWeights& weights) {
   int64_t columns = weights.gated ? weights.num_out / 2 : weights.num_out;
