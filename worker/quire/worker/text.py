@@ -137,6 +137,8 @@ class TextStream:
         self._num_shown = 0  # Characters of the window behind its context that went out.
         self._held = ""  # Text that could be the beginning of a stop string.
         self._stopped = False
+        self.stop_string: str | None = None
+        """The stop string that ended the text, once one did."""
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Adds tokens; returns the text that is now certain. After a stop, nothing more."""
@@ -191,6 +193,7 @@ class TextStream:
             # The one that is complete first ends the text, however tokens fell together.
             start, stop = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._stopped = True
+            self.stop_string = stop
             self._held = ""
             return text[: start + len(stop) if self._keep_stop else start]
         num_held = max(_overlap(text, stop) for stop in self._stops)
