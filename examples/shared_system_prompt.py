@@ -18,9 +18,7 @@ def main(model: str) -> None:
         [system, {"role": "user", "content": question}] for question in demo_model.QUESTIONS * 4
     ]
     for caching in (False, True):
-        with LLM(
-            model, enable_prefix_caching=caching, kv_cache_memory_bytes=64 * 2**20
-        ) as llm:
+        with LLM(model, enable_prefix_caching=caching, kv_cache_memory_bytes=64 * 2**20) as llm:
             llm.chat(chats[0], params, use_tqdm=False)  # Warm up: first calls are slower.
             llm.reset_prefix_cache()
             began_s = time.perf_counter()

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
-from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 from quire.cluster.config import ClusterConfig
+from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 from quire.worker.errors import QuireError
 
 

@@ -9,9 +9,13 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from quire.cluster.config import ClusterConfig
+from quire.worker.errors import ConfigError
 
 # Serve reads these when it is imported, and its processes inherit them.
 _ENVIRONMENT = {
@@ -53,6 +57,24 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
             yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises ConfigError where something else listens on a port that a gateway is to have.
+
+    Gateways share their ports through SO_REUSEPORT, which would let two servers share one too.
+    """
+    for name in ("grpc_port", "http_port"):
+        port = getattr(config, name)
+        with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{name}={port}: cannot listen on {config.host}: {error.strerror}; take "
+                    "another port, or 0 for any free one"
+                ) from error
 
 
 @contextlib.contextmanager

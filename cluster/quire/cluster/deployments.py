@@ -1,0 +1,74 @@
+"""The two deployments of a Quire application, as Ray Serve runs them.
+
+Serve starts, replaces and counts them and tells each gateway which groups run. What clients send
+and what groups answer does not pass through it: both have servers of their own.
+"""
+
+from collections.abc import Sequence
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.gateway_server import GatewayServer
+from quire.cluster.group_server import GroupServer
+from quire.router.registry import REGISTRY, Member
+
+POOL = "replica_groups"
+"""Under which the request router publishes the groups to the gateways of its process."""
+
+
+class ReplicaGroup:
+    """A Serve replica that is one replica group."""
+
+    async def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._group_id = serve.get_replica_context().replica_id.unique_id
+        self._server = await GroupServer.start(config, group_id=self._group_id)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Reaches every gateway through Serve's membership."""
+        return {"address": self._server.address}
+
+    def check_health(self) -> None:
+        """Serve replaces the group when this raises."""
+        self._server.check()
+
+    async def group_id(self) -> str:
+        """Which group a call through a handle came to."""
+        return self._group_id
+
+    async def __del__(self) -> None:
+        await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
+
+
+class Gateway:
+    """A Serve replica that is one gateway."""
+
+    async def __init__(self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]) -> None:
+        self._config = config
+        self._server = await GatewayServer.start(config)
+        # The handle's request router is made, and begins to publish, with its first call.
+        await groups.group_id.remote()
+        self._unsubscribe = REGISTRY.subscribe(POOL, self._take_members)
+        self._detach = REGISTRY.attach(
+            POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt
+        )
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        self._server.groups.set_addresses(str(member.metadata["address"]) for member in members)
+
+    async def addresses(self) -> tuple[str, str]:
+        """``host:port`` of the gRPC server and of the HTTP server."""
+        return self._server.grpc_address, self._server.http_address
+
+    async def wait_for_groups(self, num_groups: int) -> None:
+        """Returns once so many groups can be routed to."""
+        groups = self._server.groups
+        while groups.num_ready < num_groups:
+            await groups.wait_for_change(timeout_s=1)
+
+    async def __del__(self) -> None:
+        self._unsubscribe()
+        self._detach()
+        await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
