@@ -1,5 +1,6 @@
 """One real cluster for all tests here: two replica groups of two ranks, gRPC and HTTP."""
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +32,13 @@ CONFIG = ClusterConfig(
 
 @pytest.fixture(scope="session")
 def endpoints() -> Iterator[Endpoints]:
-    before = _processes()
-    with running_cluster(CONFIG) as endpoints:
-        yield endpoints
-    left = {pid: line for pid, line in _processes().items() if pid not in before}
-    assert not left, f"processes that the cluster left behind: {left}"
+    mark = f"QUIRE_TEST_CLUSTER={uuid.uuid4()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*mark.split("="))  # All that the cluster starts inherits it.
+        with running_cluster(CONFIG) as endpoints:
+            yield endpoints
+    left = _processes_with(mark)
+    assert not left, f"the cluster left processes behind: {left}"
 
 
 @pytest.fixture
@@ -44,16 +47,15 @@ def channel(endpoints: Endpoints) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def _processes() -> dict[int, str]:
-    """This user's processes of Ray and of ranks, those of other sessions of theirs included."""
+def _processes_with(mark: str) -> dict[int, str]:
+    """The processes, by id, that were started with ``mark`` in their environment."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue  # It ended as we looked.
-        if any(word in line for word in ("raylet", "gcs_server", "ray::", "quire.worker.rank")):
-            found[int(entry.name)] = line
+            continue  # It ended as we looked, or is somebody else's.
     return found

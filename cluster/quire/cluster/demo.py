@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 
@@ -17,7 +18,14 @@ from quire.v1 import inference_pb2 as pb
 NUM_STREAMED = 3
 """Questions that are asked one after the other, the answer shown as it arrives."""
 NUM_TOGETHER = 6
-"""Questions that are then asked all at once."""
+"""Questions that are then asked all at once, every second one of another assistant."""
+OTHER_SYSTEM_PROMPT = (
+    "You are the night porter of a small hotel by the sea. Guests come to you with all kinds of "
+    "questions, about words, about the world and about the computers in the cellar. Answer each "
+    "of them politely, in one or two plain sentences. When you do not know an answer, say that "
+    "you do not know it."
+)
+"""A second prefix that requests share: it finds a place of its own."""
 # Enough for every question here, and small enough for a laptop.
 _KV_CACHE_BYTES = 64 * 2**20
 
@@ -64,7 +72,7 @@ def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
 
 
 def _ask_all(endpoints: Endpoints) -> list[Answer]:
-    system = demo_model.SYSTEM_PROMPT
+    system, other = demo_model.SYSTEM_PROMPT, OTHER_SYSTEM_PROMPT
     questions = demo_model.QUESTIONS[: NUM_STREAMED + NUM_TOGETHER]
     with grpc.insecure_channel(endpoints.grpc) as channel:
         answers = []
@@ -73,9 +81,10 @@ def _ask_all(endpoints: Endpoints) -> list[Answer]:
             answers.append(_ask(channel, system, question, shown=True))
             print("\n")
         together = questions[NUM_STREAMED:]
-        print(f"And {len(together)} at once:\n")
+        systems = [system if number % 2 else other for number in range(len(together))]
+        print(f"And {len(together)} at once, of two assistants:\n")
         with ThreadPoolExecutor(len(together)) as pool:
-            asked = pool.map(lambda question: _ask(channel, system, question), together)
+            asked = pool.map(partial(_ask, channel), systems, together)
             for answer in asked:
                 print(f"> {answer.question}\n{answer.text}\n", flush=True)
                 answers.append(answer)

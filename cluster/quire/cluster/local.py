@@ -32,9 +32,10 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
+    from ray import serve
 
-    for name in ("ray.serve", "ray"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger(serve.__name__).setLevel(logging.ERROR)
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         with contextlib.ExitStack() as stack:
