@@ -158,7 +158,7 @@ def test_bad_input_is_refused_and_harms_nothing(
     with pytest.raises(grpc.RpcError) as error:
         list(generate(channel, request_))
     assert error.value.code().name == code
-    assert re.search(details, error.value.details())
+    assert re.search(details, error.value.details() or "")
     good = pb.GenerateRequest(text="A whale", sampling=pb.SamplingParams(max_tokens=2))
     assert list(generate(channel, good))[-1].usage.num_output_tokens == 2
 

@@ -132,7 +132,8 @@ class LLM:
         Raises:
             InvalidRequest: A prompt cannot be served; the message says which. None was run.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        # What is no prompt at all, such as a number, is left for the check of each to refuse.
+        listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
         all_params = _params_of_each(sampling_params, num_prompts=len(listed))
         batch = [
             self._completions(index, prompt, params)

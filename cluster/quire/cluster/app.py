@@ -91,25 +91,22 @@ def build_app(config: ClusterConfig) -> "serve.Application":
         "max_constructor_retry_count": 3,
     }
     groups = serve.deployment(
-        deployments.ReplicaGroup,
         num_replicas=config.num_groups,
         ray_actor_options={
             "num_cpus": config.cpus_per_group,
             "num_gpus": engine.tensor_parallel_size if on_gpu else 0,
         },
         request_router_config=RequestRouterConfig(
-            request_router_class=PrefixAwareRouter,
+            request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
             request_router_kwargs={"pool": deployments.POOL},
         ),
         **common,
-    )
+    )(deployments.ReplicaGroup)
     gateways = serve.deployment(
-        deployments.Gateway,
-        num_replicas=config.num_gateways,
-        ray_actor_options={"num_cpus": 0},
-        **common,
-    )
-    return gateways.bind(config, groups.bind(config))
+        num_replicas=config.num_gateways, ray_actor_options={"num_cpus": 0}, **common
+    )(deployments.Gateway)
+    app: serve.Application = gateways.bind(config, groups.bind(config))
+    return app
 
 
 def _check_model(config: ClusterConfig) -> None:

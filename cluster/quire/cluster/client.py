@@ -1,7 +1,7 @@
 """A client of the gRPC service: what the demo and ``quire generate`` speak through."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import grpc
 
@@ -17,8 +17,10 @@ def chat_request(
     return pb.GenerateRequest(chat=pb.Chat(messages=turns), sampling=sampling)
 
 
-def generate(channel: grpc.Channel, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-    """The chunks of one request, as they come. Closing the iterator cancels the request.
+def generate(
+    channel: grpc.Channel, request: pb.GenerateRequest
+) -> Generator[pb.GenerateResponse, None, None]:
+    """The chunks of one request, as they come. Closing the generator cancels the request.
 
     Raises:
         grpc.RpcError: The server refused the request or is gone; `code` and `details` say why.

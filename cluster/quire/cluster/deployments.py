@@ -21,7 +21,7 @@ POOL = "replica_groups"
 class ReplicaGroup:
     """A Serve replica that is one replica group."""
 
-    async def __init__(self, config: ClusterConfig) -> None:
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         self._config = config
         self._group_id = serve.get_replica_context().replica_id.unique_id
         self._server = await GroupServer.start(config, group_id=self._group_id)
@@ -45,7 +45,9 @@ class ReplicaGroup:
 class Gateway:
     """A Serve replica that is one gateway."""
 
-    async def __init__(self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it.
+        self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
+    ) -> None:
         self._config = config
         self._server = await GatewayServer.start(config)
         # The handle's request router is made, and begins to publish, with its first call.
