@@ -37,9 +37,11 @@ class Completion:
         self.finish_reason = delta.finish_reason
         if self._stream is None:
             return
-        # A stop token is no text, whatever it would decode to.
-        by_token = delta.finish_reason == "stop" and self._token_ids[-1] in self._stop_ids
-        shown = delta.token_ids[:-1] if by_token else delta.token_ids
+        # As in vLLM, the token that ends the text is not part of it.
+        hidden = (
+            delta.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        )
+        shown = delta.token_ids[:-1] if hidden else delta.token_ids
         text, stopped = self._stream.push(shown)
         self._text += text
         if stopped:
@@ -48,10 +50,6 @@ class Completion:
             self._text += self._stream.finish()
             if self._stream.stop_string is not None:
                 self.finish_reason = "stop"
-
-    @property
-    def _stop_ids(self) -> tuple[int, ...]:
-        return tuple(self.request.params.stop_token_ids or ())
 
     def output(self) -> CompletionOutput:
         """The completion, once it has ended."""
@@ -74,7 +72,8 @@ class Completion:
     def _stop_reason(self) -> str | int | None:
         if self._stream is not None and self._stream.stop_string is not None:
             return self._stream.stop_string
-        by_token = self.finish_reason == "stop" and self._token_ids[-1] in self._stop_ids
+        stop_ids = self.request.params.stop_token_ids or ()
+        by_token = self.finish_reason == "stop" and self._token_ids[-1] in stop_ids
         return self._token_ids[-1] if by_token else None
 
     def _readable(self, token: TokenLogprobs) -> dict[int, Logprob]:
