@@ -69,6 +69,7 @@ class GatewayServer:
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         """Takes no new request, lets those at hand end, then closes every connection."""
+        self.gateway.begin_drain()
         self._http.should_exit = True
         stopping = [asyncio.ensure_future(self._grpc.stop(drain_timeout_s))]
         if self._http_task is not None:

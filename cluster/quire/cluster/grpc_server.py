@@ -12,8 +12,8 @@ from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
@@ -97,7 +97,7 @@ def build_grpc_server(gateway: Gateway) -> grpc.aio.Server:
     return server
 
 
-class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
+class _GatewayHealth(health.aio.HealthServicer):
     """grpc.health.v1, following the gateway's readiness."""
 
     def __init__(self, gateway: Gateway) -> None:
