@@ -34,10 +34,6 @@ class ReplicaGroup:
         """Serve replaces the group when this raises."""
         self._server.check()
 
-    async def group_id(self) -> str:
-        """Which group a call through a handle came to."""
-        return self._group_id
-
     async def __del__(self) -> None:
         await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
 
@@ -50,8 +46,9 @@ class Gateway:
     ) -> None:
         self._config = config
         self._server = await GatewayServer.start(config)
-        # The handle's request router is made, and begins to publish, with its first call.
-        await groups.group_id.remote()
+        # Deriving a handle makes its request router, which publishes the groups as they come
+        # and go. Serve refers to routers weakly: the handle has to be kept.
+        self._handle = groups.options()
         self._unsubscribe = REGISTRY.subscribe(POOL, self._take_members)
         self._detach = REGISTRY.attach(
             POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from quire.worker.engine import Engine, EngineStats
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError, RankFailure
 from quire.worker.events import BlockEvent, EventBatch
-from quire.worker.request import Request, RequestOutput
+from quire.worker.request import Request, TokenDelta
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Sink = Callable[[RequestOutput | QuireError], None]
+Sink = Callable[[TokenDelta | QuireError], None]
 """Takes a request's outputs, or the error that ended it. Called from the event loop."""
 
 
@@ -33,7 +33,7 @@ class StepResult:
     num_steps: int
     """Steps since the start."""
     stats: EngineStats
-    outputs: list[RequestOutput]
+    outputs: list[TokenDelta]
     refusals: list[tuple[str, QuireError]]
     """Requests that the engine did not take, and why."""
     events: EventBatch
@@ -117,7 +117,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                outputs: list[RequestOutput] = []
+                outputs: list[TokenDelta] = []
                 if self._engine.has_work:
                     outputs = self._engine.step()
                     self._num_steps += 1
@@ -148,7 +148,7 @@ class EngineLoop:
         except (InvalidRequest, QueueFull) as error:
             self._refusals.append((request.request_id, error))
 
-    def _report(self, outputs: list[RequestOutput]) -> None:
+    def _report(self, outputs: list[TokenDelta]) -> None:
         log = self._engine.events
         events, self._events = tuple(self._events), []
         refusals, self._refusals = self._refusals, []

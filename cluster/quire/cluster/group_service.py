@@ -25,7 +25,7 @@ from quire.cluster.wire import (
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc, inference_pb2
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError, RankFailure
-from quire.worker.request import Request, RequestOutput
+from quire.worker.request import Request, TokenDelta
 
 _FINISH_REASONS = {
     "stop": inference_pb2.FINISH_REASON_STOP,
@@ -187,7 +187,7 @@ class _Attachment:
         if engine_id is not None:
             self._engine_loop.abort(engine_id)
 
-    def _take(self, key: tuple[str, int], output: RequestOutput | QuireError) -> None:
+    def _take(self, key: tuple[str, int], output: TokenDelta | QuireError) -> None:
         if isinstance(output, QuireError):
             self._requests.pop(key, None)
             self._refuse(key, _error_code(output), str(output))

@@ -97,7 +97,7 @@ def build_grpc_server(gateway: Gateway) -> grpc.aio.Server:
     return server
 
 
-class _GatewayHealth(health.aio.HealthServicer):
+class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1, following the gateway's readiness."""
 
     def __init__(self, gateway: Gateway) -> None:
