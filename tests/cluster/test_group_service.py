@@ -190,9 +190,12 @@ async def test_a_full_queue_and_a_draining_group_say_so(start_group: Any) -> Non
     async with start_group(max_num_waiting=1, max_num_seqs=1) as group, connect(group) as stub:
         group.executor.step_s = 0.01
         call = stub.Attach()
-        for number in range(4):
-            await call.write(submit(f"r{number}", [20], max_tokens=200))
-        (full,) = await read_deltas(call, "r3")
+        await call.write(submit("running", [20], max_tokens=200))
+        while not (await call.read()).deltas:
+            pass
+        for name in ("waiting", "full"):
+            await call.write(submit(name, [20], max_tokens=200))
+        (full,) = await read_deltas(call, "full")
         assert full.error.code == pb.GroupError.QUEUE_FULL
         group.service.draining = True
         await call.write(submit("late", [20]))

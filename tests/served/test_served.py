@@ -3,8 +3,9 @@
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import grpc
 import httpx
@@ -12,13 +13,15 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ray import serve
 
 from quire import demo_model
-from quire.cluster.app import Endpoints
+from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.client import chat_request, generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.worker.request import TokenDelta
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -88,6 +91,15 @@ def test_a_cancelled_stream_returns_its_blocks(channel: grpc.Channel, endpoints:
     stream.close()
     _eventually(lambda: _metric(endpoints, "quire_group_held_blocks") == 0)
     _eventually(lambda: _metric(endpoints, "quire_group_running") == 0)
+
+
+def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpoints) -> None:
+    handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    stream = handle.options(method_name="generate", stream=True).remote([9, 10, 11], params)
+    deltas = list(cast("Iterable[TokenDelta]", stream))
+    assert [delta.token_offset for delta in deltas] == [0, 1, 2, 3]
+    assert deltas[-1].finish_reason == "length"
 
 
 def test_the_openai_client_completes_chats_and_streams(endpoints: Endpoints) -> None:

@@ -239,7 +239,7 @@ class LLM:
                             del running[delta.request_id]
                             if delta.finish_reason is None:  # A stop string, which only we see.
                                 self._engine.abort(delta.request_id)
-        finally:  # After Ctrl-C the engine is ready for the next batch.
+        finally:  # What an error leaves behind must not run on with the next batch.
             for request_id in running:
                 self._engine.abort(request_id)
 

@@ -16,7 +16,7 @@ from quire.worker.text import Tokenizer
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
 
-_APP_NAME = "quire"
+APP_NAME = "quire"
 # Serve kills a replica that is not gone so long after it was told to stop.
 _STOP_MARGIN_S = 10.0
 
@@ -50,11 +50,11 @@ def running_cluster(
             config = _shared_out(config)
         serve.start(proxy_location="Disabled")
         try:
-            handle = serve.run(build_app(config), name=_APP_NAME, route_prefix=None)
+            handle = serve.run(build_app(config), name=APP_NAME, route_prefix=None)
             handle.wait_for_groups.remote(config.num_groups).result()
             yield Endpoints(*handle.addresses.remote().result())
         finally:
-            serve.delete(_APP_NAME)
+            serve.delete(APP_NAME)
 
 
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:

@@ -4,7 +4,9 @@ Serve starts, replaces and counts them and tells each gateway which groups run. 
 and what groups answer does not pass through it: both have servers of their own.
 """
 
-from collections.abc import Sequence
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Sequence
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -13,6 +15,9 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
 from quire.router.registry import REGISTRY, Member
+from quire.worker.hashing import as_token_ids
+from quire.worker.request import Request, TokenDelta
+from quire.worker.sampling_params import SamplingParams
 
 POOL = "replica_groups"
 """Under which the request router publishes the groups to the gateways of its process."""
@@ -33,6 +38,23 @@ class ReplicaGroup:
     def check_health(self) -> None:
         """Serve replaces the group when this raises."""
         self._server.check()
+
+    async def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """For other Serve applications, through a handle with ``stream=True``.
+
+        ``params.n`` and ``params.stop`` are the caller's matter, as they are the gateway's.
+        """
+        request = Request(
+            request_id=f"handle/{uuid.uuid4()}",
+            prompt_token_ids=as_token_ids(token_ids),
+            params=params,
+            cache_salt=cache_salt,
+        )
+        async with contextlib.aclosing(self._server.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def __del__(self) -> None:
         await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)

@@ -109,6 +109,8 @@ class Gateway:
         """
         arrival_s = self._clock()
         self.check_model(request.model)
+        if request.prompt == "":  # Though a tokenizer may put a begin token there.
+            raise InvalidRequest("prompt is empty: at least one token")
         card = await self.card()
         token_ids = as_token_ids(await self.tokenize(request.prompt))
         limits = RequestLimits(

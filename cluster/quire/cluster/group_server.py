@@ -5,6 +5,7 @@ It is ready when a request has gone through the model, not when a port is open.
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from typing import Self
 
 import grpc.aio
@@ -24,26 +25,28 @@ from quire.worker.sampling_params import SamplingParams
 
 _CLOSE_S = 1.0
 """What a stopping server gives streams that have nothing left to say."""
+_WARM_UP = Request(
+    request_id="warm-up",
+    prompt_token_ids=np.zeros(1, dtype=np.uint32),
+    params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+)
 
 
 class GroupServer:
     """Made by `start`; belongs to the event loop that made it."""
 
     def __init__(
-        self,
-        *,
-        address: str,
-        engine: Engine,
-        engine_loop: EngineLoop,
-        service: GroupService,
-        server: grpc.aio.Server,
+        self, config: ClusterConfig, facts: ModelFacts, engine: Engine, *, group_id: str
     ) -> None:
-        self.address = address
-        """``host:port`` for gateways."""
         self._engine = engine
-        self._engine_loop = engine_loop
-        self._service = service
-        self._server = server
+        self._engine_loop = EngineLoop(engine)
+        description = _describe(config, facts, engine, group_id=group_id)
+        self._service = GroupService(self._engine_loop, description)
+        self._server = grpc.aio.server()
+        group_pb2_grpc.add_ReplicaGroupServicer_to_server(self._service, self._server)
+        port = self._server.add_insecure_port(f"{config.group_host}:0")
+        self.address = f"{config.group_host}:{port}"
+        """``host:port`` for gateways."""
 
     @classmethod
     async def start(cls, config: ClusterConfig, *, group_id: str) -> Self:
@@ -59,26 +62,35 @@ class GroupServer:
         except BaseException:
             executor.close()
             raise
-        engine_loop = EngineLoop(engine)
+        self = cls(config, facts, engine, group_id=group_id)
         try:
-            await _decode_once(engine_loop)
-            description = _describe(config, facts, engine, group_id=group_id)
-            service = GroupService(engine_loop, description)
-            server = grpc.aio.server()
-            group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)
-            port = server.add_insecure_port(f"{config.group_host}:0")
-            await server.start()
+            # What is broken shows now, and what is slow the first time is behind us.
+            async for _ in self.generate(_WARM_UP):
+                pass
+            await self._server.start()
         except BaseException:
-            await engine_loop.close()
-            engine.close()
+            await self.stop(drain_timeout_s=0)
             raise
-        return cls(
-            address=f"{config.group_host}:{port}",
-            engine=engine,
-            engine_loop=engine_loop,
-            service=service,
-            server=server,
-        )
+        return self
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        """Yields what each step adds to one request. Closing the generator aborts it.
+
+        Raises:
+            InvalidRequest, QueueFull, RankFailure: As the engine says.
+        """
+        deltas: asyncio.Queue[TokenDelta | QuireError] = asyncio.Queue()
+        self._engine_loop.submit(request, deltas.put_nowait)
+        try:
+            while True:
+                delta = await deltas.get()
+                if isinstance(delta, QuireError):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._engine_loop.abort(request.request_id)
 
     def check(self) -> None:
         """Raises RankFailure: the group has failed and must be replaced."""
@@ -92,22 +104,6 @@ class GroupServer:
         await self._server.stop(_CLOSE_S)
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)
-
-
-async def _decode_once(engine_loop: EngineLoop) -> None:
-    """One token through every rank: what is broken shows now, and first calls are behind us."""
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def sink(delta: TokenDelta | QuireError) -> None:
-        if isinstance(delta, QuireError):
-            ended.set_exception(delta)
-        elif delta.finish_reason is not None:
-            ended.set_result(None)
-
-    prompt = np.zeros(1, dtype=np.uint32)
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    engine_loop.submit(Request(request_id="warm-up", prompt_token_ids=prompt, params=params), sink)
-    await ended
 
 
 def _describe(

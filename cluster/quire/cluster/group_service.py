@@ -97,6 +97,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
                 await attachment.wait(self._heartbeat_s)
                 await context.write(attachment.take_frame())
             if failed.done():
+                # It may have failed during the last write: its requests are told all the same.
+                await context.write(attachment.take_frame())
                 await context.abort(
                     grpc.StatusCode.UNAVAILABLE, f"the group failed: {failed.result()}"
                 )
