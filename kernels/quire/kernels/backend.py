@@ -1,0 +1,93 @@
+"""What a model asks of the machine it runs on, and which implementation a device gets.
+
+`AttentionBackend` is a namespace of pure functions of tensors; an instance holds no state. The
+plain-PyTorch meaning of each is the function of the same name in `quire.kernels.reference`
+(`attend` is `paged_attention`).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
+# K KV heads   D head size   R half of the rotated size   C channels   G twice the MLP's channels
+
+
+class AttentionBackend(Protocol):
+    """The kernels of one kind of device."""
+
+    @property
+    def name(self) -> str:
+        """ "cpu" or "triton"."""
+
+    def write_kv(
+        self,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> None:
+        """Stores the step's K and V in their slots, ``block * block_size + offset``, int64."""
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_tables_BM: Tensor,
+        seq_lens_B: Tensor,
+        query_starts_B1: Tensor,
+        num_decodes: int,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of the step's tokens over the paged cache; ``[T, H, D]`` like q.
+
+        ``block_tables``, ``seq_lens`` and ``query_starts`` are int32 on q's device. Rows
+        ``0:num_decodes`` have one query each; the maxima are over all rows, as plain ints so that
+        nothing waits for the device. Larger maxima give the same bits and waste a little time.
+
+        A row's bits do not depend on who shares the batch, nor on how its prompt is cut into
+        chunks. On a GPU decodes and chunks sum in different orders; with ``num_decodes=0`` every
+        row, decodes too, takes the order of the chunks.
+        """
+
+    def rms_norm(
+        self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual`` and the sum itself, the next layer's residual."""
+
+    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
+
+    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
+        """``silu(gate) * up``, gate first."""
+
+
+def backend_for(device: torch.device) -> AttentionBackend:
+    """The kernels for a device. Where there are several GPUs, it must be the current one.
+
+    Raises:
+        ValueError: There are none for this kind of device.
+        ImportError: The device is a GPU and Triton is not installed.
+    """
+    if device.type == "cpu":
+        from quire.kernels.cpu import CpuBackend
+
+        return CpuBackend()
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"device {device} needs Triton, which comes with the CUDA build of torch; "
+                "install that, or run `pip install 'triton>=3.6'`"
+            ) from error
+        from quire.kernels.triton_backend import TritonBackend
+
+        return TritonBackend()
+    raise ValueError(f"device {str(device)!r}: kernels exist for 'cpu' and 'cuda'")

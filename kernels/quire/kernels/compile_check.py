@@ -1,0 +1,219 @@
+"""Compiles every shipped kernel for every supported GPU, without one, and reads what came out.
+
+    python -m quire.kernels.compile_check [--fast]
+
+prints registers, stack, shared memory and tensor-core instructions of each. A kernel on the stack
+spills registers to memory and is several times slower; one without tensor-core instructions is
+ten times slower; one that wants more shared memory than a block may have does not start at all.
+The exit status is 1 where a kernel has such a fault.
+"""
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels.launch import (
+    DTYPES,
+    HEAD_SIZES,
+    MERGE_OPTIONS,
+    SPLIT_TOKENS,
+    WRITE_OPTIONS,
+    launch_config,
+)
+from quire.kernels.triton_decode import decode_kernel, merge_kernel
+from quire.kernels.triton_kv_write import write_kernel
+from quire.kernels.triton_prefill import prefill_kernel
+
+CAPABILITIES = (80, 90)
+"""A100 and H100/H200."""
+
+_SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
+_TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_INDEX_TYPES = {
+    "table_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "query_starts_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "parts_ptr": "*fp32",
+    "stats_ptr": "*fp32",
+    "scale_log2": "fp32",
+}
+_ALIGNED_STRIDES = ("q_stride", "k_stride", "v_stride")
+_UNALIGNED = ("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One kernel as it is launched for one model shape."""
+
+    name: str
+    kernel: Any
+    dtype: torch.dtype
+    head_size: int
+    capability: int
+    constants: dict[str, int]
+    options: dict[str, int | bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCase:
+    """What the compiler made of a case for one GPU."""
+
+    case: KernelCase
+    registers: int
+    stack_bytes: int
+    """Registers spilled to memory, and arrays that found no register; 0 is right."""
+    shared_bytes: int
+    wgmma: int
+    """Warp-group matrix instructions, which only sm_90 has."""
+    mma: int
+    """Matrix instructions of one warp."""
+
+    def faults(self) -> list[str]:
+        """What keeps the kernel from running well; empty where nothing does."""
+        faults = []
+        if self.stack_bytes:
+            faults.append(f"{self.stack_bytes} bytes of stack: use a smaller tile or more warps")
+        if self.shared_bytes > _SHARED_LIMIT[self.case.capability]:
+            limit = _SHARED_LIMIT[self.case.capability]
+            faults.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
+        halves = self.case.dtype != torch.float32
+        if halves and self.case.kernel is prefill_kernel and self.case.capability == 90:
+            if not self.wgmma:
+                faults.append("no wgmma: block_m must be a multiple of 64")
+        elif halves and self.case.kernel in (decode_kernel, prefill_kernel) and not self.mma:
+            faults.append("no tensor-core instructions")
+        return faults
+
+
+def shipped_cases(
+    *,
+    head_sizes: Sequence[int] = HEAD_SIZES,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    capabilities: Sequence[int] = CAPABILITIES,
+) -> Iterator[KernelCase]:
+    """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
+    for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
+        # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
+        sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
+        heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
+        decode, prefill = (
+            launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
+            for kernel in ("decode", "prefill")
+        )
+        size = 8 * head_size
+        kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
+            (
+                "decode",
+                decode_kernel,
+                {**heads, **decode.tile(), "SPLIT": SPLIT_TOKENS},
+                decode.options(),
+            ),
+            ("prefill", prefill_kernel, {**heads, **prefill.tile()}, prefill.options()),
+            ("merge", merge_kernel, {**sizes, "SPLIT": SPLIT_TOKENS}, MERGE_OPTIONS),
+            (
+                "write_kv",
+                write_kernel,
+                {"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
+                WRITE_OPTIONS,
+            ),
+        ]
+        for name, kernel, constants, options in kernels:
+            yield KernelCase(
+                name=name,
+                kernel=kernel,
+                dtype=dtype,
+                head_size=head_size,
+                capability=capability,
+                constants=constants,
+                options=options,
+            )
+
+
+def compile_case(case: KernelCase) -> CompiledCase:
+    """Compiles a case, in a second or two. Needs no GPU."""
+    arguments = case.kernel.arg_names
+    signature = {name: _argument_type(name, case) for name in arguments}
+    aligned = [
+        (index,)
+        for index, name in enumerate(arguments)
+        if (name.endswith("_ptr") and name not in _UNALIGNED) or name in _ALIGNED_STRIDES
+    ]
+    compiled = triton.compile(
+        ASTSource(
+            case.kernel,
+            signature,
+            constexprs=case.constants,
+            attrs={index: [["tt.divisibility", 16]] for index in aligned},
+        ),
+        target=GPUTarget("cuda", case.capability, 32),
+        options=case.options,
+    )
+    usage = _resource_usage(compiled.asm["cubin"])
+    return CompiledCase(
+        case=case,
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
+        mma=compiled.asm["ptx"].count("mma.sync"),
+    )
+
+
+def _argument_type(name: str, case: KernelCase) -> str:
+    if name in case.constants:
+        return "constexpr"
+    if name in _INDEX_TYPES:
+        return _INDEX_TYPES[name]
+    return "*" + _TRITON_TYPES[case.dtype] if name.endswith("_ptr") else "i32"
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL and so on, from the `cuobjdump` that Triton's wheel brings."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    return {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", text)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m quire.kernels.compile_check")
+    parser.add_argument(
+        "--fast", action="store_true", help="only bfloat16 with head sizes 64 and 128"
+    )
+    if parser.parse_args().fast:
+        cases = shipped_cases(head_sizes=(64, 128), dtypes=(torch.bfloat16,))
+    else:
+        cases = shipped_cases()
+    print("kernel    head  dtype   sm  warps  registers  stack  shared  wgmma  mma")
+    failed = False
+    for case in cases:
+        result = compile_case(case)
+        faults = result.faults()
+        failed |= bool(faults)
+        print(
+            f"{case.name:<8} {case.head_size:>5}  {_TRITON_TYPES[case.dtype]:<5} "
+            f"{case.capability:>4} {case.options['num_warps']:>6} {result.registers:>10} "
+            f"{result.stack_bytes:>6} {result.shared_bytes:>7} {result.wgmma:>6} "
+            f"{result.mma:>4}  {'; '.join(faults)}",
+            flush=True,
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""The CPU backend: paged attention, KV write and the element-wise steps of a layer.
+
+A row's result has the same bits whoever shares the batch, and however its prompt was cut into
+chunks: as a decode, a chunk or part of the whole prompt. Three rules make it so.
+
+1. A row shares a call with others, never a sum: rows are the batch of a batched product.
+2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
+   and the tiles' sums are added in order. What is masked adds exact zeros.
+3. A matrix product has four rows or more. Below that BLAS takes other paths, which sum in another
+   order (MKL on AVX-512: 1 to 3 rows differ, 4 to 256 agree bit for bit).
+
+Inputs may be bfloat16; everything from the scores to the output is float32.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quire.kernels import reference
+
+# T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
+# K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
+# X = queries * G pairs of a query and a head of its group
+
+TILE = 128
+"""Tokens of KV in one matrix product. The result depends on it in the last bits."""
+
+_MIN_PAIRS = 4
+_MAX_TILES = 16
+"""Tiles of decodes gathered at once, unless one row has more: calls into torch dominate short
+contexts, and level-2 cache the long ones."""
+_SCORE_BYTES = 4 << 20
+"""Scores of a prefill chunk kept at once."""
+
+
+class CpuBackend:
+    """`quire.kernels.backend.AttentionBackend` in pure PyTorch."""
+
+    name = "cpu"
+
+    def write_kv(
+        self,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> None:
+        k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
+        v_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_tables_BM: Tensor,
+        seq_lens_B: Tensor,
+        query_starts_B1: Tensor,
+        num_decodes: int,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+    ) -> Tensor:
+        del num_decodes, max_query_len, max_seq_len  # decodes and chunks are one code path here
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        starts: list[int] = query_starts_B1.tolist()
+        seq_lens: list[int] = seq_lens_B.tolist()
+        per_tile, rest = divmod(TILE, k_cache.shape[1])
+        assert rest == 0, f"block_size={k_cache.shape[1]}: must divide {TILE}"
+        tables_BM = pad(block_tables_BM, (0, -block_tables_BM.shape[1] % per_tile))
+        decodes: dict[int, list[int]] = {}
+        for row, seq_len in enumerate(seq_lens):
+            num_queries = starts[row + 1] - starts[row]
+            if num_queries == 1:
+                decodes.setdefault(-(-seq_len // TILE), []).append(row)
+            elif num_queries:
+                tiles = slice(-(-seq_len // TILE) * per_tile)
+                _attend_queries(
+                    q_THD[starts[row] : starts[row + 1]],
+                    _gather_tiles(k_cache, tables_BM[row : row + 1, tiles], [seq_len]),
+                    _gather_tiles(v_cache, tables_BM[row : row + 1, tiles], [seq_len]),
+                    out_THD[starts[row] : starts[row + 1]],
+                    seq_len=seq_len,
+                    scale=scale,
+                )
+        for num_tiles, rows in decodes.items():
+            step = max(1, _MAX_TILES // num_tiles)
+            for some in (rows[first : first + step] for first in range(0, len(rows), step)):
+                tables_RM = tables_BM[some, : num_tiles * per_tile]
+                lens = [seq_lens[row] for row in some]
+                tokens = [starts[row] for row in some]
+                out_THD[tokens] = _attend_decodes(
+                    q_THD[tokens],
+                    _gather_tiles(k_cache, tables_RM, lens),
+                    _gather_tiles(v_cache, tables_RM, lens),
+                    seq_lens=lens,
+                    scale=scale,
+                ).to(q_THD.dtype)
+        return out_THD
+
+    def rms_norm(
+        self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
+
+    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
+
+    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
+        return reference.silu_and_mul(gate_up_TG)
+
+
+def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:
+    """The rows' tokens as float32 ``[R, A, K, TILE, D]``, zero past each row's end.
+
+    ``tables`` names the blocks of A whole tiles. The zeros matter: a masked score becomes a
+    weight of 0, and 0 times the NaN that an unused slot may hold would still be NaN.
+    """
+    num_kv_heads, head_size = cache.shape[2:]
+    pages = cache.flatten(1).index_select(0, tables_RM.flatten())
+    tokens = pages.view(len(seq_lens), -1, TILE, num_kv_heads, head_size).transpose(2, 3)
+    tiles = torch.empty(tokens.shape, dtype=torch.float32).copy_(tokens)
+    for row, seq_len in enumerate(seq_lens):
+        if seq_len % TILE:
+            tiles[row, -1, :, seq_len % TILE :].zero_()
+    return tiles
+
+
+def _attend_decodes(
+    q_RHD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, *, seq_lens: list[int], scale: float
+) -> Tensor:
+    """One query of each row; the rows have the same number of tiles."""
+    num_rows, num_heads, head_size = q_RHD.shape
+    num_kv_heads = k_RAKLD.shape[2]
+    group = num_heads // num_kv_heads
+    q_RKGD = (q_RHD.float() * scale).view(num_rows, num_kv_heads, group, head_size)
+    q_RKXD = pad(q_RKGD, (0, 0, 0, max(0, _MIN_PAIRS - group)))
+    positions_RX = torch.tensor(seq_lens).sub_(1).view(-1, 1)
+    out_RKXD = _attend(q_RKXD, k_RAKLD, v_RAKLD, positions_RX, first_tile=k_RAKLD.shape[1] - 1)
+    return out_RKXD[:, :, :group].reshape(q_RHD.shape)
+
+
+def _attend_queries(
+    q_QHD: Tensor,
+    k_1AKLD: Tensor,
+    v_1AKLD: Tensor,
+    out_QHD: Tensor,
+    *,
+    seq_len: int,
+    scale: float,
+) -> None:
+    """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
+    num_queries, num_heads, head_size = q_QHD.shape
+    num_kv_heads = k_1AKLD.shape[2]
+    group = num_heads // num_kv_heads
+    q_QKGD = (q_QHD.float() * scale).view(num_queries, num_kv_heads, group, head_size)
+    step = max(16, _SCORE_BYTES // (4 * num_heads * k_1AKLD.shape[1] * TILE))
+    for first in range(0, num_queries, step):
+        chunk = q_QKGD[first : first + step]
+        position = seq_len - num_queries + first
+        num_tiles = -(-(position + len(chunk)) // TILE)
+        q_KXD = chunk.permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_size)
+        num_pairs = q_KXD.shape[1]
+        q_1KXD = pad(q_KXD, (0, 0, 0, max(0, _MIN_PAIRS - num_pairs)))[None]
+        positions_1X = position + torch.arange(q_1KXD.shape[2]) // group
+        out_1KXD = _attend(
+            q_1KXD,
+            k_1AKLD[:, :num_tiles],
+            v_1AKLD[:, :num_tiles],
+            positions_1X.clamp_(max=position + len(chunk) - 1)[None],
+            first_tile=position // TILE,
+        )
+        out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
+        out_QHD[first : first + step] = out.transpose(0, 1).reshape(-1, num_heads, head_size)
+
+
+def _attend(
+    q_RKXD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, positions_RX: Tensor, *, first_tile: int
+) -> Tensor:
+    """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
+
+    ``positions`` may be ``[R, 1]`` where a row's pairs share one. ``q`` is scaled already.
+    """
+    num_rows, num_tiles, num_kv_heads, _, head_size = k_RAKLD.shape
+    num_pairs = q_RKXD.shape[2]
+    shape = (num_rows, num_tiles, num_kv_heads, num_pairs, -1)
+    q = q_RKXD.unsqueeze(1).expand(*shape).reshape(-1, num_pairs, head_size)
+    scores_RAKXL = torch.bmm(q, k_RAKLD.flatten(0, 2).transpose(1, 2)).view(*shape)
+    tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)
+    hidden = tokens_AL > positions_RX[:, None, None, :, None]
+    scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))
+
+    # Not exp2, fast as it is: its bits depend on where threads split the tensor.
+    maxima_RKX = scores_RAKXL.amax(dim=(1, 4))
+    weights_RAKXL = scores_RAKXL.sub_(maxima_RKX[:, None, ..., None]).exp_()
+    sums_RAKX = weights_RAKXL.sum(-1)
+    parts = torch.bmm(weights_RAKXL.view(-1, num_pairs, TILE), v_RAKLD.flatten(0, 2))
+    parts_RAKXD = parts.view(*shape)
+    sum_RKXD, sum_RKX = parts_RAKXD[:, 0], sums_RAKX[:, 0]
+    for tile in range(1, num_tiles):  # in order: `sum(1)` groups its terms by their number
+        sum_RKXD += parts_RAKXD[:, tile]
+        sum_RKX += sums_RAKX[:, tile]
+    return sum_RKXD / sum_RKX.unsqueeze(-1)

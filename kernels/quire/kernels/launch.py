@@ -1,0 +1,126 @@
+"""How the Triton kernels are launched: every tile size, in one place, with no tuning at run time.
+
+A tile size decides the order of summation, so one that was chosen by timing would make results
+depend on the day. What is here depends on head size, dtype and kind of GPU, never on the batch.
+`quire.kernels.compile_check` compiles every entry for each supported GPU and refuses one that
+spills registers.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+
+SPLIT_TOKENS = 256
+"""Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
+one long sequence fills a GPU, long enough that its partial result (G * D float32) is a hundredth
+of the KV it read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The shape of one program."""
+
+    block_m: int
+    """Rows of the score matrix: (query, head of the group) pairs. At least 16, for `tl.dot`; a
+    multiple of 64 where wgmma is wanted."""
+    block_n: int
+    """Tokens of KV in one step of the loop; divides `SPLIT_TOKENS`."""
+    num_warps: int
+    num_stages: int
+
+    def tile(self) -> dict[str, int]:
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+
+    def options(self) -> dict[str, int | bool]:
+        return compiler_options(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def launch_config(
+    kernel: Literal["decode", "prefill"],
+    *,
+    head_size: int,
+    dtype: torch.dtype,
+    capability: int,
+) -> LaunchConfig:
+    """The one configuration of a kernel; ``capability`` is 80 for an A100, 90 for an H100.
+
+    Raises:
+        ValueError: No kernel is shipped for the head size or the dtype.
+    """
+    if head_size not in HEAD_SIZES:
+        raise ValueError(f"head_size={head_size}: the Triton kernels support {HEAD_SIZES}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: the Triton kernels support {DTYPES}")
+    width = "narrow" if head_size <= 64 else "middle" if head_size <= 128 else "wide"
+    if dtype == torch.float32:
+        return _FLOAT[kernel, width]
+    return (_HALF_SM90 if capability >= 90 else _HALF_SM80)[kernel, width]
+
+
+def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
+    """How Triton's compiler is called.
+
+    It may not fuse a product with a sum on its own: it could do so in one loop of a kernel and
+    not in another, and its versions differ in the default.
+    """
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+def block_shift(cache: Tensor) -> int:
+    """log2 of the cache's block size: kernels find a token's block with a shift."""
+    block_size = cache.shape[1]
+    assert block_size in BLOCK_SIZES, f"block_size={block_size}: must be one of {BLOCK_SIZES}"
+    return block_size.bit_length() - 1
+
+
+def device_capability(device: torch.device) -> int:
+    """80, 90 and so on; 80 on a CPU, where Triton's interpreter runs the kernels."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> LaunchConfig:
+    return LaunchConfig(
+        block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+# Registers, stack, shared memory and tensor-core instructions of each:
+# `python -m quire.kernels.compile_check`. Without a GPU at hand these were chosen as the largest
+# tiles that spill nothing; what a benchmark on one shows to be better replaces them.
+_HALF_SM90 = {
+    ("decode", "narrow"): _config(16, 64, 4, 3),
+    ("decode", "middle"): _config(16, 64, 4, 3),
+    ("decode", "wide"): _config(16, 32, 4, 3),
+    ("prefill", "narrow"): _config(128, 64, 8, 3),
+    ("prefill", "middle"): _config(128, 64, 8, 2),
+    ("prefill", "wide"): _config(128, 32, 8, 2),
+}
+_HALF_SM80 = {
+    ("decode", "narrow"): _config(16, 64, 4, 3),
+    ("decode", "middle"): _config(16, 64, 4, 3),
+    ("decode", "wide"): _config(16, 32, 4, 3),
+    ("prefill", "narrow"): _config(128, 64, 8, 3),
+    ("prefill", "middle"): _config(128, 32, 8, 3),
+    ("prefill", "wide"): _config(64, 32, 8, 2),
+}
+# The FMA units, not the tensor cores, whose float32 has 10 bits of mantissa.
+_FLOAT = {
+    ("decode", "narrow"): _config(16, 32, 4, 2),
+    ("decode", "middle"): _config(16, 16, 4, 2),
+    ("decode", "wide"): _config(16, 16, 4, 2),
+    ("prefill", "narrow"): _config(32, 16, 4, 2),
+    ("prefill", "middle"): _config(32, 16, 8, 2),
+    ("prefill", "wide"): _config(16, 32, 8, 2),
+}
+
+MERGE_OPTIONS = compiler_options(num_warps=1)
+WRITE_OPTIONS = compiler_options(num_warps=4)

@@ -1,0 +1,104 @@
+"""What every kernel must compute, in plain PyTorch: the oracle, written to be read.
+
+Runs on any device. Nothing here is fast, and nothing else defines the results: a kernel that
+disagrees with its twin is wrong. Sums are taken in float32 whatever the inputs are.
+
+The KV cache of one layer is two contiguous tensors ``[num_blocks, block_size, K, D]``. Token
+``t`` of a sequence lives in block ``block_table[t // block_size]``, at ``t % block_size``; the two
+together are its slot, ``block * block_size + offset``. Slots that no token was written to may
+hold anything, NaN included.
+"""
+
+import torch
+from torch import Tensor
+
+# T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
+# S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
+# C channels   F channels of the MLP
+
+
+def write_kv(
+    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
+) -> None:
+    """Stores the step's K and V in their slots. Slots are distinct and valid."""
+    for token, slot in enumerate(slot_mapping_T.tolist()):
+        block, offset = divmod(slot, k_cache.shape[1])
+        k_cache[block, offset] = k_TKD[token]
+        v_cache[block, offset] = v_TKD[token]
+
+
+def paged_attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_tables_BM: Tensor,
+    seq_lens_B: Tensor,
+    query_starts_B1: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of each row's new tokens over all of its tokens, from the paged cache.
+
+    Row b's queries are ``q[query_starts[b]:query_starts[b + 1]]``; the last of them stands at
+    position ``seq_lens[b] - 1``, and what comes before the first is its cached context. A decode
+    is a row with one query. The KV of the new tokens is in the cache already. ``H`` is a multiple
+    of ``K``: query head h reads KV head ``h // (H // K)``.
+
+    Returns ``[T, H, D]`` in q's dtype. Rows without tokens add nothing.
+    """
+    num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    starts = query_starts_B1.tolist()
+    for row, seq_len in enumerate(seq_lens_B.tolist()):
+        start, end = starts[row], starts[row + 1]
+        k_HLD = _gather(k_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
+        v_HLD = _gather(v_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
+        q_HQD = q_THD[start:end].transpose(0, 1).float()
+        positions_Q = torch.arange(seq_len - (end - start), seq_len, device=q_THD.device)
+        tokens_L = torch.arange(seq_len, device=q_THD.device)
+        scores_HQL = (q_HQD @ k_HLD.transpose(1, 2)) * scale
+        scores_HQL = scores_HQL.masked_fill(tokens_L > positions_Q[:, None], float("-inf"))
+        out_HQD = torch.softmax(scores_HQL, dim=-1) @ v_HLD
+        out_THD[start:end] = out_HQD.transpose(0, 1).to(q_THD.dtype)
+    return out_THD
+
+
+def _gather(cache: Tensor, block_table_M: Tensor, seq_len: int, group: int) -> Tensor:
+    """The first ``seq_len`` tokens of a sequence as float32 ``[H, seq_len, D]``."""
+    num_blocks = -(-seq_len // cache.shape[1])
+    tokens_LKD = cache[block_table_M[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    return tokens_LKD.float().repeat_interleave(group, dim=1).transpose(0, 1)
+
+
+def rms_norm(
+    x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """RMS norm of ``x + residual``, and that sum itself: the residual of the next layer.
+
+    Without a residual the sum is ``x``. As in Hugging Face's Llama, the sum is rounded to x's
+    dtype before the norm, and the normed value before it is multiplied with the weight.
+    """
+    sum_TC = x_TC if residual_TC is None else x_TC + residual_TC
+    wide_TC = sum_TC.float()
+    normed_TC = wide_TC * torch.rsqrt(wide_TC.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_C * normed_TC.to(x_TC.dtype), sum_TC
+
+
+def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotates the first ``2 R`` channels of each head, pairing channel i with channel i + R.
+
+    The half-split ("neox") pairing of Hugging Face's Llama; ``cos`` and ``sin`` are float32 rows
+    of the tokens' positions. Channels from ``2 R`` on pass through. Computed in float32.
+    """
+    half = cos_TR.shape[-1]
+    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+    x1_THR = x_THD[..., :half].float()
+    x2_THR = x_THD[..., half : 2 * half].float()
+    rotated = (x1_THR * cos_T1R - x2_THR * sin_T1R, x2_THR * cos_T1R + x1_THR * sin_T1R)
+    return torch.cat([*(r.to(x_THD.dtype) for r in rotated), x_THD[..., 2 * half :]], dim=-1)
+
+
+def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
+    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_TF) * up_TF

@@ -1,0 +1,143 @@
+"""Random paged batches for the tests and benchmarks of the kernels.
+
+Rows are ragged and their blocks shuffled. Every slot that no token was written to holds NaN, and
+so does the whole of block 0, with which block tables are padded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.backend import AttentionBackend
+
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""A few roundings of the dtype, of results of size 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedBatch:
+    """One step's attention inputs, and each row's K and V in one dense piece."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    rows: list[tuple[int, int]]
+    """(tokens, queries) of each row."""
+    dense_kv: list[tuple[Tensor, Tensor]]
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.q.shape[-1])
+
+    @property
+    def query_starts(self) -> list[int]:
+        starts = [0]
+        for _, num_queries in self.rows:
+            starts.append(starts[-1] + num_queries)
+        return starts
+
+    def tables(self) -> dict[str, Tensor]:
+        return {
+            "block_tables_BM": self.block_tables,
+            "seq_lens_B": self._ints([tokens for tokens, _ in self.rows]),
+            "query_starts_B1": self._ints(self.query_starts),
+        }
+
+    def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+        return self.call(backend, num_decodes=num_decodes)()
+
+    def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
+        """`attend` with its tables on the device already, as an engine's layers find them."""
+        tables = self.tables()
+        return lambda: backend.attend(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **tables,
+            num_decodes=num_decodes,
+            max_query_len=max((queries for _, queries in self.rows), default=0),
+            max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
+            scale=self.scale,
+        )
+
+    def expected(self) -> Tensor:
+        """What the twin says."""
+        return reference.paged_attention(
+            self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
+        )
+
+    def only(self, row: int) -> "PagedBatch":
+        """The batch in which this row is alone."""
+        return self.cut(row, 0, self.rows[row][1])
+
+    def cut(self, row: int, first: int, end: int) -> "PagedBatch":
+        """The row's queries ``first`` to ``end`` alone, as a chunk computes them."""
+        tokens, queries = self.rows[row]
+        start = self.query_starts[row]
+        num_tokens = tokens - queries + end
+        k, v = self.dense_kv[row]
+        return replace(
+            self,
+            q=self.q[start + first : start + end],
+            block_tables=self.block_tables[row : row + 1],
+            rows=[(num_tokens, end - first)],
+            dense_kv=[(k[:num_tokens], v[:num_tokens])],
+        )
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.q.device)
+
+
+def assert_near_twin(actual: Tensor, expected: Tensor) -> None:
+    """Checks a kernel's result against its twin's, to a few roundings of the dtype.
+
+    Raises:
+        AssertionError: They differ in shape, dtype or by more; the message says where and how far.
+    """
+    tolerance = _TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def paged_batch(
+    rows: Sequence[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PagedBatch:
+    """A batch with these (tokens, queries) rows, the same at every call."""
+    rng = torch.Generator(device).manual_seed(0)
+    counts = [-(-tokens // block_size) for tokens, _ in rows]
+    free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32, device=device)
+    shape = (sum(counts) + 1, block_size, num_kv_heads, head_size)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    v_cache = k_cache.clone()
+    dense_kv = []
+    for row, (tokens, _) in enumerate(rows):
+        blocks = torch.tensor([free.pop() for _ in range(counts[row])], dtype=torch.int64)
+        tables[row, : counts[row]] = blocks
+        positions = torch.arange(tokens)
+        slots = blocks[positions // block_size] * block_size + positions % block_size
+        kv_shape = (2, tokens, num_kv_heads, head_size)
+        k, v = torch.randn(kv_shape, generator=rng, device=device).to(dtype)
+        k_cache.flatten(0, 1)[slots.to(device)] = k
+        v_cache.flatten(0, 1)[slots.to(device)] = v
+        dense_kv.append((k, v))
+    q_shape = (sum(queries for _, queries in rows), num_heads, head_size)
+    return PagedBatch(
+        q=torch.randn(q_shape, generator=rng, device=device).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables,
+        rows=list(rows),
+        dense_kv=dense_kv,
+    )

@@ -1,0 +1,81 @@
+"""The GPU backend: Triton for attention and the KV write, PyTorch for the element-wise steps.
+
+Decodes go to the split-context kernel, everything else to the prefill kernel. No call waits for
+the device.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference, triton_kv_write
+from quire.kernels.triton_decode import decode_attention
+from quire.kernels.triton_prefill import prefill_attention
+
+# T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
+# K KV heads   D head size   R half of the rotated size   C channels   G twice the MLP's channels
+
+
+class TritonBackend:
+    """`quire.kernels.backend.AttentionBackend` for CUDA devices."""
+
+    name = "triton"
+
+    def write_kv(
+        self,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> None:
+        triton_kv_write.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        block_tables_BM: Tensor,
+        seq_lens_B: Tensor,
+        query_starts_B1: Tensor,
+        num_decodes: int,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+    ) -> Tensor:
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        decode_attention(
+            q_THD[:num_decodes],
+            k_cache,
+            v_cache,
+            out_THD[:num_decodes],
+            block_tables_BM=block_tables_BM,
+            seq_lens_B=seq_lens_B,
+            max_seq_len=max_seq_len,
+            scale=scale,
+        )
+        prefill_attention(
+            q_THD,
+            k_cache,
+            v_cache,
+            out_THD,
+            block_tables_BM=block_tables_BM,
+            seq_lens_B=seq_lens_B,
+            query_starts_B1=query_starts_B1,
+            first_row=num_decodes,
+            max_query_len=max_query_len,
+            scale=scale,
+        )
+        return out_THD
+
+    def rms_norm(
+        self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return reference.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
+
+    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
+
+    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
+        return reference.silu_and_mul(gate_up_TG)

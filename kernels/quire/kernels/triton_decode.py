@@ -1,0 +1,199 @@
+"""Triton decode attention: one query of each sequence over its paged KV, the context split.
+
+A program takes `SPLIT_TOKENS` tokens of one sequence and up to 16 query heads of one KV head (one
+tile, so their KV is read once), and leaves a partial result; a second kernel merges a head's
+partial results in the order of the tokens. Splits are counted from token 0 and their size is
+fixed, so a row's bits depend on the row alone: not on the batch, not on the longest sequence.
+
+Traffic: K and V of every sequence once, ``2 * L * K * D`` elements each, and per split and head
+``D + 2`` floats written and read again. At 1 to 2 flops per byte, memory alone sets its speed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launch import (
+    MERGE_OPTIONS,
+    SPLIT_TOKENS,
+    block_shift,
+    device_capability,
+    launch_config,
+)
+from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
+
+# B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
+
+
+def decode_attention(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_BHD: Tensor,
+    *,
+    block_tables_BM: Tensor,
+    seq_lens_B: Tensor,
+    max_seq_len: int,
+    scale: float,
+) -> None:
+    """Writes each row's attention of one query over ``seq_len`` tokens.
+
+    ``max_seq_len`` is at least the longest length; a row of length 0 gets zeros. ``out`` is
+    contiguous; ``block_tables`` and ``seq_lens`` may hold further rows.
+    """
+    num_rows, num_heads, head_size = q_BHD.shape
+    if num_rows == 0:
+        return
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    config = launch_config(
+        "decode",
+        head_size=head_size,
+        dtype=q_BHD.dtype,
+        capability=device_capability(q_BHD.device),
+    )
+    block_d = triton.next_power_of_2(head_size)
+    num_splits = max(1, triton.cdiv(max_seq_len, SPLIT_TOKENS))
+    parts_BHPD = torch.empty(
+        num_rows, num_heads, num_splits, head_size, dtype=torch.float32, device=q_BHD.device
+    )
+    # The maximum (in powers of 2) and the sum of each part's weights.
+    stats_BHP2 = torch.empty(
+        num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=q_BHD.device
+    )
+    tiles_per_group = triton.cdiv(group, config.block_m)
+    decode_kernel[(num_rows, num_kv_heads * tiles_per_group, num_splits)](
+        q_BHD,
+        k_cache,
+        v_cache,
+        parts_BHPD,
+        stats_BHP2,
+        block_tables_BM,
+        seq_lens_B,
+        scale * LOG2_E,
+        q_BHD.stride(0),
+        block_tables_BM.stride(0),
+        num_kv_heads,
+        block_shift(k_cache),
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        **config.tile(),
+        BLOCK_D=block_d,
+        SPLIT=SPLIT_TOKENS,
+        **config.options(),
+    )
+    merge_kernel[(num_rows, num_heads)](
+        parts_BHPD,
+        stats_BHP2,
+        out_BHD,
+        seq_lens_B,
+        num_splits,
+        HEAD_SIZE=head_size,
+        BLOCK_D=block_d,
+        SPLIT=SPLIT_TOKENS,
+        **MERGE_OPTIONS,
+    )
+
+
+# What changes from step to step is not specialised: a new value must not compile a kernel while
+# requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_kv_heads", "block_shift"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr"],
+)
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    parts_ptr,
+    stats_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    scale_log2,
+    q_stride,
+    table_stride,
+    num_kv_heads,
+    block_shift,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // TILES
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + row)
+    if split * SPLIT >= seq_len:
+        return
+    block_table = table_ptr + row * table_stride
+
+    members = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + members
+    channels = tl.arange(0, BLOCK_D)
+    present = members < GROUP
+    inside = present[:, None] & (channels < HEAD_SIZE)[None, :]
+    q_offsets = row * q_stride + heads[:, None] * HEAD_SIZE + channels[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=inside, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    end = tl.minimum(seq_len, (split + 1) * SPLIT)
+    for start in tl.range(split * SPLIT, end, BLOCK_N):
+        k = load_kv_tile(
+            k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
+            HEAD_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        v = load_kv_tile(
+            v_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
+            HEAD_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        visible = (start + tl.arange(0, BLOCK_N) < seq_len)[None, :]
+        acc, row_max, row_sum = attend_tile(
+            q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED=True
+        )
+
+    num_heads = num_kv_heads * GROUP
+    parts = (row * num_heads + heads) * tl.num_programs(2) + split
+    tl.store(parts_ptr + parts[:, None] * HEAD_SIZE + channels[None, :], acc, mask=inside)
+    tl.store(stats_ptr + parts * 2, row_max, mask=present)
+    tl.store(stats_ptr + parts * 2 + 1, row_sum, mask=present)
+
+
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+def merge_kernel(
+    parts_ptr,
+    stats_ptr,
+    out_ptr,
+    seq_lens_ptr,
+    max_splits,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = row * tl.num_programs(1) + tl.program_id(1)
+    num_splits = (tl.load(seq_lens_ptr + row) + SPLIT - 1) // SPLIT
+    channels = tl.arange(0, BLOCK_D)
+    inside = channels < HEAD_SIZE
+    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    row_max = float("-inf")
+    row_sum = 0.0
+    for split in tl.range(0, num_splits):
+        part = head * max_splits + split
+        part_max = tl.load(stats_ptr + part * 2)
+        part_sum = tl.load(stats_ptr + part * 2 + 1)
+        values = tl.load(parts_ptr + part * HEAD_SIZE + channels, mask=inside, other=0.0)
+        new_max = tl.maximum(row_max, part_max)
+        decay = tl.exp2(row_max - new_max)
+        share = tl.exp2(part_max - new_max)
+        row_sum = tl.fma(row_sum, decay, part_sum * share)
+        acc = tl.fma(acc, decay, values * share)
+        row_max = new_max
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 gives zeros
+    out_offsets = head * HEAD_SIZE + channels
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
