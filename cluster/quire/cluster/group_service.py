@@ -87,21 +87,20 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     async def Attach(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.GroupCommand], context: Context
     ) -> None:
+        failed = self._engine_loop.failed
+        if failed.done():  # Before any frame, which would tell the gateway that it may submit.
+            await self._abort_failed(context)
         attachment = _Attachment(self, self._engine_loop, name=f"gateway-{next(self._names)}")
         reader = asyncio.create_task(attachment.read(request_iterator))
-        failed = self._engine_loop.failed
         try:
-            if not failed.done():  # Its first frame is what makes a gateway send requests.
-                await context.write(attachment.take_frame())
+            await context.write(attachment.take_frame())
             while not (reader.done() or failed.done()):
                 await attachment.wait(self._heartbeat_s)
                 await context.write(attachment.take_frame())
             if failed.done():
                 # It may have failed during the last write: its requests are told all the same.
                 await context.write(attachment.take_frame())
-                await context.abort(
-                    grpc.StatusCode.UNAVAILABLE, f"the group failed: {failed.result()}"
-                )
+                await self._abort_failed(context)
         finally:
             attachment.close()
             reader.cancel()
@@ -117,6 +116,10 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
                     await context.write(events_to_proto(batch))
         except RankFailure as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
+
+    async def _abort_failed(self, context: Context) -> None:
+        message = f"the group failed: {self._engine_loop.failed.result()}"
+        await context.abort(grpc.StatusCode.UNAVAILABLE, message)
 
 
 class _Attachment:
