@@ -5,7 +5,11 @@ so does the whole of block 0, with which block tables are padded.
 """
 
 import math
+<<<<<<< HEAD
 from collections.abc import Sequence
+=======
+from collections.abc import Callable, Sequence
+>>>>>>> main
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,11 +53,24 @@ class PagedBatch:
         }
 
     def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+<<<<<<< HEAD
         return backend.attend(
             self.q,
             self.k_cache,
             self.v_cache,
             **self.tables(),
+=======
+        return self.call(backend, num_decodes=num_decodes)()
+
+    def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
+        """`attend` with its tables on the device already, as an engine's layers find them."""
+        tables = self.tables()
+        return lambda: backend.attend(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **tables,
+>>>>>>> main
             num_decodes=num_decodes,
             max_query_len=max((queries for _, queries in self.rows), default=0),
             max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
@@ -109,6 +126,7 @@ def paged_batch(
     device: torch.device | str = "cpu",
 ) -> PagedBatch:
     """A batch with these (tokens, queries) rows, the same at every call."""
+<<<<<<< HEAD
     rng = torch.Generator().manual_seed(0)
     counts = [-(-tokens // block_size) for tokens, _ in rows]
     free = (torch.randperm(sum(counts), generator=rng) + 1).tolist()
@@ -135,4 +153,32 @@ def paged_batch(
         block_tables=tables.to(device),
         rows=list(rows),
         dense_kv=dense,
+=======
+    rng = torch.Generator(device).manual_seed(0)
+    counts = [-(-tokens // block_size) for tokens, _ in rows]
+    free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32, device=device)
+    shape = (sum(counts) + 1, block_size, num_kv_heads, head_size)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    v_cache = k_cache.clone()
+    dense_kv = []
+    for row, (tokens, _) in enumerate(rows):
+        blocks = torch.tensor([free.pop() for _ in range(counts[row])], dtype=torch.int64)
+        tables[row, : counts[row]] = blocks
+        positions = torch.arange(tokens)
+        slots = blocks[positions // block_size] * block_size + positions % block_size
+        kv_shape = (2, tokens, num_kv_heads, head_size)
+        k, v = torch.randn(kv_shape, generator=rng, device=device).to(dtype)
+        k_cache.flatten(0, 1)[slots.to(device)] = k
+        v_cache.flatten(0, 1)[slots.to(device)] = v
+        dense_kv.append((k, v))
+    q_shape = (sum(queries for _, queries in rows), num_heads, head_size)
+    return PagedBatch(
+        q=torch.randn(q_shape, generator=rng, device=device).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables,
+        rows=list(rows),
+        dense_kv=dense_kv,
+>>>>>>> main
     )
