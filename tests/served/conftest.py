@@ -1,5 +1,6 @@
 """One real cluster for all tests here: two replica groups of two ranks, gRPC and HTTP."""
 
+import contextlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,19 +33,31 @@ CONFIG = ClusterConfig(
 
 @pytest.fixture(scope="session")
 def endpoints() -> Iterator[Endpoints]:
-    mark = f"QUIRE_TEST_CLUSTER={uuid.uuid4()}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*mark.split("="))  # All that the cluster starts inherits it.
-        with running_cluster(CONFIG) as endpoints:
-            yield endpoints
-    left = _processes_with(mark)
-    assert not left, f"the cluster left processes behind: {left}"
+    with marked_processes(), running_cluster(CONFIG) as endpoints:
+        yield endpoints
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    with marked_processes():
+        yield
 
 
 @pytest.fixture
 def channel(endpoints: Endpoints) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(endpoints.grpc) as channel:
         yield channel
+
+
+@contextlib.contextmanager
+def marked_processes() -> Iterator[None]:
+    """What is started inside, by whomever, must be gone at the end."""
+    name, value = "QUIRE_TEST_CLUSTER", str(uuid.uuid4())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)  # Inherited by each process that is started.
+        yield
+    left = _processes_with(f"{name}={value}")
+    assert not left, f"left behind: {left}"
 
 
 def _processes_with(mark: str) -> dict[int, str]:
