@@ -69,11 +69,7 @@ class AttentionBackend(Protocol):
 
 
 def backend_for(device: torch.device) -> AttentionBackend:
-<<<<<<< HEAD
-    """The kernels for a device.
-=======
     """The kernels for a device. Where there are several GPUs, it must be the current one.
->>>>>>> main
 
     Raises:
         ValueError: There are none for this kind of device.

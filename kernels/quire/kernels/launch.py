@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-<<<<<<< HEAD
-=======
 from torch import Tensor
->>>>>>> main
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,8 +72,6 @@ def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | 
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
-<<<<<<< HEAD
-=======
 def block_shift(cache: Tensor) -> int:
     """log2 of the cache's block size: kernels find a token's block with a shift."""
     block_size = cache.shape[1]
@@ -84,7 +79,6 @@ def block_shift(cache: Tensor) -> int:
     return block_size.bit_length() - 1
 
 
->>>>>>> main
 def device_capability(device: torch.device) -> int:
     """80, 90 and so on; 80 on a CPU, where Triton's interpreter runs the kernels."""
     if device.type != "cuda":

@@ -5,11 +5,7 @@ so does the whole of block 0, with which block tables are padded.
 """
 
 import math
-<<<<<<< HEAD
-from collections.abc import Sequence
-=======
 from collections.abc import Callable, Sequence
->>>>>>> main
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,13 +49,6 @@ class PagedBatch:
         }
 
     def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
-<<<<<<< HEAD
-        return backend.attend(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            **self.tables(),
-=======
         return self.call(backend, num_decodes=num_decodes)()
 
     def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
@@ -70,7 +59,6 @@ class PagedBatch:
             self.k_cache,
             self.v_cache,
             **tables,
->>>>>>> main
             num_decodes=num_decodes,
             max_query_len=max((queries for _, queries in self.rows), default=0),
             max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
@@ -126,34 +114,6 @@ def paged_batch(
     device: torch.device | str = "cpu",
 ) -> PagedBatch:
     """A batch with these (tokens, queries) rows, the same at every call."""
-<<<<<<< HEAD
-    rng = torch.Generator().manual_seed(0)
-    counts = [-(-tokens // block_size) for tokens, _ in rows]
-    free = (torch.randperm(sum(counts), generator=rng) + 1).tolist()
-    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32)
-    shape = (sum(counts) + 1, block_size, num_kv_heads, head_size)
-    k_cache = torch.full(shape, float("nan"), dtype=dtype)
-    v_cache = k_cache.clone()
-    dense = []
-    for row, (tokens, _) in enumerate(rows):
-        blocks = [free.pop() for _ in range(counts[row])]
-        tables[row, : counts[row]] = torch.tensor(blocks, dtype=torch.int32)
-        k, v = torch.randn(2, tokens, num_kv_heads, head_size, generator=rng).to(dtype)
-        slots = torch.tensor(
-            [blocks[t // block_size] * block_size + t % block_size for t in range(tokens)],
-            dtype=torch.int64,
-        )
-        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = k, v
-        dense.append((k.to(device), v.to(device)))
-    num_queries = sum(queries for _, queries in rows)
-    return PagedBatch(
-        q=torch.randn(num_queries, num_heads, head_size, generator=rng).to(dtype).to(device),
-        k_cache=k_cache.to(device),
-        v_cache=v_cache.to(device),
-        block_tables=tables.to(device),
-        rows=list(rows),
-        dense_kv=dense,
-=======
     rng = torch.Generator(device).manual_seed(0)
     counts = [-(-tokens // block_size) for tokens, _ in rows]
     free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
@@ -180,5 +140,4 @@ def paged_batch(
         block_tables=tables,
         rows=list(rows),
         dense_kv=dense_kv,
->>>>>>> main
     )

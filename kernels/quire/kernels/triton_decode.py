@@ -14,9 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-<<<<<<< HEAD
-from quire.kernels.launch import MERGE_OPTIONS, SPLIT_TOKENS, device_capability, launch_config
-=======
 from quire.kernels.launch import (
     MERGE_OPTIONS,
     SPLIT_TOKENS,
@@ -24,7 +21,6 @@ from quire.kernels.launch import (
     device_capability,
     launch_config,
 )
->>>>>>> main
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
@@ -79,11 +75,7 @@ def decode_attention(
         q_BHD.stride(0),
         block_tables_BM.stride(0),
         num_kv_heads,
-<<<<<<< HEAD
-        k_cache.shape[1].bit_length() - 1,
-=======
         block_shift(k_cache),
->>>>>>> main
         GROUP=group,
         HEAD_SIZE=head_size,
         **config.tile(),

@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-<<<<<<< HEAD
-from quire.kernels.launch import device_capability, launch_config
-=======
 from quire.kernels.launch import block_shift, device_capability, launch_config
->>>>>>> main
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads   D head size
@@ -69,11 +65,7 @@ def prefill_attention(
         block_tables_BM.stride(0),
         first_row,
         num_kv_heads,
-<<<<<<< HEAD
-        k_cache.shape[1].bit_length() - 1,
-=======
         block_shift(k_cache),
->>>>>>> main
         GROUP=group,
         HEAD_SIZE=head_size,
         **config.tile(),
