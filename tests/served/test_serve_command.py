@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from quire.cluster.cli import main
 from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
 
@@ -44,3 +45,13 @@ def test_ctrl_c_lets_a_stream_end_and_leaves_nothing_behind() -> None:
     assert "Draining" in printed
     assert printed.rstrip().endswith("Stopped.")
     assert not errors
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_a_group_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", "1000"]
+    assert main(["serve", *flags]) == 2
+    assert re.search(
+        r"quire: ReplicaGroup: ConfigError: .* 0 blocks .* kv_cache_memory_bytes=\d+ or more",
+        capsys.readouterr().err,
+    )
