@@ -64,7 +64,8 @@ def running_cluster(
 
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started."""
-    with ended_by_signal(), running_cluster(config, ray_address=ray_address) as endpoints:
+    # The handler comes after Ray, which would put its own in that place.
+    with running_cluster(config, ray_address=ray_address) as endpoints, ended_by_signal():
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         print(f"  HTTP  http://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True)
