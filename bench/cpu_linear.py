@@ -51,7 +51,9 @@ def main() -> None:
     num_bytes = flops // 2 * dtype.itemsize
 
     read = _read_rate()
-    print(f"{arguments.model} {arguments.dtype}, {arguments.threads} threads: memory {read:.1f} GB/s")
+    print(
+        f"{arguments.model} {arguments.dtype}, {arguments.threads} threads: memory {read:.1f} GB/s"
+    )
     print(f"{'rows':>5} {'':12} {'ms':>8} {'GB/s':>7} {'GFLOP/s':>8}")
     for rows in ROWS:
         inputs = {size: torch.randn(rows, size).to(dtype) for size in {s[1] for s in shapes}}
@@ -66,9 +68,7 @@ def main() -> None:
 
         def mkldnn_step(inputs: dict[int, Tensor] = inputs) -> None:
             for weight, shape in zip(packed, shapes, strict=True):
-                torch.ops.mkldnn._linear_pointwise(
-                    inputs[shape[1]], weight, None, "none", [], ""
-                )
+                torch.ops.mkldnn._linear_pointwise(inputs[shape[1]], weight, None, "none", [], "")
 
         contenders = {"native": native_step, "F.linear": torch_step, "mkldnn packed": mkldnn_step}
         for name, seconds in _medians(contenders, rounds=arguments.rounds).items():
@@ -76,9 +76,7 @@ def main() -> None:
             print(f"{rows:5} {name:13} {seconds * 1e3:7.2f} {rate:7.1f} {speed:8.1f}", flush=True)
 
 
-def _medians(
-    contenders: dict[str, Callable[[], None]], *, rounds: int
-) -> dict[str, float]:
+def _medians(contenders: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for step in contenders.values():
         step()

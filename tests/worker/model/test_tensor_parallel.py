@@ -101,7 +101,8 @@ def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3
         q_size = model.num_heads // size * model.head_size
         kv_size = model.num_kv_heads // size * model.head_size
         q, k, v = zip(
-            *(torch.split(layer.qkv.weight_OI, [q_size, kv_size, kv_size]) for layer in layers), strict=True
+            *(torch.split(layer.qkv.weight_OI, [q_size, kv_size, kv_size]) for layer in layers),
+            strict=True,
         )
         gate, up = zip(*(layer.gate_up.gate_up.weight_OI.chunk(2) for layer in layers), strict=True)
         for name, whole in {

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank as a process: ``python -m quire.worker.rank CONTROL_FD LIFELINE_FD``.
+"""A tensor-parallel rank, a process: ``python -m quire.worker.rank CONTROL LIFELINE SHARED`` (fds).
 
 Speaks with its executor over one socket, in pickles of what `quire.worker.rank_messages` lists.
 It ends when the executor does, however that ends: the other end of the lifeline closes then, and
@@ -21,11 +21,11 @@ from quire.worker.step import StepInput
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the executor, which decides.
-    control_fd, lifeline_fd = (int(arg) for arg in sys.argv[1:])
+    control_fd, lifeline_fd, shared_fd = (int(arg) for arg in sys.argv[1:])
     threading.Thread(target=_watch, args=(lifeline_fd, os.getppid()), daemon=True).start()
     with Connection(control_fd) as connection:
         try:
-            _run(connection)
+            _run(connection, shared_fd)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass  # The executor closed its end.
         except BaseException as error:
@@ -37,19 +37,20 @@ def main() -> None:
     os._exit(0)
 
 
-def _run(connection: Connection) -> None:
+def _run(connection: Connection, shared_fd: int) -> None:
     start = connection.recv()
     assert isinstance(start, RankStart)
     # Here and not above: the lifeline must be watched before the slow imports begin.
     from quire.worker.model_runner import ModelRunner, pick_device
-    from quire.worker.tensor_parallel import DistributedTensorParallel
+    from quire.worker.tensor_parallel import join
 
     device = pick_device(start.config, rank=start.rank)
-    tp = DistributedTensorParallel(
+    tp = join(
         rank=start.rank,
         size=start.config.tensor_parallel_size,
         device=device,
         rendezvous=start.rendezvous,
+        shared_fd=shared_fd,
     )
     runner = ModelRunner(start.config, device=device, tp=tp)
     connection.send(Loaded(num_blocks=runner.num_blocks_that_fit()))

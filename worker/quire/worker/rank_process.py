@@ -17,6 +17,9 @@ from pathlib import Path
 
 from quire.worker.config import EngineConfig
 
+SHARED_BYTES_PER_RANK = 4 << 20
+"""Of memory that all ranks map for their collectives; what is not touched costs nothing."""
+
 _STATES = {
     "R": "running",
     "S": "waiting",
@@ -64,6 +67,8 @@ class RankProcesses:
         self._owner_pid = os.getpid()
         # Nothing is ever written: when the last write end closes, every rank sees the end.
         self._lifeline_read, self._lifeline_write = os.pipe()
+        # Memory without a name: gone with its last user, however that ends.
+        self._shared_fd = os.memfd_create("quire-ranks")
 
     def start(self, config: EngineConfig, *, send_timeout_s: float) -> None:
         """Starts all ranks at once. A message that one does not take in time raises
@@ -75,6 +80,7 @@ class RankProcesses:
             # All ranks are on this machine, and gloo should not listen outside of it.
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        os.ftruncate(self._shared_fd, SHARED_BYTES_PER_RANK * config.tensor_parallel_size)
         seconds, fraction = divmod(send_timeout_s, 1)
         for number in range(config.tensor_parallel_size):
             ours, theirs = Pipe()
@@ -85,7 +91,7 @@ class RankProcesses:
                     struct.pack("ll", int(seconds), int(fraction * 1e6)),
                 )
             with theirs:
-                fds = (theirs.fileno(), self._lifeline_read)
+                fds = (theirs.fileno(), self._lifeline_read, self._shared_fd)
                 process = subprocess.Popen(
                     # -P: the working directory is no place to import from unasked.
                     [sys.executable, "-P", "-m", "quire.worker.rank", *map(str, fds)],
@@ -108,6 +114,7 @@ class RankProcesses:
             rank.connection.close()
         os.close(self._lifeline_write)
         os.close(self._lifeline_read)
+        os.close(self._shared_fd)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -3,12 +3,16 @@
 One rank alone needs no process group, and pays nothing.
 """
 
+import ctypes
 import datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from quire.kernels import native
+from quire.kernels.native_shared import SharedGroup
 
 # S rows   V vocabulary
 
@@ -25,7 +29,40 @@ class TensorParallel:
 
     def gather_columns(self, x_SV: Tensor, *, num_columns: int) -> Tensor | None:
         """``[S, num_columns]`` on rank 0, of which each rank has a range; ``None`` elsewhere."""
-        return x_SV
+        if self.size == 1:
+            return x_SV
+        # A gather wants equal parts; ranges differ by a column at most.
+        widths = [
+            num_columns * (rank + 1) // self.size - num_columns * rank // self.size
+            for rank in range(self.size)
+        ]
+        padded = torch.nn.functional.pad(x_SV, (0, max(widths) - x_SV.shape[1])).contiguous()
+        parts = self._gather(padded)
+        if parts is None:
+            return None
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
+        )
+
+    def _gather(self, x: Tensor) -> list[Tensor] | None:
+        """Every rank's ``x`` on rank 0, ``None`` elsewhere."""
+        return [x]
+
+
+class SharedMemoryTensorParallel(TensorParallel):
+    """CPU ranks of one machine, through memory that they share: a round takes microseconds, and
+    sums have the same bits at any number of ranks that divides the model's parts of a sum."""
+
+    def __init__(self, library: ctypes.CDLL, fd: int, *, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = SharedGroup(library, fd, rank=rank, size=size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._group.all_reduce(x)
+
+    def _gather(self, x: Tensor) -> list[Tensor] | None:
+        return self._group.gather(x)
 
 
 class DistributedTensorParallel(TensorParallel):
@@ -56,18 +93,23 @@ class DistributedTensorParallel(TensorParallel):
         dist.all_reduce(x)
         return x
 
-    def gather_columns(self, x_SV: Tensor, *, num_columns: int) -> Tensor | None:
-        # A gather wants equal parts; ranges differ by a column at most.
-        widths = [
-            num_columns * (rank + 1) // self.size - num_columns * rank // self.size
-            for rank in range(self.size)
-        ]
-        padded = torch.nn.functional.pad(x_SV, (0, max(widths) - x_SV.shape[1])).contiguous()
+    def _gather(self, x: Tensor) -> list[Tensor] | None:
         if self.rank != 0:
-            dist.gather(padded, dst=0)
+            dist.gather(x, dst=0)
             return None
-        parts = [torch.empty_like(padded) for _ in widths]
-        dist.gather(padded, parts, dst=0)
-        return torch.cat(
-            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
-        )
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.gather(x, parts, dst=0)
+        return parts
+
+
+def join(
+    *, rank: int, size: int, device: torch.device, rendezvous: Path, shared_fd: int
+) -> TensorParallel:
+    """This rank's end of the group, over the fastest way there is between its ranks.
+
+    ``shared_fd`` is a file of `quire.kernels.native_shared.shared_bytes` zeros.
+    """
+    library = native.library() if device.type == "cpu" else None
+    if library is not None:
+        return SharedMemoryTensorParallel(library, shared_fd, rank=rank, size=size)
+    return DistributedTensorParallel(rank=rank, size=size, device=device, rendezvous=rendezvous)

@@ -1,0 +1,103 @@
+// Sums and gathers among the ranks of one machine, through memory that they all map.
+//
+// Every rank writes its values into a slot of its own, says so, waits until all have, and reads
+// the others': one round, whatever the number of ranks. There are two slots per rank, used in
+// turn: who writes in round n has seen all others write in round n - 1, so they have all read
+// what was written in round n - 2, which is what is overwritten.
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "elements.h"
+#include "quire.h"
+
+extern "C" {
+
+struct SharedGroup {
+  char* base;        // zeroed before the first rank came
+  int64_t capacity;  // bytes in a slot; a multiple of 64
+  int32_t rank;
+  int32_t size;
+  int64_t round;     // of this rank; begins at 0
+};
+
+int64_t quire_shared_bytes(int32_t size, int64_t capacity);
+void quire_shared_sum(SharedGroup* group, float* x, int64_t count);
+void quire_shared_gather(SharedGroup* group, const char* x, char* const* out, int64_t num_bytes);
+
+}  // extern "C"
+
+namespace quire {
+namespace {
+
+// A rank that has a core of its own is done within this; one that shares it must let others run.
+constexpr int kSpins = 2000;
+constexpr int64_t kLine = 64;
+
+struct alignas(kLine) Counter {
+  std::atomic<int64_t> round;
+};
+
+Counter* counters(const SharedGroup& group) { return reinterpret_cast<Counter*>(group.base); }
+
+char* slot(const SharedGroup& group, int rank) {
+  const int64_t index = 2 * rank + group.round % 2;
+  return group.base + kLine * group.size + index * group.capacity;
+}
+
+void exchange(SharedGroup* group, const void* x, int64_t num_bytes) {
+  ++group->round;
+  std::memcpy(slot(*group, group->rank), x, num_bytes);
+  counters(*group)[group->rank].round.store(group->round, std::memory_order_release);
+  for (int rank = 0; rank < group->size; ++rank) {
+    const std::atomic<int64_t>& other = counters(*group)[rank].round;
+    for (int spins = 0; other.load(std::memory_order_acquire) < group->round; ++spins) {
+      if (spins < kSpins) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+      } else {
+        sched_yield();
+      }
+    }
+  }
+}
+
+// Ranks [first, end) as a binary tree, so that 4 ranks add as 2 ranks of 2 would.
+Vec tree(const SharedGroup& group, int first, int end, int64_t i, int64_t left) {
+  if (end - first == 1)
+    return read(reinterpret_cast<const float*>(slot(group, first)) + i, left);
+  const int middle = first + (end - first) / 2;
+  return add(tree(group, first, middle, i, left), tree(group, middle, end, i, left));
+}
+
+}  // namespace
+}  // namespace quire
+
+int64_t quire_shared_bytes(int32_t size, int64_t capacity) {
+  return size * (quire::kLine + 2 * capacity);
+}
+
+void quire_shared_sum(SharedGroup* group, float* x, int64_t count) {
+  using namespace quire;
+  const int64_t most = group->capacity / static_cast<int64_t>(sizeof(float));
+  for (int64_t done = 0; done < count; done += most) {
+    const int64_t part = std::min(most, count - done);
+    exchange(group, x + done, part * sizeof(float));
+    for (int64_t i = 0; i < part; i += kLanes)
+      write(x + done + i, tree(*group, 0, group->size, i, part - i), part - i);
+  }
+}
+
+void quire_shared_gather(SharedGroup* group, const char* x, char* const* out, int64_t num_bytes) {
+  using namespace quire;
+  for (int64_t done = 0; done < num_bytes; done += group->capacity) {
+    const int64_t part = std::min(group->capacity, num_bytes - done);
+    exchange(group, x + done, part);
+    if (group->rank != 0) continue;
+    for (int rank = 0; rank < group->size; ++rank)
+      std::memcpy(out[rank] + done, slot(*group, rank), part);
+  }
+}
