@@ -53,29 +53,16 @@ def main() -> None:
     num_bytes = flops // 2 * dtype.itemsize
 
     read = _read_rate()
-    print(
-        f"{arguments.model} {arguments.dtype}, {arguments.threads} threads: memory {read:.1f} GB/s"
-    )
+    print(f"{arguments.model} {arguments.dtype}, {arguments.threads} threads, {read:.1f} GB/s read")
     print(f"{'rows':>5} {'':12} {'ms':>8} {'GB/s':>7} {'GFLOP/s':>8}")
     for rows in ROWS:
         inputs = {size: torch.randn(rows, size).to(dtype) for size in {s[1] for s in shapes}}
 
-        def native_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for linear, shape in zip(ours, shapes, strict=True):
-                linear(inputs[shape[1]])
-
-        def torch_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight in weights:
-                functional.linear(inputs[weight.shape[1]], weight)
-
-        def mkldnn_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight, shape in zip(packed, shapes, strict=True):
-                torch.ops.mkldnn._linear_pointwise(inputs[shape[1]], weight, None, "none", [], "")
-
+        xs = [inputs[num_in] for _, num_in in shapes]
         contenders: dict[str, Callable[[], object]] = {
-            "native": native_step,
-            "F.linear": torch_step,
-            "mkldnn packed": mkldnn_step,
+            "native": partial(_each, PackedLinear.__call__, ours, xs),
+            "F.linear": partial(_each, lambda w, x: functional.linear(x, w), weights, xs),
+            "mkldnn packed": partial(_each, _mkldnn_linear, packed, xs),
         }
         for name, seconds in _medians(contenders, rounds=arguments.rounds).items():
             rate, speed = num_bytes / seconds / 1e9, rows * flops / seconds / 1e9

@@ -101,11 +101,10 @@ def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3
         prefix = f"model.layers.{index}"
         q_size = model.num_heads // size * model.head_size
         kv_size = model.num_kv_heads // size * model.head_size
-        q, k, v = zip(
-            *(torch.split(layer.qkv.weight_OI, [q_size, kv_size, kv_size]) for layer in layers),
-            strict=True,
-        )
-        gate, up = zip(*(layer.gate_up.gate_up.weight_OI.chunk(2) for layer in layers), strict=True)
+        qkv = [_weight(layer.qkv) for layer in layers]
+        gate_up = [_weight(layer.gate_up) for layer in layers]
+        q, k, v = zip(*(torch.split(x, [q_size, kv_size, kv_size]) for x in qkv), strict=True)
+        gate, up = zip(*(x.chunk(2) for x in gate_up), strict=True)
         for name, whole in {
             "self_attn.q_proj": torch.cat(q),
             "self_attn.k_proj": torch.cat(k),
