@@ -20,8 +20,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kPadLanes = kLanes;  // rows' maxima and sums are read 16 at a time
-
 // Grown when needed, one per thread, never given back.
 struct Scratch {
   char* bytes = nullptr;
@@ -39,8 +37,8 @@ struct Scratch {
 
 // A running softmax of some rows: the maximum of their scores, and the sums relative to it.
 struct Rows {
-  float* max;
-  float* sum;
+  float* max;     // [rows], read 16 at a time
+  float* sum;     // [rows, 16], to be added up
   float* values;  // [rows, D]
 };
 
@@ -107,15 +105,13 @@ class Attention {
     const int64_t rows = num_rows();
     const int64_t tiles = 4 * kSplitTiles * tile_bytes();  // K and V of this step and the next
     const int64_t work = kMaxRows * kSplitTokens * 8;
-    const int64_t state = (rows * (head_size_ + 2) + 2 * kPadLanes) * 4;
+    const int64_t state = rows * floats_per_row(head_size_) * 4;
     char* at = scratch_.at_least(rows * kQueryStride + tiles + work + state);
     queries_ = at, at += rows * kQueryStride;
     gathered_ = at, at += tiles;
     scores_ = reinterpret_cast<float*>(at), at += kMaxRows * kSplitTokens * 4;
     weights_ = at, at += kMaxRows * kSplitTokens * 4;
-    rows_.values = reinterpret_cast<float*>(at);
-    rows_.max = rows_.values + rows * head_size_;
-    rows_.sum = rows_.max + rows + kPadLanes;
+    rows_ = rows_at(reinterpret_cast<float*>(at));
   }
 
   void pack_queries() {
@@ -275,46 +271,41 @@ class Attention {
     score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride,
                            int(tile_bytes() / kLineBytes), tiles.k, ahead_of_scores, num_tiles,
                            scores_);
-    float max[kLanes], sum[kLanes];
-    for (int i = 0; i < kRows; ++i)
-      weigh<Dot>(scores_ + i * kSplitTokens, weights_ + i * kWeightStride<Dot>, num_tiles,
-                 visible[i], log2_scale_, max + i, sum + i);
-    Blend blend;
-    Rows to = rows_;
+    Vec sums[kRows];
+    const Vec max = weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, sums);
     const bool starts = step.split == 0 || unit_->merge >= 0;
-    if (unit_->merge >= 0) to = saved(plan_.merges[unit_->merge], step.split);
+    const Rows to =
+        unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
+    Blend blend;
     if (starts) {
-      std::copy_n(max, kRows, to.max + row);
-      std::copy_n(sum, kRows, to.sum + row);
+      store_first(to.max + row, kRows, max);
+      for (int i = 0; i < kRows; ++i) store(to.sum + (row + i) * kLanes, sums[i]);
     } else {
-      blend_rows(max, sum, to.max + row, to.sum + row, kRows, blend);
+      join_maxima(max, to.max + row, kRows, blend);
+      for (int i = 0; i < kRows; ++i) join_sum(sums[i], to.sum + (row + i) * kLanes, blend, i);
     }
     sum_value_rows<Dot, kRows>(weights_, num_tiles, tiles.v, head_size_, ahead_of_values,
                                starts ? nullptr : &blend, to.values + int64_t{row} * head_size_);
   }
 
-  // Joins a split's maxima and sums to the running ones, and says how its values enter.
-  void blend_rows(const float* split_max, const float* split_sum, float* max_of, float* sum_of,
-                  int count, Blend& blend) const {
-    const Vec scale = splat(log2_scale_);
-    const Vec old_max = load(max_of), new_max = load(split_max);
-    const Vec most = max(old_max, new_max);
-    const Vec keep = exp2_of<Dot::kShortExp>(mul(sub(old_max, most), scale));
-    const Vec take = exp2_of<Dot::kShortExp>(mul(sub(new_max, most), scale));
-    float lanes[kLanes];
-    store(lanes, most);
-    std::copy_n(lanes, count, max_of);
-    store(lanes, fma(load(sum_of), keep, mul(load(split_sum), take)));
-    std::copy_n(lanes, count, sum_of);
-    store(blend.keep, keep);
-    store(blend.take, take);
+  // Joins a split's maxima to the running ones, and says how its sums enter.
+  void join_maxima(Vec split_max, float* running, int count, Blend& blend) const {
+    const Vec scale = splat(log2_scale_), before = load(running);
+    const Vec most = max(before, split_max);
+    store_first(running, count, most);
+    store(blend.keep, exp2_of<Dot::kShortExp>(mul(sub(before, most), scale)));
+    store(blend.take, exp2_of<Dot::kShortExp>(mul(sub(split_max, most), scale)));
+  }
+
+  Rows rows_at(float* at) const {
+    const int64_t rows = num_rows();
+    return {at + rows * kLanes, at, at + rows * (kLanes + 1)};
   }
 
   // A split's place in the workspace of a merge.
   Rows saved(const Merge& merge, int split) const {
-    const int64_t rows = num_rows();
-    float* at = plan_.workspace.data() + merge.offset + split * rows * (head_size_ + 2);
-    return {at, at + rows, at + 2 * rows};
+    return rows_at(plan_.workspace.data() + merge.offset +
+                   int64_t{split} * num_rows() * floats_per_row(head_size_));
   }
 
   void join(const Merge& merge) {
@@ -325,17 +316,12 @@ class Attention {
       for (int row = 0; row < count; ++row) {
         const int query = merge.whole.first_query + row / group_ % num_queries();
         if (plan_.queries[query].visible <= split * kSplitTokens) continue;
-        float max[kLanes] = {}, total[kLanes] = {}, max_of[kLanes] = {}, sum_of[kLanes] = {};
-        max[0] = part.max[row], total[0] = part.sum[row];
-        max_of[0] = sum.max[row], sum_of[0] = sum.sum[row];
         Blend blend;
-        blend_rows(max, total, max_of, sum_of, 1, blend);
-        sum.max[row] = max_of[0], sum.sum[row] = sum_of[0];
-        for (int d = 0; d < head_size_; d += kLanes) {
-          float* to = sum.values + int64_t{row} * head_size_ + d;
-          const Vec x = load(part.values + int64_t{row} * head_size_ + d);
-          store(to, fma(load(to), splat(blend.keep[0]), mul(x, splat(blend.take[0]))));
-        }
+        join_maxima(splat(part.max[row]), sum.max + row, 1, blend);
+        join_sum(load(part.sum + row * kLanes), sum.sum + row * kLanes, blend, 0);
+        for (int d = 0; d < head_size_; d += kLanes)
+          join_sum(load(part.values + int64_t{row} * head_size_ + d),
+                   sum.values + int64_t{row} * head_size_ + d, blend, 0);
       }
     }
     write_out(merge.whole, sum);
@@ -349,7 +335,7 @@ class Attention {
                              int64_t{head} * group_) * head_size_;
         const int row = row_of(head, query);
         for (int i = row; i < row + group_; ++i) {
-          const Vec inverse = splat(1 / rows.sum[i]);
+          const Vec inverse = splat(1 / sum_of_lanes(load(rows.sum + i * kLanes)));
           for (int d = 0; d < head_size_; d += kLanes, to += kLanes) {
             const Vec x = mul(load(rows.values + int64_t{i} * head_size_ + d), inverse);
             sizeof(Element) == 2 ? store_bf16(to, x) : store(to, x);

@@ -31,6 +31,9 @@ constexpr int kMaxRows = 6, kMaxTiles = 1;
 constexpr int kMaxRows = 3, kMaxTiles = 1;
 #endif
 
+// What a row's running result takes: its values, 16 partial sums of weights, and its maximum.
+constexpr int floats_per_row(int head_size) { return head_size + kLanes + 1; }
+
 struct DotF32 {
   static constexpr int kPack = 1;
   static constexpr bool kShortExp = false;
@@ -119,38 +122,48 @@ inline void score_rows(const char* q, int num_lines, const char* const* k,
   }
 }
 
-// One row's softmax over a split, relative to the split's own maximum. `visible` tokens count, of
-// the `num_tiles * 16` scores; the weights of the others are zero.
-template <class Dot>
-inline void weigh(float* scores, char* weights, int num_tiles, int visible, float log2_scale,
-                  float* max_out, float* sum_out) {
+// The rows' softmax over a split, relative to each row's maximum in the split, of the `num_tiles *
+// 16` scores of each. Row i's first `visible[i]` tokens count; the weights of the others are zero.
+// Lane i of the result is row i's maximum (-inf where nothing is visible), and sums[i] has a lane
+// for every 16th token.
+template <class Dot, int kRows>
+inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visible)[kRows],
+                 float log2_scale, Vec (&sums)[kRows]) {
   constexpr int kTileBytes = kTileTokens * 4 / Dot::kPack;
-  if (visible <= 0) {
-    memset(weights, 0, num_tiles * kTileBytes);
-    *max_out = -__builtin_inff();
-    *sum_out = 0;
-    return;
-  }
   const Vec hidden = splat(-__builtin_inff());
-  for (int tile = visible / kTileTokens; tile < num_tiles; ++tile) {
-    const int count = visible - tile * kTileTokens;
-    float* at = scores + tile * kTileTokens;
-    store(at, count > 0 ? first_lanes(load(at), count, hidden) : hidden);
+  Vec most[kRows];
+  for (int row = 0; row < kRows; ++row) {
+    float* at = scores + row * kSplitTokens;
+    const int whole = visible[row] > 0 ? visible[row] / kTileTokens : 0;
+    for (int tile = whole; tile < num_tiles; ++tile) {
+      const int count = visible[row] - tile * kTileTokens;
+      float* cut = at + tile * kTileTokens;
+      store(cut, count > 0 ? first_lanes(load(cut), count, hidden) : hidden);
+    }
+    most[row] = load(at);
+    for (int tile = 1; tile < num_tiles; ++tile)
+      most[row] = max(most[row], load(at + tile * kTileTokens));
   }
-  Vec most = load(scores);
-  for (int tile = 1; tile < num_tiles; ++tile)
-    most = max(most, load(scores + tile * kTileTokens));
-  const float max_score = max_of_lanes(most);
-  const Vec scale = splat(log2_scale), offset = splat(-max_score * log2_scale);
-  Vec sum = zero();
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const Vec weight =
-        exp2_of<Dot::kShortExp>(fma(load(scores + tile * kTileTokens), scale, offset));
-    sum = add(sum, weight);
-    Dot::store_weights(weights + tile * kTileBytes, weight);
+  const Vec max_scores = max_of_each(most);
+  // A row that sees nothing has 2^-inf everywhere, not 2^(-inf + inf).
+  const Vec finite = max(max_scores, splat(-1e30f));
+  float offsets[kLanes];
+  store(offsets, mul(finite, splat(-log2_scale)));
+  const Vec scale = splat(log2_scale);
+  for (int row = 0; row < kRows; ++row) {
+    const Vec offset = splat(offsets[row]);
+    const float* at = scores + row * kSplitTokens;
+    char* to = weights + row * kWeightStride<Dot>;
+    Vec sum = zero();
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const Vec weight =
+          exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
+      sum = add(sum, weight);
+      Dot::store_weights(to + tile * kTileBytes, weight);
+    }
+    sums[row] = sum;
   }
-  *max_out = max_score;
-  *sum_out = sum_of_lanes(sum);
+  return max_scores;
 }
 
 // How a split's result enters a row's running one: `result = result * keep + split * take`.
@@ -158,6 +171,11 @@ struct Blend {
   float keep[kLanes];
   float take[kLanes];
 };
+
+inline void join_sum(const Vec& split, float* running, const Blend& blend, int row) {
+  store(running,
+        fma(load(running), splat(blend.keep[row]), mul(split, splat(blend.take[row]))));
+}
 
 // result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].
 template <class Dot, int kRows, int kCols>
@@ -194,9 +212,7 @@ inline void sum_values(const char* weights, int num_tiles, const char* const* v,
 #pragma GCC unroll 4
     for (int col = 0; col < kCols; ++col) {
       float* to = result + row * result_stride + col * kLanes;
-      Vec x = sum[row][col];
-      if (blend) x = fma(load(to), splat(blend->keep[row]), mul(x, splat(blend->take[row])));
-      store(to, x);
+      blend ? join_sum(sum[row][col], to, *blend, row) : store(to, sum[row][col]);
     }
 }
 
