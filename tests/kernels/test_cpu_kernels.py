@@ -1,6 +1,8 @@
 """The CPU backend against its twin, and its promise that a row's bits are the row's alone."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -30,6 +32,26 @@ def test_a_cpu_gets_the_cpu_backend() -> None:
 def test_an_unknown_device_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'meta'.*'cpu' and 'cuda'"):
         backend_for(torch.device("meta"))
+
+
+def test_a_gpu_without_triton_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match=r"cuda needs Triton.*pip install 'triton>=3\.6'"):
+        backend_for(torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_the_cpu_backend_needs_no_triton() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from quire.kernels import cpu, reference, testing\n"
+        "from quire.kernels.backend import backend_for\n"
+        "assert backend_for(torch.device('cpu')).name == 'cpu'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 128])

@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
 
 
 def backend_for(device: torch.device) -> AttentionBackend:
-    """The kernels for a device.
+    """The kernels for a device. Where there are several GPUs, it must be the current one.
 
     Raises:
         ValueError: There are none for this kind of device.

@@ -3,31 +3,34 @@
 A row's result has the same bits whoever shares the batch, and however its prompt was cut into
 chunks: as a decode, a chunk or part of the whole prompt. Three rules make it so.
 
-1. Every row is computed by itself.
+1. A row shares a call with others, never a sum: rows are the batch of a batched product.
 2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
    and the tiles' sums are added in order. What is masked adds exact zeros.
-3. A matrix product has four rows or more. BLAS takes other paths below that, with another order
-   of summation (MKL 2024, AVX2 and AVX-512: 1 to 3 rows differ, 4 to 256 agree bit for bit).
+3. A matrix product has four rows or more. Below that BLAS takes other paths, which sum in another
+   order (MKL on AVX-512: 1 to 3 rows differ, 4 to 256 agree bit for bit).
 
 Inputs may be bfloat16; everything from the scores to the output is float32.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quire.kernels import reference
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
-# K KV heads   G = H / K   D head size   Q queries of one chunk   A tiles   L tokens in a tile
-# X = Q * G rows of one KV head
+# K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
+# X = queries * G pairs of a query and a head of its group
 
 TILE = 128
 """Tokens of KV in one matrix product. The result depends on it in the last bits."""
 
-_MIN_ROWS = 4
+_MIN_PAIRS = 4
+_MAX_TILES = 16
+"""Tiles of decodes gathered at once, unless one row has more: calls into torch dominate short
+contexts, and level-2 cache the long ones."""
 _SCORE_BYTES = 4 << 20
-"""Scores kept at once. Prefill of 1024 tokens, 12:4 heads of 64, one EPYC core: 0.1 to 8 MiB make
-no difference above the noise, 64 MiB costs 20 %."""
+"""Scores of a prefill chunk kept at once."""
 
 
 class CpuBackend:
@@ -64,20 +67,37 @@ class CpuBackend:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts: list[int] = query_starts_B1.tolist()
         seq_lens: list[int] = seq_lens_B.tolist()
+        per_tile, rest = divmod(TILE, k_cache.shape[1])
+        assert rest == 0, f"block_size={k_cache.shape[1]}: must divide {TILE}"
+        tables_BM = pad(block_tables_BM, (0, -block_tables_BM.shape[1] % per_tile))
+        decodes: dict[int, list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
-            start, end = starts[row], starts[row + 1]
-            if start == end:
-                continue
-            num_blocks = -(-seq_len // k_cache.shape[1])
-            blocks = block_tables_BM[row, :num_blocks]
-            _attend_row(
-                q_THD[start:end],
-                _gather_tiles(k_cache, blocks, seq_len),
-                _gather_tiles(v_cache, blocks, seq_len),
-                out_THD[start:end],
-                seq_len=seq_len,
-                scale=scale,
-            )
+            num_queries = starts[row + 1] - starts[row]
+            if num_queries == 1:
+                decodes.setdefault(-(-seq_len // TILE), []).append(row)
+            elif num_queries:
+                tiles = slice(-(-seq_len // TILE) * per_tile)
+                _attend_queries(
+                    q_THD[starts[row] : starts[row + 1]],
+                    _gather_tiles(k_cache, tables_BM[row : row + 1, tiles], [seq_len]),
+                    _gather_tiles(v_cache, tables_BM[row : row + 1, tiles], [seq_len]),
+                    out_THD[starts[row] : starts[row + 1]],
+                    seq_len=seq_len,
+                    scale=scale,
+                )
+        for num_tiles, rows in decodes.items():
+            step = max(1, _MAX_TILES // num_tiles)
+            for some in (rows[first : first + step] for first in range(0, len(rows), step)):
+                tables_RM = tables_BM[some, : num_tiles * per_tile]
+                lens = [seq_lens[row] for row in some]
+                tokens = [starts[row] for row in some]
+                out_THD[tokens] = _attend_decodes(
+                    q_THD[tokens],
+                    _gather_tiles(k_cache, tables_RM, lens),
+                    _gather_tiles(v_cache, tables_RM, lens),
+                    seq_lens=lens,
+                    scale=scale,
+                ).to(q_THD.dtype)
         return out_THD
 
     def rms_norm(
@@ -92,85 +112,94 @@ class CpuBackend:
         return reference.silu_and_mul(gate_up_TG)
 
 
-def _gather_tiles(cache: Tensor, blocks_M: Tensor, seq_len: int) -> Tensor:
-    """A sequence's tokens as float32 ``[A, K, TILE, D]``, zero past its end.
+def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:
+    """The rows' tokens as float32 ``[R, A, K, TILE, D]``, zero past each row's end.
 
-    The zeros matter: a masked score becomes a weight of 0, and 0 times the NaN that an unused
-    slot may hold would still be NaN.
+    ``tables`` names the blocks of A whole tiles. The zeros matter: a masked score becomes a
+    weight of 0, and 0 times the NaN that an unused slot may hold would still be NaN.
     """
     num_kv_heads, head_size = cache.shape[2:]
-    pages = cache.flatten(1).index_select(0, blocks_M)
-    tokens_NKD = pages.view(-1, num_kv_heads, head_size)
-    full, tail = divmod(seq_len, TILE)
-    tiles = torch.empty(full + (tail > 0), num_kv_heads, TILE, head_size, dtype=torch.float32)
-    whole = tokens_NKD[: full * TILE].view(full, TILE, num_kv_heads, head_size)
-    tiles[:full].copy_(whole.transpose(1, 2))
-    if tail:
-        tiles[full, :, :tail].copy_(tokens_NKD[full * TILE : seq_len].transpose(0, 1))
-        tiles[full, :, tail:].zero_()
+    pages = cache.flatten(1).index_select(0, tables_RM.flatten())
+    tokens = pages.view(len(seq_lens), -1, TILE, num_kv_heads, head_size).transpose(2, 3)
+    tiles = torch.empty(tokens.shape, dtype=torch.float32).copy_(tokens)
+    for row, seq_len in enumerate(seq_lens):
+        if seq_len % TILE:
+            tiles[row, -1, :, seq_len % TILE :].zero_()
     return tiles
 
 
-def _attend_row(
+def _attend_decodes(
+    q_RHD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, *, seq_lens: list[int], scale: float
+) -> Tensor:
+    """One query of each row; the rows have the same number of tiles."""
+    num_rows, num_heads, head_size = q_RHD.shape
+    num_kv_heads = k_RAKLD.shape[2]
+    group = num_heads // num_kv_heads
+    q_RKGD = (q_RHD.float() * scale).view(num_rows, num_kv_heads, group, head_size)
+    q_RKXD = pad(q_RKGD, (0, 0, 0, max(0, _MIN_PAIRS - group)))
+    positions_RX = torch.tensor(seq_lens).sub_(1).view(-1, 1)
+    out_RKXD = _attend(q_RKXD, k_RAKLD, v_RAKLD, positions_RX, first_tile=k_RAKLD.shape[1] - 1)
+    return out_RKXD[:, :, :group].reshape(q_RHD.shape)
+
+
+def _attend_queries(
     q_QHD: Tensor,
-    k_AKLD: Tensor,
-    v_AKLD: Tensor,
+    k_1AKLD: Tensor,
+    v_1AKLD: Tensor,
     out_QHD: Tensor,
     *,
     seq_len: int,
     scale: float,
 ) -> None:
-    """One sequence: its queries in chunks whose scores stay within `_SCORE_BYTES`."""
+    """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
     num_queries, num_heads, head_size = q_QHD.shape
-    num_kv_heads = k_AKLD.shape[1]
+    num_kv_heads = k_1AKLD.shape[2]
     group = num_heads // num_kv_heads
-    context = seq_len - num_queries
     q_QKGD = (q_QHD.float() * scale).view(num_queries, num_kv_heads, group, head_size)
-    score_bytes = 4 * num_heads * len(k_AKLD) * TILE
-    step = max(16, _SCORE_BYTES // score_bytes)
+    step = max(16, _SCORE_BYTES // (4 * num_heads * k_1AKLD.shape[1] * TILE))
     for first in range(0, num_queries, step):
         chunk = q_QKGD[first : first + step]
-        missing = -(-_MIN_ROWS // group) - len(chunk)
-        if missing > 0:
-            chunk = torch.cat([chunk, chunk[-1:].expand(missing, -1, -1, -1)])
+        position = seq_len - num_queries + first
+        num_tiles = -(-(position + len(chunk)) // TILE)
         q_KXD = chunk.permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_size)
-        num_real = min(step, num_queries - first)
-        end = context + first + num_real
-        num_tiles = -(-end // TILE)
-        out_KXD = _attend_chunk(
-            q_KXD, k_AKLD[:num_tiles], v_AKLD[:num_tiles], context + first, group=group, end=end
+        num_pairs = q_KXD.shape[1]
+        q_1KXD = pad(q_KXD, (0, 0, 0, max(0, _MIN_PAIRS - num_pairs)))[None]
+        positions_1X = position + torch.arange(q_1KXD.shape[2]) // group
+        out_1KXD = _attend(
+            q_1KXD,
+            k_1AKLD[:, :num_tiles],
+            v_1AKLD[:, :num_tiles],
+            positions_1X.clamp_(max=position + len(chunk) - 1)[None],
+            first_tile=position // TILE,
         )
-        out = out_KXD.view(num_kv_heads, -1, group, head_size).transpose(0, 1)[:num_real]
-        out_QHD[first : first + num_real] = out.reshape(num_real, num_heads, head_size)
+        out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
+        out_QHD[first : first + step] = out.transpose(0, 1).reshape(-1, num_heads, head_size)
 
 
-def _attend_chunk(
-    q_KXD: Tensor, k_AKLD: Tensor, v_AKLD: Tensor, position: int, *, group: int, end: int
+def _attend(
+    q_RKXD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, positions_RX: Tensor, *, first_tile: int
 ) -> Tensor:
-    """Attention of consecutive queries, the first at ``position``, over the tokens before ``end``.
+    """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
-    ``X`` counts (query, head of the group) pairs.
+    ``positions`` may be ``[R, 1]`` where a row's pairs share one. ``q`` is scaled already.
     """
-    num_tiles, num_kv_heads, _, head_size = k_AKLD.shape
-    rows = q_KXD.shape[1]
-    q = q_KXD.expand(num_tiles, -1, -1, -1).reshape(-1, rows, head_size)
-    scores = torch.bmm(q, k_AKLD.flatten(0, 1).transpose(1, 2))
-    scores_AKXL = scores.view(num_tiles, num_kv_heads, rows, TILE)
-
-    # Only tiles from the first query's own on hold a token that some query must not see. Rows
-    # that were added to reach `_MIN_ROWS` see what the last real query sees.
-    first_tile = position // TILE
+    num_rows, num_tiles, num_kv_heads, _, head_size = k_RAKLD.shape
+    num_pairs = q_RKXD.shape[2]
+    shape = (num_rows, num_tiles, num_kv_heads, num_pairs, -1)
+    q = q_RKXD.unsqueeze(1).expand(*shape).reshape(-1, num_pairs, head_size)
+    scores_RAKXL = torch.bmm(q, k_RAKLD.flatten(0, 2).transpose(1, 2)).view(*shape)
     tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)
-    positions_X = (position + torch.arange(rows) // group).clamp_(max=end - 1)
-    hidden = tokens_AL > positions_X.view(-1, 1)
-    scores_AKXL[first_tile:].masked_fill_(hidden, float("-inf"))
+    hidden = tokens_AL > positions_RX[:, None, None, :, None]
+    scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))
 
     # Not exp2, fast as it is: its bits depend on where threads split the tensor.
-    weights_AKXL = scores_AKXL.sub_(scores_AKXL.amax(dim=(0, 3)).unsqueeze(-1)).exp_()
-    sums_AKX = weights_AKXL.sum(-1)
-    parts = torch.bmm(weights_AKXL.view(-1, rows, TILE), v_AKLD.flatten(0, 1))
-    parts_AKXD = parts.view(num_tiles, num_kv_heads, rows, head_size)
-    for tile in range(1, num_tiles):  # in order: `sum(0)` groups its terms by their number
-        parts_AKXD[0] += parts_AKXD[tile]
-        sums_AKX[0] += sums_AKX[tile]
-    return parts_AKXD[0] / sums_AKX[0].unsqueeze(-1)
+    maxima_RKX = scores_RAKXL.amax(dim=(1, 4))
+    weights_RAKXL = scores_RAKXL.sub_(maxima_RKX[:, None, ..., None]).exp_()
+    sums_RAKX = weights_RAKXL.sum(-1)
+    parts = torch.bmm(weights_RAKXL.view(-1, num_pairs, TILE), v_RAKLD.flatten(0, 2))
+    parts_RAKXD = parts.view(*shape)
+    sum_RKXD, sum_RKX = parts_RAKXD[:, 0], sums_RAKX[:, 0]
+    for tile in range(1, num_tiles):  # in order: `sum(1)` groups its terms by their number
+        sum_RKXD += parts_RAKXD[:, tile]
+        sum_RKX += sums_RAKX[:, tile]
+    return sum_RKXD / sum_RKX.unsqueeze(-1)

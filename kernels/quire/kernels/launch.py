@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,6 +70,13 @@ def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | 
     not in another, and its versions differ in the default.
     """
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+def block_shift(cache: Tensor) -> int:
+    """log2 of the cache's block size: kernels find a token's block with a shift."""
+    block_size = cache.shape[1]
+    assert block_size in BLOCK_SIZES, f"block_size={block_size}: must be one of {BLOCK_SIZES}"
+    return block_size.bit_length() - 1
 
 
 def device_capability(device: torch.device) -> int:

@@ -5,7 +5,7 @@ so does the whole of block 0, with which block tables are padded.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,11 +49,16 @@ class PagedBatch:
         }
 
     def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
-        return backend.attend(
+        return self.call(backend, num_decodes=num_decodes)()
+
+    def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
+        """`attend` with its tables on the device already, as an engine's layers find them."""
+        tables = self.tables()
+        return lambda: backend.attend(
             self.q,
             self.k_cache,
             self.v_cache,
-            **self.tables(),
+            **tables,
             num_decodes=num_decodes,
             max_query_len=max((queries for _, queries in self.rows), default=0),
             max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
@@ -109,30 +114,30 @@ def paged_batch(
     device: torch.device | str = "cpu",
 ) -> PagedBatch:
     """A batch with these (tokens, queries) rows, the same at every call."""
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator(device).manual_seed(0)
     counts = [-(-tokens // block_size) for tokens, _ in rows]
-    free = (torch.randperm(sum(counts), generator=rng) + 1).tolist()
-    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32)
+    free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
+    tables = torch.zeros(len(rows), max([*counts, 1]), dtype=torch.int32, device=device)
     shape = (sum(counts) + 1, block_size, num_kv_heads, head_size)
-    k_cache = torch.full(shape, float("nan"), dtype=dtype)
+    k_cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
     v_cache = k_cache.clone()
-    dense = []
+    dense_kv = []
     for row, (tokens, _) in enumerate(rows):
-        blocks = [free.pop() for _ in range(counts[row])]
-        tables[row, : counts[row]] = torch.tensor(blocks, dtype=torch.int32)
-        k, v = torch.randn(2, tokens, num_kv_heads, head_size, generator=rng).to(dtype)
-        slots = torch.tensor(
-            [blocks[t // block_size] * block_size + t % block_size for t in range(tokens)],
-            dtype=torch.int64,
-        )
-        k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = k, v
-        dense.append((k.to(device), v.to(device)))
-    num_queries = sum(queries for _, queries in rows)
+        blocks = torch.tensor([free.pop() for _ in range(counts[row])], dtype=torch.int64)
+        tables[row, : counts[row]] = blocks
+        positions = torch.arange(tokens)
+        slots = blocks[positions // block_size] * block_size + positions % block_size
+        kv_shape = (2, tokens, num_kv_heads, head_size)
+        k, v = torch.randn(kv_shape, generator=rng, device=device).to(dtype)
+        k_cache.flatten(0, 1)[slots.to(device)] = k
+        v_cache.flatten(0, 1)[slots.to(device)] = v
+        dense_kv.append((k, v))
+    q_shape = (sum(queries for _, queries in rows), num_heads, head_size)
     return PagedBatch(
-        q=torch.randn(num_queries, num_heads, head_size, generator=rng).to(dtype).to(device),
-        k_cache=k_cache.to(device),
-        v_cache=v_cache.to(device),
-        block_tables=tables.to(device),
+        q=torch.randn(q_shape, generator=rng, device=device).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables,
         rows=list(rows),
-        dense_kv=dense,
+        dense_kv=dense_kv,
     )

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import MERGE_OPTIONS, SPLIT_TOKENS, device_capability, launch_config
+from quire.kernels.launch import (
+    MERGE_OPTIONS,
+    SPLIT_TOKENS,
+    block_shift,
+    device_capability,
+    launch_config,
+)
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
@@ -69,7 +75,7 @@ def decode_attention(
         q_BHD.stride(0),
         block_tables_BM.stride(0),
         num_kv_heads,
-        k_cache.shape[1].bit_length() - 1,
+        block_shift(k_cache),
         GROUP=group,
         HEAD_SIZE=head_size,
         **config.tile(),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import device_capability, launch_config
+from quire.kernels.launch import block_shift, device_capability, launch_config
 from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads   D head size
@@ -65,7 +65,7 @@ def prefill_attention(
         block_tables_BM.stride(0),
         first_row,
         num_kv_heads,
-        k_cache.shape[1].bit_length() - 1,
+        block_shift(k_cache),
         GROUP=group,
         HEAD_SIZE=head_size,
         **config.tile(),

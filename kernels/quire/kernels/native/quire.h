@@ -11,6 +11,9 @@
 
 #include <atomic>
 #include <cstdint>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 struct Team {
   int thread;      // 0 .. size - 1
@@ -18,6 +21,20 @@ struct Team {
   std::atomic<int>* ticket;  // shared, 0 at the start: `ticket->fetch_add(1)` is the next piece
                              // of work, so that a core that is busy elsewhere takes fewer
 };
+
+// Calls `work(team)` on each of `num_threads` threads; alone, without OpenMP.
+template <class Work>
+void parallel(int num_threads, const Work& work) {
+  std::atomic<int> ticket{0};
+#if defined(_OPENMP)
+  if (num_threads > 1) {
+#pragma omp parallel num_threads(num_threads)
+    work(Team{omp_get_thread_num(), omp_get_num_threads(), &ticket});
+    return;
+  }
+#endif
+  work(Team{0, 1, &ticket});
+}
 
 enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
 
@@ -63,7 +80,149 @@ struct WriteKvArgs {
 void quire_attend(const AttendArgs* args);
 void quire_write_kv(const WriteKvArgs* args);
 
+// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp).
+struct LinearWeights {
+  const void* weight;       // ceil(num_out / panel) panels of panel * num_in values
+  const float* bias;        // in the order of the panels' columns, or null
+  int64_t num_in;           // even in bfloat16
+  int64_t num_out;          // of a gated layer: gates, then as many ups
+  int32_t splits;           // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
+  int32_t gated;
+};
+
+struct PackArgs {
+  int32_t dtype;
+  const void* source;       // [num_out, num_in]
+  int64_t stride;
+  const void* source_bias;  // [num_out], or null
+  LinearWeights weights;    // where to write, through its pointers
+};
+
+enum LinearMode : int32_t {
+  QUIRE_STORE = 0,          // out [T, num_out] in dtype
+  QUIRE_STORE_F32 = 1,      // out [T, num_out] in float
+  QUIRE_ADD = 2,            // out [T, num_out] += the result, each rounded to dtype
+  QUIRE_GATED = 3,          // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
+};
+
+struct LinearArgs {
+  int32_t dtype;
+  int32_t mode;
+  const LinearWeights* weights;
+  const void* x;            // [T, num_in]; the stride is even in bfloat16
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t num_rows;
+};
+
+struct NormArgs {
+  int32_t dtype;
+  const void* x;            // [T, C]
+  const int64_t* rows;      // which of x's rows to take, or null: all
+  const void* weight;       // [C]
+  void* out;                // [T, C], contiguous
+  int64_t num_rows;
+  int64_t num_channels;
+  float eps;
+};
+
+struct RotaryArgs {
+  int32_t dtype;
+  void* x;                  // [T, heads, D]; rotated in place
+  int64_t x_stride_t;
+  const float* cos;         // [positions, rotary_size / 2]
+  const float* sin;
+  const int64_t* positions;  // [T]
+  int64_t num_tokens;
+  int32_t num_heads;
+  int32_t head_size;
+  int32_t rotary_size;      // the first channels of a head; the rest stays
+};
+
+// One decoder layer of the Llama family.
+struct Layer {
+  const void* attention_norm;
+  const void* mlp_norm;
+  LinearWeights qkv;        // Q heads, K heads, V heads
+  LinearWeights o;
+  LinearWeights gate_up;    // gated
+  LinearWeights down;
+  void* k_cache;
+  void* v_cache;
+};
+
+// Phases of a forward pass: 2 l is the attention of layer l, 2 l + 1 its MLP, 2 L the logits.
+// A rank alone runs them all in one call. One of several ranks runs one at a time, and its
+// attention and MLP leave their share of a sum in `partial`, for the caller to sum over the ranks
+// before the next phase.
+struct ForwardArgs {
+  int32_t dtype;
+  int32_t num_threads;
+  int32_t first_phase;
+  int32_t end_phase;
+  int32_t is_shared;        // several ranks
+  // The model.
+  int32_t num_layers;
+  const Layer* layers;
+  const void* embedding;    // [V, C]
+  const void* final_norm;
+  LinearWeights lm_head;
+  int64_t hidden_size;
+  int32_t num_heads;        // of this rank
+  int32_t num_kv_heads;
+  int32_t head_size;
+  int32_t block_size;
+  float eps;
+  float scale;
+  const float* cos;         // [positions, D / 2]
+  const float* sin;
+  // The step.
+  int64_t num_tokens;
+  const int64_t* token_ids;
+  const int64_t* positions;
+  const int64_t* slots;
+  const int32_t* block_tables;
+  int64_t bt_stride;
+  const int32_t* seq_lens;
+  const int32_t* query_starts;
+  int32_t num_rows;
+  int32_t num_decodes;
+  int64_t num_samples;
+  const int64_t* last_tokens;  // [S]
+  // Room to work in; 64-byte aligned.
+  void* residual;           // [T, C]
+  void* normed;             // [T, C]
+  void* qkv;                // [T, (H + 2 K) D]
+  void* attended;           // [T, H D]
+  void* hidden;             // [T, F]
+  float* partial;           // [T, C], where `is_shared`
+  float* logits;            // [S, V of this rank]
+};
+
+struct ArgmaxArgs {
+  const float* x;           // [S, V]
+  int64_t stride;
+  int64_t* out;             // [S]: the first of the greatest
+  int64_t num_rows;
+  int64_t num_columns;
+};
+
+int32_t quire_panel_columns();
+void quire_pack(const PackArgs* args, int32_t num_threads);
+void quire_linear(const LinearArgs* args, int32_t num_threads);
+void quire_rms_norm(const NormArgs* args, int32_t num_threads);
+void quire_rotary(const RotaryArgs* args, int32_t num_threads);
+void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
+void quire_forward(const ForwardArgs* args);
+// Asks for huge pages where the memory is not in use yet.
+void quire_huge_pages(void* start, int64_t size);
+
 }  // extern "C"
 
 // Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
 void write_kv_part(const WriteKvArgs& args, Team team);
+void linear_part(const LinearArgs& args, Team team);
+void rms_norm_part(const NormArgs& args, Team team);
+void rotary_part(const RotaryArgs& args, Team team);
+int64_t linear_panels(const LinearWeights& weights);

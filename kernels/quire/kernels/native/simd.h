@@ -28,6 +28,7 @@ inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 
@@ -150,6 +151,9 @@ inline Vec sub(const Vec& a, const Vec& b) {
 }
 inline Vec mul(const Vec& a, const Vec& b) {
   return each([&](int i) { return a.part[i] * b.part[i]; });
+}
+inline Vec div(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.part[i] / b.part[i]; });
 }
 inline Vec fma(const Vec& a, const Vec& b, const Vec& c) {
   return each([&](int i) -> FloatPart {

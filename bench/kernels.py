@@ -1,0 +1,229 @@
+"""Times the attention kernels of this machine's device against its measured limits.
+
+    python -m bench.kernels [--device cpu|cuda] [--threads N]
+
+For each batch: the kernel, its plain-PyTorch twin, and PyTorch's own SDPA on dense K and V that
+nobody had to gather, which is more than an engine with a paged cache can have. Decode is judged
+by the bytes of KV it reads, prefill by its flops; the limits (a copy, a matrix product) are
+measured in the same run.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.kernels.backend import AttentionBackend, backend_for
+from quire.kernels.testing import PagedBatch, paged_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The attention of one model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows of (tokens, queries) under a name."""
+
+    name: str
+    rows: list[tuple[int, int]]
+
+    @property
+    def is_decode(self) -> bool:
+        return all(queries == 1 for _, queries in self.rows)
+
+    def kv_bytes(self, shape: Shape) -> int:
+        """K and V of every row, once."""
+        tokens = sum(tokens for tokens, _ in self.rows)
+        return 2 * tokens * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
+
+    def flops(self, shape: Shape) -> int:
+        """Two products of a query with each token it sees."""
+        pairs = sum(q * (t - q) + q * (q + 1) // 2 for t, q in self.rows)
+        return 4 * shape.num_heads * shape.head_size * pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What the device can do, measured."""
+
+    copy_bytes_per_s: float
+    """Read and written bytes together."""
+    matmul_flops: float
+
+
+CPU_SHAPE = Shape(num_heads=12, num_kv_heads=4, head_size=64)
+GPU_SHAPE = Shape(num_heads=32, num_kv_heads=8, head_size=128)
+CPU_CASES = [
+    *(
+        Case(name=f"decode {rows} x {tokens}", rows=[(tokens, 1)] * rows)
+        for rows, tokens in [(1, 100), (1, 1000), (8, 1000), (32, 1000), (64, 100)]
+    ),
+    Case(name="prefill 512", rows=[(512, 512)]),
+    Case(name="prefill 256 after 1792", rows=[(2048, 256)]),
+]
+GPU_CASES = [
+    *(
+        Case(name=f"decode {rows} x {tokens}", rows=[(tokens, 1)] * rows)
+        for rows, tokens in [(1, 1024), (1, 32768), (8, 4096), (64, 1024), (64, 4096)]
+    ),
+    Case(name="decode 63 x 512 + 32768", rows=[(512, 1)] * 63 + [(32768, 1)]),
+    Case(name="prefill 512", rows=[(512, 512)]),
+    Case(name="prefill 4 x 2048", rows=[(2048, 2048)] * 4),
+    Case(name="prefill 16384", rows=[(16384, 16384)]),
+    Case(name="prefill 512 after 7680", rows=[(8192, 512)]),
+]
+
+
+def seconds(call: Callable[[], object], *, device: torch.device, budget_s: float = 0.5) -> float:
+    """The median duration of a call, over as many as fit the budget, three at least.
+
+    On a GPU its level-2 cache is overwritten before each call, as a model's other layers do.
+    """
+    call()
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device) if _is_gpu(device) else None
+    durations: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(durations) < 3 or (time.perf_counter() < deadline and len(durations) < 200):
+        if flush is None:
+            start = time.perf_counter()
+            call()
+            durations.append(time.perf_counter() - start)
+        else:
+            flush.zero_()
+            before, after = _event(), _event()
+            before.record()
+            call()
+            after.record()
+            torch.cuda.synchronize()
+            durations.append(before.elapsed_time(after) / 1e3)
+    return statistics.median(durations)
+
+
+def measure_ceilings(device: torch.device, *, dtype: torch.dtype) -> Ceilings:
+    """A copy too large for any cache, and a square matrix product."""
+    size = (1 << 30) if _is_gpu(device) else (256 << 20)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copy_s = seconds(lambda: target.copy_(source), device=device)
+    n = 8192 if _is_gpu(device) else 1024
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    matmul_s = seconds(lambda: a @ b, device=device)
+    return Ceilings(copy_bytes_per_s=2 * size / copy_s, matmul_flops=2 * n**3 / matmul_s)
+
+
+def make_batch(case: Case, shape: Shape, device: torch.device) -> PagedBatch:
+    return paged_batch(
+        case.rows,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        block_size=shape.block_size,
+        dtype=shape.dtype,
+        device=device,
+    )
+
+
+def sdpa_call(case: Case, batch: PagedBatch) -> Callable[[], Tensor] | None:
+    """SDPA on dense tensors, or ``None`` where the rows differ and there is no dense tensor."""
+    tokens, queries = case.rows[0]
+    if any(row != (tokens, queries) for row in case.rows):
+        return None
+    k, v = (torch.stack(x).transpose(1, 2) for x in zip(*batch.dense_kv, strict=True))
+    q = batch.q.view(len(case.rows), queries, *batch.q.shape[1:]).transpose(1, 2)
+    is_whole = tokens == queries
+    visible = None
+    if not is_whole and queries > 1:
+        visible = torch.ones(queries, tokens, dtype=torch.bool, device=q.device)
+        visible = visible.tril(tokens - queries)
+    return lambda: scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=is_whole and queries > 1, enable_gqa=True
+    )
+
+
+def write_kv_seconds(
+    shape: Shape, *, num_tokens: int, backend: AttentionBackend, device: torch.device
+) -> tuple[float, int]:
+    """How long a KV write of so many tokens takes, and the bytes it reads and writes."""
+    size = (num_tokens, shape.num_kv_heads, shape.head_size)
+    k, v = torch.randn(2, *size, device=device).to(shape.dtype)
+    num_blocks = 2 * -(-num_tokens // shape.block_size)
+    cache_shape = (num_blocks, shape.block_size, *size[1:])
+    k_cache, v_cache = torch.zeros(2, *cache_shape, dtype=shape.dtype, device=device)
+    slots = torch.randperm(num_blocks * shape.block_size, device=device)[:num_tokens]
+    duration = seconds(lambda: backend.write_kv(k, v, k_cache, v_cache, slots), device=device)
+    return duration, 4 * k.nbytes + slots.nbytes
+
+
+def report(device: torch.device, shape: Shape, cases: Sequence[Case]) -> None:
+    ceilings = measure_ceilings(device, dtype=shape.dtype)
+    backend = backend_for(device)
+    print(
+        f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{shape.num_heads}:{shape.num_kv_heads} heads of {shape.head_size}, "
+        f"{str(shape.dtype).removeprefix('torch.')}, blocks of {shape.block_size}\n"
+        f"copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
+        f"matmul {ceilings.matmul_flops / 1e9:.0f} GFLOP/s\n"
+    )
+    print(f"{'':<26}{'kernel ms':>10}{'rate':>16}{'of limit':>10}{'twin ms':>10}{'SDPA ms':>10}")
+    for case in cases:
+        batch = make_batch(case, shape, device)
+        num_decodes = len(case.rows) if case.is_decode else 0
+        kernel_s = seconds(batch.call(backend, num_decodes=num_decodes), device=device)
+        twin_s = seconds(batch.expected, device=device)
+        sdpa = sdpa_call(case, batch)
+        sdpa_ms = f"{seconds(sdpa, device=device) * 1e3:.3f}" if sdpa else "-"
+        if case.is_decode:
+            rate = case.kv_bytes(shape) / kernel_s
+            share, unit = rate / ceilings.copy_bytes_per_s, "GB/s"
+        else:
+            rate = case.flops(shape) / kernel_s
+            share, unit = rate / ceilings.matmul_flops, "GFLOP/s"
+        print(
+            f"{case.name:<26}{kernel_s * 1e3:>10.3f}{rate / 1e9:>8.1f} {unit:<7}"
+            f"{share:>9.1%}{twin_s * 1e3:>11.3f}{sdpa_ms:>10}"
+        )
+    for num_tokens in (1, 64, 2048):
+        write_s, size = write_kv_seconds(
+            shape, num_tokens=num_tokens, backend=backend, device=device
+        )
+        print(
+            f"{f'write_kv {num_tokens}':<26}{write_s * 1e3:>10.3f}{size / write_s / 1e9:>8.1f} "
+            f"{'GB/s':<7}{size / write_s / ceilings.copy_bytes_per_s:>9.1%}"
+        )
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    gpu = _is_gpu(device)
+    report(device, GPU_SHAPE if gpu else CPU_SHAPE, GPU_CASES if gpu else CPU_CASES)
+
+
+if __name__ == "__main__":
+    main()

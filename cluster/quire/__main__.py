@@ -1,0 +1,8 @@
+"""``quire`` and ``python -m quire``."""
+
+import sys
+
+from quire.cluster.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A Quire application on Ray Serve: put together, started, waited for, stopped."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.local import check_ports, ended_by_signal, ray_session
+from quire.worker.checkpoint import open_checkpoint
+from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
+from quire.worker.text import Tokenizer
+
+if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
+    from ray import serve
+
+APP_NAME = "quire"
+# Serve kills a replica that is not gone so long after it was told to stop.
+_STOP_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where clients connect: ``host:port`` each."""
+
+    grpc: str
+    http: str
+
+
+@contextlib.contextmanager
+def running_cluster(
+    config: ClusterConfig, *, ray_address: str | None = None
+) -> Iterator[Endpoints]:
+    """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
+    its own. At the end requests at hand are drained and everything started here is stopped.
+
+    Raises:
+        ConfigError: A setting cannot work on this cluster.
+        CheckpointError: The model cannot be read.
+    """
+    _check_model(config)
+    if ray_address is None:
+        check_ports(config)
+    with ray_session(address=ray_address):
+        from ray import serve
+
+        if ray_address is None:
+            config = _shared_out(config)
+        serve.start(proxy_location="Disabled")
+        try:
+            handle = serve.run(build_app(config), name=APP_NAME, route_prefix=None)
+            handle.wait_for_groups.remote(config.num_groups).result()
+            yield Endpoints(*handle.addresses.remote().result())
+        finally:
+            serve.delete(APP_NAME)
+
+
+def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
+    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started."""
+    with ended_by_signal(), running_cluster(config, ray_address=ray_address) as endpoints:
+        print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
+        print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
+        print(f"  HTTP  http://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        print("Draining …", flush=True)
+    print("Stopped.")
+
+
+def build_app(config: ClusterConfig) -> "serve.Application":
+    """The application of one model: gateways bound to a deployment of replica groups."""
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from quire.cluster import deployments
+    from quire.router.serve_router import PrefixAwareRouter
+
+    engine = config.engine
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    on_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpu)
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": config.drain_timeout_s + _STOP_MARGIN_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        # What fails three times in a row will not come right by itself: say so.
+        "max_constructor_retry_count": 3,
+    }
+    groups = serve.deployment(
+        num_replicas=config.num_groups,
+        ray_actor_options={
+            "num_cpus": config.cpus_per_group,
+            "num_gpus": engine.tensor_parallel_size if on_gpu else 0,
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
+            request_router_kwargs={"pool": deployments.POOL},
+        ),
+        **common,
+    )(deployments.ReplicaGroup)
+    gateways = serve.deployment(
+        num_replicas=config.num_gateways, ray_actor_options={"num_cpus": 0}, **common
+    )(deployments.Gateway)
+    app: serve.Application = gateways.bind(config, groups.bind(config))
+    return app
+
+
+def _check_model(config: ClusterConfig) -> None:
+    """What would make every group fail is told before anything starts.
+
+    Raises:
+        ConfigError: The settings cannot work for this model.
+        CheckpointError: The model cannot be read.
+    """
+    engine = config.engine
+    model = read_model_config(engine.model)
+    check_parallel(model, engine.tensor_parallel_size)
+    resolve_max_model_len(engine, model)
+    open_checkpoint(engine.model)
+    Tokenizer.load(engine.model)
+
+
+def _shared_out(config: ClusterConfig) -> ClusterConfig:
+    """Shares this machine's cores among all ranks of all groups."""
+    if config.engine.num_threads is not None:
+        return config
+    num_ranks = config.num_groups * config.engine.tensor_parallel_size
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return replace(config, engine=replace(config.engine, num_threads=num_threads))

@@ -1,0 +1,184 @@
+"""The command line: flags are read here and nowhere else.
+
+Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
+once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import get_args
+
+from quire.cluster.config import ClusterConfig
+from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
+from quire.worker.errors import QuireError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the process's exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire", description="Serve a language model on a Ray cluster, or ask one."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC and the OpenAI HTTP API until Ctrl-C",
+        description="Serves a model over gRPC and the OpenAI HTTP API until Ctrl-C.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser(
+        "demo",
+        help="start a cluster here, ask it a few questions, show what that cost, stop it",
+        description="Starts a cluster on this machine with two replica groups of two ranks, asks "
+        "questions that share a system prompt, shows what each cost, and stops it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
+    demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
+
+    generate = commands.add_parser(
+        "generate",
+        help="send a prompt to a running server and print the text as it arrives",
+        description="Sends a prompt to a running server and prints the text as it arrives.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    generate.add_argument("--address", default="127.0.0.1:50051", help="of the gRPC server")
+    generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
+    generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, help="for the same text again")
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+def _add_cluster_flags(
+    parser: argparse.ArgumentParser, *, num_groups: int, tensor_parallel_size: int
+) -> None:
+    parser.add_argument(
+        "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
+    )
+    add = parser.add_argument
+    add("--served-model-name", help="what clients call the model; the directory's name if absent")
+    add("--num-groups", type=int, default=num_groups, help="replica groups")
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=tensor_parallel_size,
+        help="ranks in each group",
+    )
+    add("--num-gateways", type=int, default=1, help="gateways")
+    add("--host", default="127.0.0.1", help="where clients connect; 0.0.0.0 serves the network")
+    add("--grpc-port", type=int, default=50051, help="0 takes any free one")
+    add("--http-port", type=int, default=8000, help="0 takes any free one")
+    add("--group-host", default="127.0.0.1", help="where groups listen for gateways")
+    add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
+    add("--drain-timeout-s", type=float, default=30.0, help="for running requests at the stop")
+    add("--dtype", choices=get_args(DType), default="auto")
+    add("--device", choices=get_args(Device), default="auto")
+    add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
+    add("--gpu-memory-utilization", type=float, help="share of GPU memory, or of free RAM")
+    add("--kv-cache-memory-bytes", type=int, help="KV cache of each group, instead of a share")
+    add("--max-model-len", type=int, help="longest prompt + output; the model's own if absent")
+    add("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of prompts that begin alike",
+    )
+    add("--num-threads", type=int, help="CPU threads of each rank")
+    add("--seed", type=int, default=0)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from quire.cluster.app import serve_until_signal
+
+    serve_until_signal(_cluster_config(arguments), ray_address=arguments.ray_address)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from quire.cluster.demo import run_demo
+
+    return run_demo(_cluster_config(arguments), ray_address=arguments.ray_address)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from quire.cluster.client import generate_to_stdout
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    return generate_to_stdout(
+        prompt,
+        address=arguments.address,
+        system=arguments.system,
+        chat=arguments.chat or arguments.system is not None,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+
+
+def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
+    model, name = arguments.model, arguments.served_model_name
+    if model is None:
+        from quire import demo_model
+
+        model, name = demo_model.PATH, name or "quire-demo"
+    engine = EngineConfig(
+        model=model,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        block_size=arguments.block_size,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        enable_prefix_caching=arguments.enable_prefix_caching,
+        num_threads=arguments.num_threads,
+        seed=arguments.seed,
+    )
+    return ClusterConfig(
+        engine=engine,
+        served_model_name=name,
+        num_groups=arguments.num_groups,
+        num_gateways=arguments.num_gateways,
+        host=arguments.host,
+        grpc_port=arguments.grpc_port,
+        http_port=arguments.http_port,
+        group_host=arguments.group_host,
+        drain_timeout_s=arguments.drain_timeout_s,
+    )
+
+
+def _version() -> str:
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,58 @@
+"""What a deployment can be told: the engine of each replica group, and the cluster around it."""
+
+from dataclasses import dataclass
+
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The settings of one served model.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    engine: EngineConfig
+    """Of every replica group."""
+    served_model_name: str | None = None
+    """What clients call the model; ``None`` is the name of its directory."""
+    num_groups: int = 1
+    """Replica groups, each with ``engine.tensor_parallel_size`` ranks."""
+    cpus_per_group: float = 0
+    """CPUs that Ray reserves for a group; 0 places groups without counting CPUs. On GPUs, one
+    GPU per rank is always reserved."""
+    num_gateways: int = 1
+    """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
+    host: str = "127.0.0.1"
+    """Where gateways listen for clients; "0.0.0.0" serves the network."""
+    grpc_port: int = 50051
+    """0 takes any free port."""
+    http_port: int = 8000
+    """0 takes any free port."""
+    group_host: str = "127.0.0.1"
+    """Where groups listen for gateways: an address that every gateway's node can reach."""
+    drain_timeout_s: float = 30.0
+    """How long a stopping gateway or group lets its requests finish."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "num_gateways"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}={value!r}: must be 1 or more")
+        for name in ("grpc_port", "http_port"):
+            value = getattr(self, name)
+            if not 0 <= value <= 65535:
+                raise ConfigError(f"{name}={value!r}: must be a port from 0 to 65535")
+        if self.grpc_port == self.http_port != 0:
+            raise ConfigError(
+                f"grpc_port and http_port are both {self.grpc_port}: they must differ"
+            )
+        for name in ("cpus_per_group", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.engine.model.resolve().name

@@ -1,0 +1,196 @@
+"""An engine in a thread of its own, used from asyncio.
+
+The engine is touched by its thread only: what asyncio wants of it goes through an inbox that is
+emptied before each step, and what a step brought comes back in one `call_soon_threadsafe`, in
+order. Without work the thread sleeps on the inbox. When a rank fails the thread ends, every
+request is told so, and `failed` is done; a group whose engine failed is of no more use.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from quire.worker.engine import Engine, EngineStats
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError, RankFailure
+from quire.worker.events import BlockEvent, EventBatch
+from quire.worker.request import Request, TokenDelta
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sink = Callable[[TokenDelta | QuireError], None]
+"""Takes a request's outputs, or the error that ended it. Called from the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one turn of the engine's thread brought."""
+
+    num_steps: int
+    """Steps since the start."""
+    stats: EngineStats
+    outputs: list[TokenDelta]
+    refusals: list[tuple[str, QuireError]]
+    """Requests that the engine did not take, and why."""
+    events: EventBatch
+
+
+class EngineLoop:
+    """Runs ``engine`` until `close`. Made and used inside the event loop that it reports to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._listeners: list[Callable[[StepResult], None]] = []
+        self._refusals: list[tuple[str, QuireError]] = []
+        self._events: list[BlockEvent] = []
+        self._num_steps = 0
+        self.stats = engine.stats()
+        """As of the last step."""
+        self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
+        engine.events.subscribe(lambda _seq, event: self._events.append(event))
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._sinks)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Gives the engine a request; ``sink`` hears of it until it ends, however it ends."""
+        if self.failed.done():
+            sink(self.failed.result())
+            return
+        self._sinks[request.request_id] = sink
+        self._inbox.put(lambda: self._add(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its sink hears no more. Unknown and ended ones are ignored."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._inbox.put(lambda: self._engine.abort(request_id))
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Runs ``function`` in the engine's thread between two steps.
+
+        Raises:
+            RankFailure: The engine failed before it came to that.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            result = function(self._engine)
+            self._post(lambda: None if future.done() else future.set_result(result))
+
+        if self.failed.done():
+            raise self.failed.result()
+        self._inbox.put(run)
+        either: set[asyncio.Future[Any]] = {future, self.failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            future.cancel()
+            raise self.failed.result()
+        return future.result()
+
+    def listen(self, on_step: Callable[[StepResult], None]) -> Callable[[], None]:
+        """Calls ``on_step`` after each step, once the sinks were told; returns how to stop."""
+        self._listeners.append(on_step)
+        return lambda: self._listeners.remove(on_step)
+
+    async def close(self) -> None:
+        """Lets the step that runs end, then ends the thread. The engine stays the caller's."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                outputs: list[TokenDelta] = []
+                if self._engine.has_work:
+                    outputs = self._engine.step()
+                    self._num_steps += 1
+                self._report(outputs)
+        except RankFailure as error:
+            self._fail(error)
+        except Exception as error:
+            _log.exception("the engine raised in step %d", self._num_steps)
+            failure = RankFailure(f"the engine raised {type(error).__name__}; its log has more")
+            self._fail(failure)
+
+    def _take_inbox(self) -> bool:
+        """Runs all that waits, and where the engine has no work, waits. False: time to end."""
+        block = not self._engine.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            block = False
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add_request(request)
+        except (InvalidRequest, QueueFull) as error:
+            self._refusals.append((request.request_id, error))
+
+    def _report(self, outputs: list[TokenDelta]) -> None:
+        log = self._engine.events
+        events, self._events = tuple(self._events), []
+        refusals, self._refusals = self._refusals, []
+        result = StepResult(
+            num_steps=self._num_steps,
+            stats=self._engine.stats(),
+            outputs=outputs,
+            refusals=refusals,
+            events=EventBatch(epoch=log.epoch, first_seq=log.next_seq - len(events), events=events),
+        )
+        self._post(lambda: self._deliver(result))
+
+    def _fail(self, error: RankFailure) -> None:
+        self._post(lambda: self._deliver_failure(error))
+
+    def _post(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            _log.info("the event loop is closed; nobody hears the engine any more")
+
+    # In the event loop.
+
+    def _deliver(self, result: StepResult) -> None:
+        self.stats = result.stats
+        for output in result.outputs:
+            sink = self._sinks.get(output.request_id)
+            if sink is None:
+                continue  # Aborted while the step ran.
+            if output.finish_reason is not None:
+                del self._sinks[output.request_id]
+            sink(output)
+        for request_id, error in result.refusals:
+            refused = self._sinks.pop(request_id, None)
+            if refused is not None:
+                refused(error)
+        for on_step in tuple(self._listeners):
+            on_step(result)
+
+    def _deliver_failure(self, error: RankFailure) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(error)

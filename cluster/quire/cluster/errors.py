@@ -1,0 +1,28 @@
+"""What can go wrong between a client and the replica groups.
+
+QuireError (quire.worker.errors)
+├── InvalidRequest, QueueFull    as in the engine
+├── ModelNotFound                the request names a model that is not served here
+├── GroupMismatch                a group serves another model or lays its blocks out differently
+├── GroupLost                    a group's stream broke; its requests can go on elsewhere
+└── Unavailable                  no replica group can take the request now; try again later
+"""
+
+from quire.worker.errors import QuireError
+
+
+class ModelNotFound(QuireError):
+    """The request names a model that is not served here."""
+
+
+class GroupMismatch(QuireError):
+    """What a group says of itself contradicts what this gateway works with. It gets nothing."""
+
+
+class GroupLost(QuireError):
+    """The stream to a group broke, or the group refused to go on. Nothing is known to be lost
+    but time: the tokens received so far stay valid."""
+
+
+class Unavailable(QuireError):
+    """No replica group can take the request now."""

@@ -1,0 +1,274 @@
+"""A gateway, whatever the transport: checks a request, tokenizes and hashes it once, streams it.
+
+Knows neither HTTP nor gRPC; both are thin layers over `Gateway`. Imports no torch: the tokens come
+from the groups.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
+from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.groups import Groups
+from quire.cluster.merge import merge
+from quire.cluster.model_card import ModelCard
+from quire.cluster.telemetry import Telemetry
+from quire.router.table import RoutingTable
+from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import InvalidRequest, QueueFull
+from quire.worker.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
+from quire.worker.request import Request, RequestLimits, check_request
+from quire.worker.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.text import Tokenizer
+
+# Encoding a long text holds up every other stream for milliseconds, unless a thread does it.
+_LONG_TEXT_CHARS = 4_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    max_inflight: int = 4096
+    """Completions under way; a request that would exceed it is refused."""
+    max_completions: int = 1024
+    """Prompts × n of one HTTP request."""
+    completion: CompletionConfig = field(default_factory=CompletionConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """A prompt made of messages, for the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """What a client asks for."""
+
+    prompt: str | Sequence[int] | Chat
+    params: SamplingParams
+    model: str = ""
+    """Empty is the only one."""
+    cache_salt: str = ""
+
+
+class Gateway:
+    """Takes requests for one model and has the groups serve them.
+
+    Made and used inside one event loop. ``groups`` and ``table`` are the caller's to close.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        groups: Groups,
+        table: RoutingTable,
+        config: GatewayConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.groups = groups
+        self.telemetry = Telemetry(groups=groups, table=table)
+        self.config = config or GatewayConfig()
+        self._table = table
+        self._clock = clock
+        self._num_inflight = 0
+        self._is_draining = False
+        self._watchers: list[Callable[[], None]] = []
+        groups.watch(self._notify)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests should come here."""
+        return self.groups.num_ready > 0 and not self._is_draining
+
+    def begin_drain(self) -> None:
+        """Tells health checks that no new requests should come; those that do are served."""
+        self._is_draining = True
+        self._notify()
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Calls ``on_change`` when `is_ready` may have changed."""
+        self._watchers.append(on_change)
+
+    async def prepare(self, request: GenerationRequest) -> "Generation":
+        """Checks, tokenizes and hashes a request. Nothing is sent yet.
+
+        Raises:
+            ModelNotFound: Another model is served here.
+            InvalidRequest: The message names what is wrong with the request.
+            Unavailable: No group was ever here, so nothing is known of the model.
+        """
+        arrival_s = self._clock()
+        self.check_model(request.model)
+        if request.prompt == "":  # Though a tokenizer may put a begin token there.
+            raise InvalidRequest("prompt is empty: at least one token")
+        card = await self.card()
+        token_ids = as_token_ids(await self.tokenize(request.prompt))
+        limits = RequestLimits(
+            vocab_size=card.vocab_size,
+            max_model_len=card.max_model_len,
+            reason="the groups' limit",
+        )
+        params = request.params
+        max_tokens = check_request(
+            Request(request_id="", prompt_token_ids=token_ids, params=params), limits
+        )
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        return Generation(
+            gateway=self,
+            request_id=secrets.token_hex(12),
+            card=card,
+            token_ids=token_ids,
+            hashes=_hash_prompt(card, token_ids, request.cache_salt),
+            params=replace(
+                params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, card.vocab_size)
+            ),
+            cache_salt=request.cache_salt,
+            arrival_s=arrival_s,
+        )
+
+    async def tokenize(
+        self, prompt: str | Sequence[int] | Chat, *, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        """The prompt's token ids. Raises InvalidRequest: the chat template refuses it."""
+        if isinstance(prompt, Chat):
+            text = self.tokenizer.render_chat(prompt.messages)
+            add_special_tokens = False  # The template wrote them.
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            return prompt
+        if len(text) < _LONG_TEXT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary."""
+        card = await self.card()
+        _check_ids("token_ids", token_ids, card.vocab_size)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
+        """The hashes of a prompt's full blocks; none before a first group told its model."""
+        card = self.groups.card
+        return [] if card is None else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFound."""
+        if model not in ("", self.model):
+            raise ModelNotFound(f"the model {model!r} does not exist: {self.model!r} is served")
+
+    def check_num_completions(self, num_completions: int) -> None:
+        """Raises InvalidRequest: one request must not ask for that many."""
+        if num_completions > self.config.max_completions:
+            raise InvalidRequest(
+                f"prompts × n is {num_completions}, at most {self.config.max_completions} are "
+                "allowed in one request: send several"
+            )
+
+    async def card(self) -> ModelCard:
+        """What the groups say of their model; waits for a first one as long as requests do."""
+        deadline_s = self._clock() + self.config.completion.group_wait_s
+        while self.groups.card is None:
+            remaining_s = deadline_s - self._clock()
+            if not await self.groups.wait_for_change(timeout_s=remaining_s):
+                reasons = "; ".join(self.groups.troubles()) or "none is known"
+                raise Unavailable(f"no replica group is ready, try again later: {reasons}")
+        return self.groups.card
+
+    def completion(self, request: CompletionRequest) -> Completion:
+        return Completion(
+            request,
+            groups=self.groups,
+            table=self._table,
+            tokenizer=self.tokenizer,
+            telemetry=self.telemetry,
+            config=self.config.completion,
+            clock=self._clock,
+        )
+
+    @contextmanager
+    def admit(self, num_completions: int) -> Iterator[None]:
+        """Counts completions as under way. Raises QueueFull: they are too many."""
+        limit = self.config.max_inflight
+        if self._num_inflight + num_completions > limit:
+            raise QueueFull(
+                f"{self._num_inflight} completions are under way, {num_completions} more exceed "
+                f"the gateway's limit of {limit}: try again later"
+            )
+        self._num_inflight += num_completions
+        self.telemetry.inflight.set(self._num_inflight)
+        try:
+            yield
+        finally:
+            self._num_inflight -= num_completions
+            self.telemetry.inflight.set(self._num_inflight)
+
+    def _notify(self) -> None:
+        for on_change in self._watchers:
+            on_change()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A request that was found good: ``params.n`` completions, ready to stream."""
+
+    gateway: Gateway
+    request_id: str
+    card: ModelCard
+    token_ids: TokenIds
+    hashes: list[BlockHash]
+    params: SamplingParams
+    cache_salt: str
+    arrival_s: float
+
+    async def stream(self, *, first_index: int = 0) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the chunks of all completions as they come, numbered from ``first_index``.
+
+        Closing the generator aborts whatever still runs. Raises what `Completion.stream` does.
+        """
+        with self.gateway.admit(self.params.n):
+            completions = [self._completion(i, first_index) for i in range(self.params.n)]
+            chunks = merge([completion.stream() for completion in completions])
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    def _completion(self, number: int, first_index: int) -> Completion:
+        assert self.params.seed is not None
+        seed = (self.params.seed + number) % (MAX_SEED + 1)
+        request = CompletionRequest(
+            request_id=f"{self.request_id}-{number}",
+            index=first_index + number,
+            model=self.card,
+            prompt_token_ids=self.token_ids,
+            hashes=self.hashes,
+            params=replace(self.params, n=1, seed=seed),
+            cache_salt=self.cache_salt,
+            arrival_s=self.arrival_s,
+        )
+        return self.gateway.completion(request)
+
+
+def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> list[BlockHash]:
+    root = card.root(cache_salt=cache_salt)
+    return hash_blocks(token_ids, block_size=card.block_size, parent=root)
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name}={token_id} is not in the vocabulary: ids are 0 to {vocab_size - 1}"
+            )

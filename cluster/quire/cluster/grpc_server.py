@@ -1,0 +1,150 @@
+"""The `Inference` service that clients call, with health checking and reflection beside it.
+
+Errors carry the status codes that ``inference.proto`` promises. What nobody foresaw is logged with
+the request's id and reaches the client as INTERNAL with that id, without its innards.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
+from quire.cluster.wire import params_from_proto
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc
+from quire.worker.errors import InvalidRequest, QueueFull
+
+_log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+Context = grpc.aio.ServicerContext[object, object]
+
+_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """`Gateway` over gRPC."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    # Writes instead of yielding: a cancelled call then raises inside the handler at once, where a
+    # suspended generator would wait for the garbage collector.
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        async with _statuses(context):
+            generation = await self._gateway.prepare(
+                GenerationRequest(
+                    prompt=_prompt(request),
+                    params=params_from_proto(request.sampling),
+                    model=request.model,
+                    cache_salt=request.cache_salt,
+                )
+            )
+            async with aclosing(generation.stream()) as chunks:
+                async for chunk in chunks:
+                    await context.write(chunk)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        response = pb.TokenizeResponse()
+        async with _statuses(context):
+            self._gateway.check_model(request.model)
+            card = await self._gateway.card()
+            token_ids = await self._gateway.tokenize(
+                _prompt(request), add_special_tokens=not request.no_special_tokens
+            )
+            response.token_ids.extend(token_ids)
+            response.max_model_len = card.max_model_len
+        return response
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        response = pb.DetokenizeResponse()
+        async with _statuses(context):
+            self._gateway.check_model(request.model)
+            response.text = await self._gateway.detokenize(
+                request.token_ids, skip_special_tokens=request.skip_special_tokens
+            )
+        return response
+
+
+def build_grpc_server(gateway: Gateway) -> grpc.aio.Server:
+    """A server without ports, for the caller to add them, start it and stop it with grace.
+
+    Its health is SERVING while at least one replica group takes requests.
+    """
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1, following the gateway's readiness."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._updates: set[asyncio.Task[None]] = set()
+        self._server_status = dict.fromkeys(("", SERVICE), self._status())
+        gateway.watch(self._on_change)
+
+    def _on_change(self) -> None:
+        task = asyncio.create_task(self._update())
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+
+    async def _update(self) -> None:
+        for service in ("", SERVICE):
+            await self.set(service, self._status())
+
+    def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        is_ready = self._gateway.is_ready
+        response = health_pb2.HealthCheckResponse
+        return response.SERVING if is_ready else response.NOT_SERVING
+
+
+@asynccontextmanager
+async def _statuses(context: Context) -> AsyncIterator[None]:
+    """Turns what is raised inside into a gRPC status."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        for kind, code in _CODES.items():
+            if isinstance(error, kind):
+                await context.abort(code, str(error))
+        incident = secrets.token_hex(4)
+        _log.exception("incident %s", incident)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+
+
+def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | list[int] | Chat:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt is missing: set text, token_ids or chat")
+    if kind == "chat":
+        turns = request.chat.messages
+        return Chat(messages=[{"role": turn.role, "content": turn.content} for turn in turns])
+    if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
+        return list(request.token_ids.ids)
+    return request.text

@@ -1,0 +1,109 @@
+"""Exceptions as OpenAI's API reports them.
+
+What nobody foresaw is logged under an incident's number and reaches the client as that number.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+
+_log = logging.getLogger(__name__)
+
+# A client that is gone is answered for the access log alone; nginx uses this number.
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class BodyTooLarge(QuireError):
+    """The request's body is longer than the server reads."""
+
+
+class _Kind(NamedTuple):
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: Mapping[type[Exception], _Kind] = {
+    InvalidRequest: _Kind(400, "invalid_request_error"),
+    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    BodyTooLarge: _Kind(413, "invalid_request_error"),
+    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    Unavailable: _Kind(503, "service_unavailable_error", "unavailable"),
+}
+_INTERNAL = _Kind(500, "server_error", "internal_error")
+
+
+def error_handlers() -> dict[Any, Any]:
+    """For Starlette: which function answers which exception."""
+    return {
+        Exception: _handle,
+        QuireError: _handle,
+        ValidationError: _handle,
+        HTTPException: _handle_http,
+        ClientDisconnect: _handle_disconnect,
+    }
+
+
+def error_body(error: Exception) -> dict[str, object]:
+    """``{"error": …}`` for ``error``."""
+    return _describe(error)[1]
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    kind, body = _describe(error)
+    headers = {"Retry-After": "1"} if kind.status in (429, 503) else None
+    return JSONResponse(body, status_code=kind.status, headers=headers)
+
+
+async def _handle_http(request: Request, error: HTTPException) -> Response:
+    """An unknown path or method."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = _body(message, _Kind(error.status_code, "invalid_request_error"))
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+def _describe(error: Exception) -> tuple[_Kind, dict[str, object]]:
+    if isinstance(error, ValidationError):
+        return _KINDS[InvalidRequest], _validation_body(error)
+    for type_, kind in _KINDS.items():
+        if isinstance(error, type_):
+            return kind, _body(str(error), kind, param=_param(error))
+    incident = secrets.token_hex(4)
+    _log.error("incident %s", incident, exc_info=error)
+    return _INTERNAL, _body(f"internal error, incident {incident}", _INTERNAL)
+
+
+def _validation_body(error: ValidationError) -> dict[str, object]:
+    """The first of the errors; a union reports one for each of its members."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    kind = _KINDS[InvalidRequest]
+    if first["type"] == "json_invalid":
+        return _body(f"the body is not JSON that can be read: {first['msg']}", kind)
+    place = ".".join(str(part) for part in first["loc"])
+    param = str(first["loc"][0]) if first["loc"] else None
+    message = f"{place}: {first['msg']}" if place else first["msg"]
+    return _body(message, kind, param=param)
+
+
+def _param(error: Exception) -> str | None:
+    """The field that a message begins with: ``top_p=7 is out of range``."""
+    match = re.match(r"([a-z_]+)=", str(error)) if isinstance(error, InvalidRequest) else None
+    return match[1] if match else None
+
+
+def _body(message: str, kind: _Kind, *, param: str | None = None) -> dict[str, object]:
+    return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}

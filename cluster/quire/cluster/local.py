@@ -1,0 +1,92 @@
+"""A Ray cluster on this machine, or a connection to one that is there.
+
+What `ray_session` started is gone when it ends, whatever ended it; a cluster that was there
+before is left as it was.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.cluster.config import ClusterConfig
+from quire.worker.errors import ConfigError
+
+# Serve reads these when it is imported, and its processes inherit them.
+_ENVIRONMENT = {
+    # Streams do not pass through Serve's own ingress: waiting for it would only delay a stop.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+_OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
+
+
+@contextlib.contextmanager
+def ray_session(*, address: str | None = None) -> Iterator[None]:
+    """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger(serve.__name__).setLevel(logging.ERROR)
+    if address is not None:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            yield
+        return
+
+    # A folder of our own: short, for the sockets in it, and gone with the cluster.
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(ray.shutdown)
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+            yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises ConfigError where something else listens on a port that a gateway is to have.
+
+    Gateways share their ports through SO_REUSEPORT, which would let two servers share one too.
+    """
+    for name in ("grpc_port", "http_port"):
+        port = getattr(config, name)
+        with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"{name}={port}: cannot listen on {config.host}: {error.strerror}; take "
+                    "another port, or 0 for any free one"
+                ) from error
+
+
+@contextlib.contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """Turns SIGTERM into KeyboardInterrupt, so that `with` blocks end as they do on Ctrl-C."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

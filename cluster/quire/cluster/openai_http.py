@@ -1,0 +1,186 @@
+"""The OpenAI-compatible HTTP API over a `Gateway`: an ASGI application.
+
+Errors are OpenAI's: a status code and ``{"error": {message, type, param, code}}``. The status of a
+stream is decided by its first chunk; what goes wrong later is an ``error`` event in the stream. A
+client that goes away takes its requests with it.
+"""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.cluster.gateway_service import Chat, Gateway, Generation, GenerationRequest
+from quire.cluster.http_errors import BodyTooLarge, error_body, error_handlers
+from quire.cluster.http_streams import EventStream, RequestIds, unless_disconnected
+from quire.cluster.merge import merge
+from quire.cluster.openai_format import ChatFormat, CompletionFormat, Format
+from quire.cluster.openai_schema import ChatBody, CompletionBody, GenerationBody
+from quire.v1 import inference_pb2 as pb
+
+MAX_BODY_BYTES = 32 * 2**20
+
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+Chunks = AsyncGenerator[pb.GenerateResponse, None]
+
+
+def build_http_app(gateway: Gateway) -> ASGIApp:
+    """The application, to be served by any ASGI server in the gateway's event loop."""
+    api = _Api(gateway)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", api.model, methods=["GET"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/health", api.health, methods=["GET"]),
+            Route("/metrics", api.metrics, methods=["GET"]),
+        ],
+        exception_handlers=error_handlers(),
+    )
+    return RequestIds(app)  # Outermost, so that internal errors carry the id too.
+
+
+class _Api:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._gateway.check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        is_ready = self._gateway.is_ready
+        body = {
+            "status": "ready" if is_ready else "not ready",
+            "ready_groups": self._gateway.groups.num_ready,
+        }
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._gateway.telemetry.render()
+        return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def completions(self, request: Request) -> Response:
+        body = await _read(request, CompletionBody)
+        params = body.params()
+        prompts = body.prompts()
+        self._gateway.check_num_completions(len(prompts) * params.n)
+        requests = [
+            GenerationRequest(
+                prompt=prompt, params=params, model=body.model, cache_salt=body.cache_salt or ""
+            )
+            for prompt in prompts
+        ]
+        return await self._respond(request, body, requests, CompletionFormat, prefix="cmpl")
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await _read(request, ChatBody)
+        generation_request = GenerationRequest(
+            prompt=Chat(messages=[turn.message() for turn in body.messages]),
+            params=body.params(),
+            model=body.model,
+            cache_salt=body.cache_salt or "",
+        )
+        return await self._respond(
+            request, body, [generation_request], ChatFormat, prefix="chatcmpl"
+        )
+
+    async def _respond(
+        self,
+        request: Request,
+        body: GenerationBody,
+        generation_requests: Sequence[GenerationRequest],
+        format_type: type[Format],
+        *,
+        prefix: str,
+    ) -> Response:
+        generations = [await self._gateway.prepare(each) for each in generation_requests]
+        params = generations[0].params
+        shape = format_type(
+            reply_id=f"{prefix}-{generations[0].request_id}",
+            model=self._gateway.model,
+            num_choices=len(generations) * params.n,
+            num_per_prompt=params.n,
+            logprobs=params.logprobs is not None,
+            tokenizer=self._gateway.tokenizer,
+        )
+        chunks = _merged(generations)
+        if not body.stream:
+            return JSONResponse(await unless_disconnected(request, _collect(chunks, shape)))
+        first = await unless_disconnected(request, anext(chunks))
+        events = _events(first, chunks, shape, include_usage=body.include_usage)
+        return EventStream(events, source=chunks)
+
+    def _model(self) -> dict[str, object]:
+        card = self._gateway.groups.card
+        return {
+            "id": self._gateway.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "max_model_len": card.max_model_len if card else None,
+        }
+
+
+async def _read(request: Request, body_type: type[AnyBody]) -> AnyBody:
+    """Raises ValidationError, InvalidRequest or BodyTooLarge."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body exceeds {MAX_BODY_BYTES} bytes")
+    body = body_type.model_validate_json(bytes(data))
+    body.check()
+    return body
+
+
+def _merged(generations: Sequence[Generation]) -> Chunks:
+    num_per_prompt = generations[0].params.n
+    return merge(
+        [
+            generation.stream(first_index=number * num_per_prompt)
+            for number, generation in enumerate(generations)
+        ]
+    )
+
+
+async def _collect(chunks: Chunks, shape: Format) -> dict[str, object]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            shape.take(chunk)
+    return shape.whole()
+
+
+async def _events(
+    first: pb.GenerateResponse, chunks: Chunks, shape: Format, *, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """The data of each server-sent event."""
+    try:
+        chunk: pb.GenerateResponse | None = first
+        while chunk is not None:
+            for piece in shape.stream(chunk, include_usage=include_usage):
+                yield _dumps(piece)
+            chunk = await anext(chunks, None)
+    except Exception as error:
+        yield _dumps(error_body(error))
+        return
+    if include_usage:
+        yield _dumps(shape.stream_usage())
+    yield "[DONE]"
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,183 @@
+"""The bodies of OpenAI's completions and chat API, as far as they are served.
+
+Fields that are not known are ignored, as OpenAI's servers do with those of newer clients. Fields
+that are known, change the answer and are not served are refused with their name: an answer that
+silently lacks a tool call or a JSON schema is worse than none.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.worker.errors import InvalidRequest
+from quire.worker.sampling_params import MAX_LOGPROBS, SamplingParams
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """What the two endpoints have in common. The second half is vLLM's extension of the API."""
+
+    # Field → values that ask for nothing special.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    model: str = ""
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logit_bias: Any = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Raises InvalidRequest: the body asks for what is not served."""
+        for name, allowed in self.neutral.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(
+                    f"{name}={getattr(self, name)!r} is not supported: leave it out"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true")
+
+    def _params(self, **values: object) -> SamplingParams:
+        """The sampling parameters; a field that the body leaves out takes its default, and
+        without ``max_tokens`` the answer may fill the context."""
+        values |= {name: getattr(self, name) for name in _SHARED}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{"max_tokens": None, **given})
+
+
+_SHARED = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class CompletionBody(GenerationBody):
+    neutral = {
+        "logit_bias": (None, {}),
+        "echo": (None, False),
+        "suffix": (None, ""),
+        "best_of": (None, 1),
+    }
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry for each prompt: text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("prompt is empty: send a text or a list of token ids")
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [entry for entry in self.prompt if not isinstance(entry, int)]
+
+    def params(self) -> SamplingParams:
+        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class ChatTurn(Body):
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def message(self) -> dict[str, str]:
+        """What the chat template sees. Raises InvalidRequest for anything but text."""
+        if not isinstance(self.content, list):
+            return {"role": self.role, "content": self.content or ""}
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"messages: a content part of type {part.type!r} is not supported: this "
+                    "model reads text, send parts of type 'text'"
+                )
+        return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+
+
+class ChatBody(GenerationBody):
+    neutral = {
+        "logit_bias": (None, {}),
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+    }
+
+    messages: list[ChatTurn]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    response_format: Any = None
+    modalities: Any = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs={self.top_logprobs} is out of range: 0 to {MAX_LOGPROBS}"
+            )
+
+    def params(self) -> SamplingParams:
+        max_tokens = self.max_completion_tokens
+        return self._params(
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )

@@ -1,0 +1,109 @@
+"""Our types as protobuf messages and back. The only place that knows both.
+
+Prompts and block hashes travel as raw bytes (little-endian uint32s, 32-byte hashes): a repeated
+field would cost a Python object for each of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.v1 import group_pb2 as group_pb
+from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import InvalidRequest
+from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored, EventBatch
+from quire.worker.hashing import BlockHash, TokenIds
+from quire.worker.sampling_params import SamplingParams
+from quire.worker.step import TokenLogprobs
+
+if TYPE_CHECKING:  # A gateway has no engine.
+    from quire.worker.engine import EngineStats
+
+_HASH_BYTES = 32
+_REPEATED = ("stop", "stop_token_ids")
+
+
+def tokens_to_bytes(token_ids: Sequence[int] | TokenIds) -> bytes:
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> TokenIds:
+    """Raises InvalidRequest where ``data`` is not a whole number of uint32s."""
+    if len(data) % 4:
+        raise InvalidRequest(f"token ids of {len(data)} bytes: not a multiple of 4")
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
+
+
+def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    """Leaves out what is ``None``, which means the same on the other side except for
+    ``max_tokens``: the gateway has put a number there before it sends anything."""
+    message = pb.SamplingParams()
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        value = getattr(params, field.name)
+        if field.name in _REPEATED:
+            getattr(message, field.name).extend(value)
+        elif value is not None:
+            setattr(message, field.name, value)
+    return message
+
+
+def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequest: a value is out of its range."""
+    values: dict[str, Any] = {
+        field.name: tuple(value) if field.name in _REPEATED else value
+        for field, value in message.ListFields()
+    }
+    return SamplingParams(**values)
+
+
+def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=entry.token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in entry.top],
+        )
+        for entry in logprobs
+    ]
+
+
+def stats_to_proto(stats: "EngineStats") -> group_pb.Load:
+    names = [field.name for field in group_pb.Load.DESCRIPTOR.fields]
+    return group_pb.Load(**{name: getattr(stats, name) for name in names})
+
+
+def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
+    message = group_pb.EventBatch(epoch=batch.epoch, first_seq=batch.first_seq)
+    if batch.snapshot is not None:
+        message.snapshot.stored = b"".join(batch.snapshot)
+    for event in batch.events:
+        hashes = b"".join(event.hashes)
+        if isinstance(event, BlocksStored):
+            message.events.add(stored=hashes)
+        else:
+            message.events.add(removed=hashes)
+    return message
+
+
+def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
+    snapshot = _split(message.snapshot.stored) if message.HasField("snapshot") else None
+    return EventBatch(
+        epoch=message.epoch,
+        first_seq=message.first_seq,
+        events=tuple(_event(event) for event in message.events),
+        snapshot=None if snapshot is None else frozenset(snapshot),
+    )
+
+
+def _event(message: group_pb.BlockEvent) -> BlockEvent:
+    if message.removed:
+        return BlocksRemoved(_split(message.removed))
+    return BlocksStored(_split(message.stored))
+
+
+def _split(data: bytes) -> tuple[BlockHash, ...]:
+    return tuple(
+        BlockHash(data[start : start + _HASH_BYTES]) for start in range(0, len(data), _HASH_BYTES)
+    )

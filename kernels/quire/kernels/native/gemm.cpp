@@ -1,0 +1,306 @@
+// Linear layers over packed weights: x [T, K] times W [N, K] transposed.
+//
+// Layout. A panel is two vectors of output columns (of a gated layer: a vector of gates and the
+// vector of their ups) with everything they need for all of K, contiguous. In bfloat16 two
+// successive k lie side by side in a 32-bit lane, as vdpbf16ps wants them.
+//
+// Order. An output element is one chain of multiply-adds over k, or `splits` chains over equal
+// parts of K that are added as a binary tree; nothing else shapes it, so a row has the same bits
+// among any number of rows. Ranks that share K take the tree's branches.
+//
+// Speed. A tile of kTileRows x one panel keeps its sums in registers. Rows are taken in chunks
+// that stay in level-2 cache while a panel passes, and the first tile of a panel fetches the next
+// one from memory: with one row this reads at the speed of DRAM, with many it computes at 1
+// vdpbf16ps a cycle.
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "elements.h"
+#include "quire.h"
+
+namespace quire {
+namespace {
+
+// Rows x 2 sums, the weights and an input must fit the registers.
+#if defined(QUIRE_AVX512)
+constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3;
+#else
+constexpr int kTileRows = 2;
+#endif
+constexpr int kPanelColumns = 2 * kLanes;
+constexpr int kChunkRows = 96;
+
+inline uint32_t load_lane(const void* p) {
+  uint32_t lane;
+  memcpy(&lane, p, sizeof lane);
+  return lane;
+}
+
+inline float as_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// What a lane of 32 bits adds to its sum: one product of floats, two of bfloat16.
+template <class T>
+struct Lane;
+
+template <>
+struct Lane<float> {
+  static constexpr int kSteps = 1;
+  using Weights = Vec;
+  static inline Weights weights(const uint32_t* p) { return load(p); }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    return fma(w, splat(as_float(x)), sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Lane<bf16> {
+  static constexpr int kSteps = 2;
+  using Weights = __m512i;
+  static inline Weights weights(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
+  }
+};
+#else
+template <>
+struct Lane<bf16> {
+  static constexpr int kSteps = 2;
+  struct Weights {
+    Vec even, odd;
+  };
+  static inline Weights weights(const uint32_t* p) { return {even_bf16(p), odd_bf16(p)}; }
+  static inline Vec dot(Vec sum, const Weights& w, uint32_t x) {
+    sum = fma(w.even, splat(as_float(x << 16)), sum);
+    return fma(w.odd, splat(as_float(x & 0xffff0000u)), sum);
+  }
+};
+#endif
+
+template <int R>
+struct Sums {
+  Vec at[R][2];
+};
+
+// Sums of R rows over `lanes` lanes of k. Fetches `ahead` as it goes, where told to.
+template <class T, int R, bool kFetch>
+inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_t* x,
+                                                     int64_t x_stride, const uint32_t* w,
+                                                     const uint32_t* ahead, int64_t lanes) {
+  Vec sums[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
+  for (int64_t k = 0; k < lanes; ++k) {
+    const auto lo = Lane<T>::weights(w), hi = Lane<T>::weights(w + kLanes);
+    if (kFetch) {
+      __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(ahead + kLanes, 0, 2);
+      ahead += kPanelColumns;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const uint32_t values = load_lane(x + r * x_stride + k);
+      sums[r][0] = Lane<T>::dot(sums[r][0], lo, values);
+      sums[r][1] = Lane<T>::dot(sums[r][1], hi, values);
+    }
+    w += kPanelColumns;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) out.at[r][0] = sums[r][0], out.at[r][1] = sums[r][1];
+}
+
+template <class T, int R, bool kFetch>
+void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t* w,
+              const uint32_t* ahead, int64_t lanes, int splits) {
+  if (splits == 1) return add_chain<T, R, kFetch>(out, x, x_stride, w, ahead, lanes);
+  const int64_t part = lanes / splits;
+  Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
+  int num_open = 0;
+  for (int i = 0; i < splits; ++i) {
+    const int64_t k = i * part;
+    add_chain<T, R, kFetch>(out, x + k, x_stride, w + k * kPanelColumns,
+                            kFetch ? ahead + k * kPanelColumns : nullptr, part);
+    for (int bits = i; bits & 1; bits >>= 1) {
+      --num_open;
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 2; ++v) out.at[r][v] = add(open[num_open].at[r][v], out.at[r][v]);
+    }
+    if (i + 1 < splits) open[num_open++] = out;
+  }
+}
+
+inline Vec silu(Vec x) {
+  const Vec e = exp2_of<false>(max(mul(x, splat(-1.44269504f)), splat(-126)));
+  return div(x, add(e, splat(1)));
+}
+
+template <class T>
+inline void write_pair(T* out, Vec lo, Vec hi, int64_t count) {
+  write(out, lo, count);
+  if (count > kLanes) write(out + kLanes, hi, count - kLanes);
+}
+
+// Puts a row's sums where `mode` says.
+template <class T>
+void finish_row(const LinearArgs& args, int64_t row, int64_t panel, Vec lo, Vec hi) {
+  const LinearWeights& weights = *args.weights;
+  if (weights.bias) {
+    const float* bias = weights.bias + panel * kPanelColumns;
+    lo = add(lo, load(bias));
+    hi = add(hi, load(bias + kLanes));
+  }
+  int64_t column = panel * (args.mode == QUIRE_GATED ? kLanes : kPanelColumns);
+  int64_t width = args.mode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
+  const int64_t left = width - column, at = row * args.out_stride + column;
+  if (args.mode == QUIRE_STORE_F32) return write_pair(static_cast<float*>(args.out) + at, lo, hi, left);
+  T* out = static_cast<T*>(args.out) + at;
+  if (args.mode == QUIRE_GATED) {
+    const Vec gate = rounded<T>(silu(rounded<T>(lo)));
+    return write(out, mul(gate, rounded<T>(hi)), left);
+  }
+  if (args.mode == QUIRE_ADD) {
+    lo = add(read(out, left), rounded<T>(lo));
+    if (left > kLanes) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
+  }
+  write_pair(out, lo, hi, left);
+}
+
+template <class T, int R>
+void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
+          const uint32_t* ahead) {
+  int64_t lanes = args.weights->num_in / Lane<T>::kSteps;
+  int64_t x_stride = args.x_stride / Lane<T>::kSteps;
+  const uint32_t* x = static_cast<const uint32_t*>(args.x) + row * x_stride;
+  int splits = args.weights->splits;
+  Sums<R> sums;
+  ahead ? add_tree<T, R, true>(sums, x, x_stride, w, ahead, lanes, splits)
+        : add_tree<T, R, false>(sums, x, x_stride, w, nullptr, lanes, splits);
+  for (int r = 0; r < R; ++r) finish_row<T>(args, row + r, panel, sums.at[r][0], sums.at[r][1]);
+}
+
+using Tile = void (*)(const LinearArgs&, int64_t, int64_t, const uint32_t*, const uint32_t*);
+
+template <class T, int... R>
+constexpr std::array<Tile, sizeof...(R)> tiles(std::integer_sequence<int, R...>) {
+  return {tile<T, R + 1>...};
+}
+template <class T>
+constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kTileRows>());
+
+// A piece of work: some panels for one chunk of rows.
+struct Pieces {
+  int64_t num_panels, panels_each, num_groups, num_chunks;
+
+  Pieces(const LinearArgs& args, int team_size) {
+    const LinearWeights& weights = *args.weights;
+    num_panels = linear_panels(weights);
+    num_chunks = (args.num_rows + kChunkRows - 1) / kChunkRows;
+    // Enough pieces that no thread waits long at the end; enough panels that they stream.
+    int64_t wanted = (16 * team_size + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
+    panels_each = std::max<int64_t>(1, num_panels / wanted);
+    num_groups = (num_panels + panels_each - 1) / panels_each;
+  }
+  int64_t count() const { return num_groups * num_chunks; }
+};
+
+template <class T>
+void run(const LinearArgs& args, Team team) {
+  const Pieces pieces(args, team.size);
+  const auto* weights = static_cast<const uint32_t*>(args.weights->weight);
+  const int64_t panel_size = args.weights->num_in / Lane<T>::kSteps * kPanelColumns;
+  auto take = [&] { return static_cast<int64_t>(team.ticket->fetch_add(1)); };
+  // One piece is taken in advance, to know what to fetch while the last panel is computed.
+  int64_t next = take();
+  while (next < pieces.count()) {
+    const int64_t piece = next;
+    next = take();
+    const int64_t group = piece / pieces.num_chunks, chunk = piece % pieces.num_chunks;
+    const int64_t first = group * pieces.panels_each;
+    const int64_t end = std::min(first + pieces.panels_each, pieces.num_panels);
+    const int64_t next_first = next / pieces.num_chunks * pieces.panels_each;
+    // Even shares of the rows: two tiles of 10 and one of 11 rather than 12, 12 and 7.
+    const int64_t begin = args.num_rows * chunk / pieces.num_chunks;
+    const int64_t num_rows = args.num_rows * (chunk + 1) / pieces.num_chunks - begin;
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    for (int64_t panel = first; panel < end; ++panel) {
+      int64_t following = panel + 1 < end ? panel + 1 : next_first;
+      const uint32_t* ahead =
+          following != panel && following < pieces.num_panels ? weights + following * panel_size
+                                                              : nullptr;
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        int64_t row = begin + num_rows * i / num_tiles;
+        int64_t size = begin + num_rows * (i + 1) / num_tiles - row;
+        kTiles<T>[size - 1](args, row, panel, weights + panel * panel_size, i ? nullptr : ahead);
+      }
+    }
+  }
+}
+
+// The row of W that a column of a panel holds, or -1 beyond the last.
+int64_t source_row(const LinearWeights& weights, int64_t panel, int column) {
+  if (!weights.gated) {
+    int64_t row = panel * kPanelColumns + column;
+    return row < weights.num_out ? row : -1;
+  }
+  int64_t half = weights.num_out / 2, row = panel * kLanes + column % kLanes;
+  if (row >= half) return -1;
+  return column < kLanes ? row : half + row;
+}
+
+template <class T>
+void pack_panel(const PackArgs& args, int64_t panel) {
+  const LinearWeights& weights = args.weights;
+  const int64_t lanes = weights.num_in / Lane<T>::kSteps;
+  auto* out = static_cast<uint32_t*>(const_cast<void*>(weights.weight)) +
+              panel * lanes * kPanelColumns;
+  const T* rows[kPanelColumns];
+  for (int column = 0; column < kPanelColumns; ++column) {
+    int64_t row = source_row(weights, panel, column);
+    rows[column] = row < 0 ? nullptr : static_cast<const T*>(args.source) + row * args.stride;
+    if (weights.bias) {
+      float value = 0;
+      if (row >= 0) value = sum_of_lanes(read(static_cast<const T*>(args.source_bias) + row, 1));
+      const_cast<float*>(weights.bias)[panel * kPanelColumns + column] = value;
+    }
+  }
+  for (int64_t k = 0; k < lanes; ++k)
+    for (int column = 0; column < kPanelColumns; ++column)
+      *out++ = rows[column] ? load_lane(rows[column] + k * Lane<T>::kSteps) : 0;
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+int64_t linear_panels(const LinearWeights& weights) {
+  int64_t columns = weights.gated ? weights.num_out / 2 : weights.num_out;
+  int64_t each = weights.gated ? kLanes : kPanelColumns;
+  return (columns + each - 1) / each;
+}
+
+void linear_part(const LinearArgs& args, Team team) {
+  args.dtype == QUIRE_BF16 ? run<bf16>(args, team) : run<float>(args, team);
+}
+
+void quire_linear(const LinearArgs* args, int32_t num_threads) {
+  parallel(num_threads, [=](Team team) { linear_part(*args, team); });
+}
+
+int32_t quire_panel_columns() { return kPanelColumns; }
+
+void quire_pack(const PackArgs* args, int32_t num_threads) {
+  parallel(num_threads, [=](Team team) {
+    const int64_t num_panels = linear_panels(args->weights);
+    for (int64_t panel = team.thread; panel < num_panels; panel += team.size)
+      args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
+                                : pack_panel<float>(*args, panel);
+  });
+}

@@ -1,0 +1,41 @@
+"""What routing can be told, checked before anything starts."""
+
+from dataclasses import dataclass
+
+from quire.router.policy import POLICIES
+from quire.worker.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How a process routes.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    policy: str = "prefix_aware"
+    """One of `quire.router.policy.POLICIES`."""
+    stale_after_s: float = 30.0
+    """A group whose events were silent for longer is routed to by load alone."""
+    reservation_timeout_s: float = 60.0
+    """What a group's frames have not shown by then will not come: stop counting it."""
+    max_directory_blocks: int = 4_000_000
+    """Distinct blocks in the directory, of some 80 bytes each."""
+    max_in_flight: int = 65_536
+    """Requests remembered; past that the oldest is forgotten, as if it had ended."""
+    max_in_flight_blocks: int = 1_000_000
+    """Blocks of in-flight prefixes; past that a request's prefix is not counted as cached."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}")
+        for name in (
+            "stale_after_s",
+            "reservation_timeout_s",
+            "max_directory_blocks",
+            "max_in_flight",
+            "max_in_flight_blocks",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")

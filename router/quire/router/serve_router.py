@@ -1,0 +1,133 @@
+"""The request router that Ray Serve asks which replica group takes a request.
+
+It has two uses. It publishes who runs to this process's registry, which is how a gateway learns
+of groups as they come and go. And it routes what is called through a deployment handle: by the
+gateway's routing table where one is attached and the request carries token ids, else by the
+shorter of two random queues, as Serve does by default.
+
+Serve pickles this module by value, with whatever its functions name. So what is shared is reached
+through its module, ``registry.REGISTRY``: the object itself would be copied, and its lock cannot.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from quire.router import registry
+from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+
+
+class PrefixAwareRouter(RequestRouter):
+    """Routes by cached prefix and load, and publishes the membership.
+
+    Its ``request_router_kwargs`` are those of `initialize_state`.
+    """
+
+    _pool: str
+
+    def initialize_state(self, *, pool: str) -> None:  # type: ignore[override]
+        """``pool`` is the name under which the registry keeps this deployment's members."""
+        self._pool = pool
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks: the table's choice, then two random others, of which the shorter queue wins.
+
+        A call that is cancelled before it was sent is never reported as completed; its reservation
+        runs out by time and its prefix by the table's bound.
+        """
+        if pending_request is None:
+            return [_two_of(candidate_replicas)]
+        # Without this, Serve would ask again at once when all are full, and never sleep.
+        pending_request.routing_context.should_backoff = True
+        first = self._by_prefix(candidate_replicas, pending_request)
+        others = [replica for replica in candidate_replicas if replica not in first]
+        return [first, _two_of(others)]
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        routing = registry.REGISTRY.routing(self._pool)
+        if routing is not None:
+            table, _ = routing
+            table.completed(_request_key(internal_request_id))
+
+    def _by_prefix(
+        self, candidates: Sequence[RunningReplica], pending_request: PendingRequest
+    ) -> list[RunningReplica]:
+        routing = registry.REGISTRY.routing(self._pool)
+        prompt = _prompt_of(pending_request)
+        if routing is None or prompt is None:
+            return []
+        table, hash_prompt = routing
+        token_ids, cache_salt = prompt
+        by_group = {_group_of(replica): replica for replica in candidates}
+        known = {state.group for state in table.states()}
+        try:
+            decision = table.route(
+                _request_key(pending_request.metadata.internal_request_id),
+                hashes=hash_prompt(token_ids, cache_salt),
+                num_prompt_tokens=len(token_ids),
+                exclude=frozenset(known - by_group.keys()),
+            )
+        except (NoGroupAvailable, TypeError, ValueError, OverflowError):
+            # What is no list of token ids is for the replica to refuse: Serve only logs an
+            # exception from here, and the call would wait for ever.
+            return []
+        return [by_group[decision.group]] if decision.group in by_group else []
+
+    def _publish(self) -> None:
+        registry.REGISTRY.publish(
+            self._pool,
+            [
+                registry.Member(_group_of(replica), replica.replica_metadata)
+                for replica in self.curr_replicas.values()
+            ],
+        )
+
+
+def _group_of(replica: RunningReplica) -> GroupId:
+    """Serve gives each start of a replica an id of its own, so a group's id never comes back."""
+    return GroupId(replica.replica_id.unique_id)
+
+
+def _request_key(internal_request_id: str) -> str:
+    """Apart from the ids that the gateway gives to the requests it routes itself."""
+    return f"serve:{internal_request_id}"
+
+
+def _prompt_of(pending_request: PendingRequest) -> tuple[Sequence[int], str] | None:
+    """The token ids and cache salt of a call: keywords, or of its first argument."""
+    first = pending_request.args[0] if pending_request.args else None
+    for holder in (pending_request.kwargs, first):
+        token_ids = _field(holder, "token_ids")
+        if token_ids is not None:
+            return token_ids, str(_field(holder, "cache_salt") or "")
+    return None
+
+
+def _field(holder: object, name: str) -> Any:
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return getattr(holder, name, None)
+
+
+def _two_of(replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
+    return random.sample(replicas, k=min(2, len(replicas)))

@@ -1,0 +1,348 @@
+"""A whole cluster in one process, without Ray: groups, gateway, gRPC and HTTP over loopback.
+
+The engines are real; their model is a hash. Its "KV" of a token is the token itself, read back
+through the block table, and the next token is a function of all that it read, of the seed and of
+nothing else: `HashModel.continuation` says from the prompt alone what a correct cluster answers.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+import tokenizers
+import uvicorn
+from openai import AsyncOpenAI
+
+from quire.cluster.completion import CompletionConfig
+from quire.cluster.engine_loop import EngineLoop
+from quire.cluster.gateway_service import Gateway, GatewayConfig
+from quire.cluster.group_client import GroupClientConfig
+from quire.cluster.group_service import GroupService
+from quire.cluster.groups import Groups
+from quire.cluster.grpc_server import build_grpc_server
+from quire.cluster.model_card import Expectation
+from quire.cluster.openai_http import build_http_app
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
+from quire.worker.config import EngineConfig
+from quire.worker.engine import Engine
+from quire.worker.errors import RankFailure
+from quire.worker.model_facts import ModelFacts
+from quire.worker.step import StepInput, StepOutput, TokenLogprobs
+from quire.worker.text import Tokenizer
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 400
+MODEL = "hash"
+
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the cat sat on the mat and that is that"] * 3, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "chat_template": _TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(folder)
+
+
+@dataclass
+class HashModel:
+    """The model: a hash of context and seed chooses among letters and, rarely, the end token."""
+
+    tokenizer: Tokenizer
+    eos: int = field(init=False)
+    letters: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.eos = self.tokenizer.encode("<|end|>")[0]
+        self.letters = [
+            self.tokenizer.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz ."
+        ]
+
+    def next_token(self, context: Sequence[int], *, seed: int, banned: Sequence[int] = ()) -> int:
+        text = f"{list(context)}/{seed}".encode()
+        for attempt in itertools.count():
+            digest = hashlib.blake2b(text + attempt.to_bytes(4, "little"), digest_size=8).digest()
+            number = int.from_bytes(digest, "little")
+            token = self.eos if number % 100 == 0 else self.letters[number % len(self.letters)]
+            if token not in banned:
+                return token
+        raise AssertionError
+
+    def continuation(
+        self, prompt: Sequence[int], *, seed: int, max_tokens: int, ignore_eos: bool = True
+    ) -> list[int]:
+        context = list(prompt)
+        for _ in range(max_tokens):
+            context.append(self.next_token(context, seed=seed))
+            if context[-1] == self.eos and not ignore_eos:
+                break
+        return context[len(prompt) :]
+
+
+class HashExecutor:
+    """Runs steps of `HashModel`; ``step_s`` makes them take their time."""
+
+    def __init__(self, model: HashModel, *, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.step_s = 0.0
+        self.fails = False
+        self.num_steps = 0
+        self._model = model
+        self._slots = np.zeros(num_blocks * BLOCK_SIZE, dtype=np.int64)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        if self.fails:
+            raise RankFailure("rank 1 died")
+        self.num_steps += 1
+        time.sleep(self.step_s)
+        self._slots[step.slot_mapping_T] = step.token_ids_T
+        token_ids = []
+        for index, row in enumerate(step.sample_rows_S.tolist()):
+            positions = np.arange(step.seq_lens_B[row])
+            blocks = step.block_tables_BM[row][positions // BLOCK_SIZE].astype(np.int64)
+            context = self._slots[blocks * BLOCK_SIZE + positions % BLOCK_SIZE].tolist()
+            banned: list[int] = step.sampling.banned_ids.get(index, np.empty(0, np.int64)).tolist()
+            seed = int(step.sampling.seed_S[index])
+            token_ids.append(self._model.next_token(context, seed=seed, banned=banned))
+        wanted = step.sampling.num_logprobs_S.tolist()
+        logprobs = tuple(
+            _logprobs(token, number) if number >= 0 else None
+            for token, number in zip(token_ids, wanted, strict=True)
+        )
+        return StepOutput(np.array(token_ids, dtype=np.int64), logprobs)
+
+    def close(self) -> None:
+        pass
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    top = tuple((token_id + rank, -0.5 - rank) for rank in range(num_top))
+    return TokenLogprobs(token_id, -0.5, 1, top)
+
+
+@dataclass
+class Group:
+    """One replica group, served."""
+
+    name: str
+    executor: HashExecutor
+    engine: Engine
+    engine_loop: EngineLoop
+    service: GroupService
+    server: grpc.aio.Server
+    address: str
+
+    async def kill(self) -> None:
+        """Breaks every connection at once, as a killed process would."""
+        await self.server.stop(None)
+
+    async def close(self) -> None:
+        await self.kill()
+        await self.engine_loop.close()
+
+    async def settle(self) -> None:
+        """Returns once nothing is left in the engine; pytest's patience is the limit."""
+        while (await self.engine_loop.call(lambda engine: engine.stats())).num_held_blocks:
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Cluster:
+    """Groups, and a gateway in front of them."""
+
+    model: HashModel
+    groups: dict[str, Group]
+    table: RoutingTable
+    connections: Groups
+    gateway: Gateway
+    grpc_address: str = ""
+    http_url: str = ""
+    inference: "inference_pb2_grpc.InferenceAsyncStub" = field(init=False)
+    openai: AsyncOpenAI = field(init=False)
+
+    async def wait_ready(self, num_groups: int) -> None:
+        while self.connections.num_ready != num_groups:
+            await self.connections.wait_for_change(timeout_s=5)
+
+
+StartGroup = Callable[..., contextlib.AbstractAsyncContextManager[Group]]
+StartCluster = Callable[..., contextlib.AbstractAsyncContextManager[Cluster]]
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: Tokenizer) -> HashModel:
+    return HashModel(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def start_group(model: HashModel) -> StartGroup:
+    epochs = itertools.count(1)
+
+    @contextlib.asynccontextmanager
+    async def start(
+        name: str = "g0",
+        *,
+        num_blocks: int = 200,
+        description: dict[str, Any] | None = None,
+        service: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Group]:
+        executor = HashExecutor(model, num_blocks=num_blocks)
+        config = EngineConfig(
+            **{
+                "model": Path("none"),
+                "block_size": BLOCK_SIZE,
+                "max_num_seqs": 16,
+                "max_num_batched_tokens": 64,
+                **options,
+            }
+        )
+        facts = ModelFacts(
+            name=MODEL,
+            fingerprint="hash-1",
+            vocab_size=model.tokenizer.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(model.eos,),
+            kv_dtype="float32",
+        )
+        epoch = next(epochs)
+        engine = Engine(config, facts, executor, epoch=epoch)
+        engine_loop = EngineLoop(engine)
+        said: dict[str, Any] = {
+            "group_id": name,
+            "epoch": epoch,
+            "model": MODEL,
+            "model_fingerprint": facts.fingerprint,
+            "kv_dtype": facts.kv_dtype,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": engine.max_model_len,
+            "vocab_size": facts.vocab_size,
+            "num_blocks": num_blocks,
+            **(description or {}),
+        }
+        group_service = GroupService(
+            engine_loop,
+            group_pb2.GroupDescription(**said),
+            **{"heartbeat_s": 0.05, "events_heartbeat_s": 0.1, **(service or {})},
+        )
+        server = grpc.aio.server()
+        group_pb2_grpc.add_ReplicaGroupServicer_to_server(group_service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        group = Group(
+            name, executor, engine, engine_loop, group_service, server, f"127.0.0.1:{port}"
+        )
+        try:
+            yield group
+        finally:
+            await group.close()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
+    @contextlib.asynccontextmanager
+    async def start(
+        *,
+        num_groups: int = 2,
+        group_wait_s: float = 0.3,
+        config: dict[str, Any] | None = None,
+        expected: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Cluster]:
+        async with contextlib.AsyncExitStack() as stack:
+            started = [
+                await stack.enter_async_context(start_group(f"g{number}", **options))
+                for number in range(num_groups)
+            ]
+            table = RoutingTable(block_size=BLOCK_SIZE)
+            connections = Groups(
+                table=table,
+                expected=Expectation(
+                    **{"model": MODEL, "block_size": BLOCK_SIZE, **(expected or {})}
+                ),
+                config=GroupClientConfig(silence_timeout_s=2, min_backoff_s=0.02),
+            )
+            stack.push_async_callback(connections.close)
+            connections.set_addresses(group.address for group in started)
+            gateway = Gateway(
+                model=MODEL,
+                tokenizer=model.tokenizer,
+                groups=connections,
+                table=table,
+                config=GatewayConfig(
+                    completion=CompletionConfig(group_wait_s=group_wait_s), **(config or {})
+                ),
+            )
+            groups = {group.name: group for group in started}
+            cluster = Cluster(model, groups, table, connections, gateway)
+            await _serve(cluster, stack)
+            if expected is None:
+                await cluster.wait_ready(num_groups)
+            yield cluster
+
+    return start
+
+
+async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack) -> None:
+    server = build_grpc_server(cluster.gateway)
+    cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address))
+    cluster.inference = inference_pb2_grpc.InferenceStub(channel)
+
+    http = uvicorn.Server(
+        uvicorn.Config(
+            build_http_app(cluster.gateway),
+            host="127.0.0.1",
+            port=0,
+            log_level="warning",
+            lifespan="off",
+        )
+    )
+    task = asyncio.create_task(http.serve())
+
+    async def stop() -> None:
+        http.should_exit = True
+        await task
+
+    stack.push_async_callback(stop)
+    while not http.started:
+        await asyncio.sleep(0.01)
+    port = http.servers[0].sockets[0].getsockname()[1]
+    cluster.http_url = f"http://127.0.0.1:{port}"
+    cluster.openai = AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0)
+    stack.push_async_callback(cluster.openai.close)

@@ -1,0 +1,40 @@
+import pytest
+
+from quire.cluster.cli import main
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("serve", "demo", "generate"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--block-size", "24"], "block-size"),
+        (["serve", "/nowhere"], "/nowhere"),
+        (["serve", "--num-groups", "0"], "num_groups=0: must be 1 or more"),
+        (["serve", "--grpc-port", "70000"], "grpc_port=70000: must be a port"),
+        (["serve", "--grpc-port", "8000"], "both 8000: they must differ"),
+        (["serve", "-tp", "3"], "3"),
+        (["serve", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs (9)"),
+        (["demo", "--gpu-memory-utilization", "2"], "kv_cache_memory_bytes"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = main(arguments)
+    except SystemExit as exited:  # argparse's own refusals.
+        status = exited.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hello", "--address", "127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err

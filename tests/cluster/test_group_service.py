@@ -1,0 +1,287 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from quire.cluster.wire import events_from_proto, tokens_to_bytes
+from quire.v1 import group_pb2 as pb
+from quire.v1 import group_pb2_grpc, inference_pb2
+from quire.worker.events import BlocksStored, EventBatch
+from quire.worker.hashing import hash_blocks, root_hash
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def connect(group: Any) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(group.address) as channel:
+        yield group_pb2_grpc.ReplicaGroupStub(channel)
+
+
+def submit(
+    name: str, prompt: list[int], *, resumed: list[int] | None = None, **sampling: Any
+) -> Any:
+    params = {"seed": 1, "max_tokens": 10, "ignore_eos": True, **sampling}
+    return pb.GroupCommand(
+        submit=pb.Submit(
+            request_id=name,
+            attempt=1,
+            prompt_token_ids=tokens_to_bytes(prompt),
+            resumed_token_ids=tokens_to_bytes(resumed or []),
+            sampling=inference_pb2.SamplingParams(**params),
+        )
+    )
+
+
+async def read_deltas(call: Any, name: str) -> list[pb.TokenDelta]:
+    """Reads frames until the request ended; returns its deltas."""
+    deltas: list[pb.TokenDelta] = []
+    while not deltas or not (deltas[-1].finish_reason or deltas[-1].HasField("error")):
+        frame = await call.read()
+        deltas += [delta for delta in frame.deltas if delta.request_id == name]
+    return deltas
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() != grpc.aio.EOF:
+        pass
+
+
+def tokens(deltas: list[pb.TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_a_group_says_who_it_is(start_group: Any) -> None:
+    async with start_group("g7") as group, connect(group) as stub:
+        description = await stub.Describe(pb.DescribeRequest())
+    assert (description.group_id, description.block_size, description.model) == ("g7", 4, "hash")
+
+
+async def test_requests_of_one_gateway_share_a_stream(start_group: Any, model: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        call = stub.Attach()
+        await call.write(submit("a", [20, 21, 22]))
+        await call.write(submit("b", [30]))
+        expected = {
+            "a": model.continuation([20, 21, 22], seed=1, max_tokens=10),
+            "b": model.continuation([30], seed=1, max_tokens=10),
+        }
+        found: dict[str, list[int]] = {"a": [], "b": []}
+        num_frames = 0
+        while any(len(ids) < 10 for ids in found.values()):
+            frame = await call.read()
+            num_frames += bool(frame.deltas)
+            for delta in frame.deltas:
+                assert delta.token_offset == len(found[delta.request_id])
+                found[delta.request_id] += delta.token_ids
+        assert found == expected
+        assert num_frames <= group.executor.num_steps + 1, "one frame per step at most"
+
+
+async def test_each_gateway_sees_its_own_requests_only(start_group: Any, model: Any) -> None:
+    async with start_group() as group, connect(group) as one, connect(group) as two:
+        calls = [one.Attach(), two.Attach()]
+        for number, call in enumerate(calls):
+            await call.write(submit("same name", [20 + number]))
+        for number, call in enumerate(calls):
+            expected = model.continuation([20 + number], seed=1, max_tokens=10)
+            assert tokens(await read_deltas(call, "same name")) == expected
+
+
+async def test_a_resumed_request_goes_on_behind_what_is_there(start_group: Any, model: Any) -> None:
+    expected = model.continuation([20, 21], seed=1, max_tokens=10)
+    async with start_group() as group, connect(group) as stub:
+        call = stub.Attach()
+        await call.write(submit("a", [20, 21], resumed=expected[:6]))
+        deltas = await read_deltas(call, "a")
+    assert deltas[0].token_offset == 6
+    assert tokens(deltas) == expected[6:]
+    assert deltas[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+async def test_frames_carry_the_load_and_come_without_work_too(start_group: Any) -> None:
+    async with start_group(num_blocks=50) as group, connect(group) as stub:
+        call = stub.Attach()
+        first, second = await call.read(), await call.read()
+        assert (first.load.num_free_blocks, second.load.num_free_blocks) == (50, 50)
+        await call.write(submit("a", [20] * 9))
+        await read_deltas(call, "a")
+        load = (await call.read()).load
+        assert (load.num_running, load.num_held_blocks) == (0, 0)
+        assert load.num_cached_blocks + load.num_free_blocks == 50
+        assert (load.num_prompt_tokens, load.num_output_tokens) == (9, 10)
+
+
+async def test_an_abort_ends_a_request_at_once(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        group.executor.step_s = 0.005
+        call = stub.Attach()
+        await call.write(submit("a", [20], max_tokens=300))
+        while not (await call.read()).deltas:
+            pass
+        await call.write(pb.GroupCommand(abort=pb.Abort(request_id="a", attempt=1)))
+        await call.write(pb.GroupCommand(abort=pb.Abort(request_id="unknown", attempt=1)))
+        await group.settle()
+        assert group.executor.num_steps < 300
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close"])
+async def test_a_stream_that_ends_takes_its_requests_with_it(start_group: Any, how: str) -> None:
+    async with start_group() as group, connect(group) as stub:
+        group.executor.step_s = 0.005
+        call = stub.Attach()
+        for name in "abc":
+            await call.write(submit(name, [20], max_tokens=300))
+        while not (await call.read()).deltas:
+            pass
+        if how == "cancel":
+            call.cancel()
+        else:
+            await call.done_writing()
+        while group.engine_loop.num_requests:
+            await asyncio.sleep(0.01)
+        await group.settle()
+        assert group.executor.num_steps < 300
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (submit("a", []), "INVALID_REQUEST", "prompt is empty"),
+        (submit("a", [10_000]), "INVALID_REQUEST", "10000"),
+        (submit("a", [20] * 395), "INVALID_REQUEST", "405 tokens"),
+        (submit("a", [20], top_p=2), "INVALID_REQUEST", "top_p=2.0"),
+        (
+            pb.GroupCommand(submit=pb.Submit(request_id="a", prompt_token_ids=b"12345")),
+            "INVALID_REQUEST",
+            "5 bytes",
+        ),
+    ],
+)
+async def test_a_bad_request_is_refused_and_others_go_on(
+    start_group: Any, command: pb.GroupCommand, code: str, words: str
+) -> None:
+    async with start_group() as group, connect(group) as stub:
+        call = stub.Attach()
+        await call.write(submit("good", [20]))
+        await call.write(command)
+        (refused,) = await read_deltas(call, "a")
+        assert refused.error.code == pb.GroupError.Code.Value(code)
+        assert words in refused.error.message
+        await call.write(submit("also good", [20]))
+        assert len(tokens(await read_deltas(call, "also good"))) == 10
+
+
+async def test_the_same_attempt_is_not_taken_twice(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        group.executor.step_s = 0.005
+        call = stub.Attach()
+        for _ in range(2):
+            await call.write(submit("a", [20], max_tokens=300))
+        deltas = await read_deltas(call, "a")
+        assert "is running already" in deltas[-1].error.message
+
+
+async def test_a_full_queue_and_a_draining_group_say_so(start_group: Any) -> None:
+    async with start_group(max_num_waiting=1, max_num_seqs=1) as group, connect(group) as stub:
+        group.executor.step_s = 0.01
+        call = stub.Attach()
+        await call.write(submit("running", [20], max_tokens=200))
+        while not (await call.read()).deltas:
+            pass
+        for name in ("waiting", "full"):
+            await call.write(submit(name, [20], max_tokens=200))
+        (full,) = await read_deltas(call, "full")
+        assert full.error.code == pb.GroupError.QUEUE_FULL
+        group.service.draining = True
+        await call.write(submit("late", [20]))
+        (late,) = await read_deltas(call, "late")
+        assert late.error.code == pb.GroupError.DRAINING
+
+
+async def test_a_failed_rank_fails_every_request_and_the_stream(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        group.executor.step_s = 0.005
+        call = stub.Attach()
+        await call.write(submit("a", [20], max_tokens=300))
+        while not (await call.read()).deltas:
+            pass
+        group.executor.fails = True
+        deltas = await read_deltas(call, "a")
+        assert deltas[-1].error.code == pb.GroupError.GROUP_FAILED
+        assert deltas[-1].error.message == "rank 1 died"
+        with pytest.raises(grpc.aio.AioRpcError, match="rank 1 died") as raised:
+            await read_to_end(call)
+        with pytest.raises(grpc.aio.AioRpcError, match="rank 1 died"):
+            await stub.Attach().read()
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def next_batch(call: Any) -> EventBatch:
+    """The next batch that says anything."""
+    while True:
+        batch = events_from_proto(await call.read())
+        if batch.events or batch.snapshot is not None:
+            return batch
+
+
+async def test_events_begin_with_a_snapshot_and_go_on_from_there(start_group: Any) -> None:
+    prompt = list(range(20, 33))
+    async with start_group() as group, connect(group) as stub:
+        work = stub.Attach()
+        await work.write(submit("a", prompt, max_tokens=2))
+        await read_deltas(work, "a")
+        events = stub.Events(pb.EventsRequest())
+        snapshot = await next_batch(events)
+        root = root_hash(model_fingerprint="hash-1", kv_dtype="float32", block_size=4)
+        hashes = hash_blocks(np.array(prompt, dtype=np.uint32), block_size=4, parent=root)
+        assert snapshot.snapshot == frozenset(hashes)
+        assert (snapshot.epoch, snapshot.first_seq) == (group.engine.events.epoch, 1)
+
+        await work.write(submit("b", [*prompt, 50, 51, 52, 53], max_tokens=2))
+        await read_deltas(work, "b")
+        batch = await next_batch(events)
+        assert batch.first_seq == snapshot.first_seq
+        assert all(isinstance(event, BlocksStored) for event in batch.events)
+
+
+async def test_a_subscriber_that_was_away_is_told_what_it_missed(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        work = stub.Attach()
+        await work.write(submit("a", [20] * 9, max_tokens=2))
+        await read_deltas(work, "a")
+        epoch = group.engine.events.epoch
+        replay = await next_batch(stub.Events(pb.EventsRequest(epoch=epoch, next_seq=0)))
+        assert replay.first_seq == 0
+        assert replay.snapshot is None
+        assert len(replay.events) == 1
+        other_epoch = stub.Events(pb.EventsRequest(epoch=epoch + 1, next_seq=0))
+        assert (await next_batch(other_epoch)).snapshot is not None
+
+
+async def test_events_have_a_heartbeat(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        events = stub.Events(pb.EventsRequest(epoch=group.engine.events.epoch, next_seq=0))
+        for _ in range(3):
+            batch = events_from_proto(await events.read())
+            assert (batch.first_seq, batch.events, batch.snapshot) == (0, (), None)
+
+
+async def test_a_subscriber_that_falls_behind_is_given_a_snapshot(start_group: Any) -> None:
+    async with start_group(service={"buffer_events": 2}) as group:
+        feed = group.service._feed.follow(epoch=group.engine.events.epoch, next_seq=0)
+        await anext(feed)
+        async with connect(group) as stub:
+            work = stub.Attach()
+            for number in range(6):
+                await work.write(submit(f"r{number}", [20 + number] * 9, max_tokens=2))
+                await read_deltas(work, f"r{number}")
+        caught_up = await anext(feed)
+        assert caught_up.snapshot is not None
+        assert len(caught_up.snapshot) == 12
+        assert caught_up.first_seq == 6
+        await feed.aclose()

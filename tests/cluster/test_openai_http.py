@@ -1,0 +1,384 @@
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_completion_is_what_the_model_says(start_cluster: Any) -> None:
+    async with start_cluster() as cluster:
+        answer = await cluster.openai.completions.create(
+            model="hash",
+            prompt="the cat",
+            seed=4,
+            max_tokens=20,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
+    prompt = cluster.model.tokenizer.encode("the cat")
+    expected = cluster.model.continuation(prompt, seed=4, max_tokens=20)
+    (choice,) = answer.choices
+    assert choice.text == cluster.model.tokenizer.decode(expected)
+    assert choice.finish_reason == "length"
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 20,
+        "total_tokens": len(prompt) + 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_a_streamed_completion_says_the_same_and_its_usage_last(start_cluster: Any) -> None:
+    async with start_cluster() as cluster:
+        options: dict[str, Any] = {
+            "model": "hash",
+            "prompt": "the cat",
+            "seed": 4,
+            "n": 2,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = await cluster.openai.completions.create(**options)
+        stream = await cluster.openai.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 32
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert [reason for reason in reasons if reason] == ["length", "length"]
+
+
+async def test_each_kind_of_prompt_is_read(start_cluster: Any) -> None:
+    async with start_cluster() as cluster:
+        encode = cluster.model.tokenizer.encode
+        answers = {}
+        for name, prompt in {
+            "text": "the cat",
+            "texts": ["the cat", "the mat"],
+            "ids": encode("the cat"),
+            "lists of ids": [encode("the cat"), encode("the mat")],
+        }.items():
+            answer = await cluster.openai.completions.create(
+                model="hash", prompt=prompt, seed=4, extra_body={"ignore_eos": True}
+            )
+            assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
+            answers[name] = [choice.text for choice in answer.choices]
+    assert answers["text"] == answers["ids"] == answers["texts"][:1]
+    assert answers["texts"] == answers["lists of ids"]
+    assert len(set(answers["texts"])) == 2
+
+
+async def test_a_chat_is_what_the_model_says_to_the_rendered_template(start_cluster: Any) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the"}, {"type": "text", "text": " mat"}],
+        },
+    ]
+    async with start_cluster() as cluster:
+        options: dict[str, Any] = {
+            "model": "hash",
+            "messages": messages,
+            "seed": 2,
+            "max_completion_tokens": 15,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = await cluster.openai.chat.completions.create(**options)
+        stream = await cluster.openai.chat.completions.create(**options, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+    prompt = cluster.model.tokenizer.encode(
+        "<|system|>be brief<|end|><|user|>the mat<|end|><|assistant|>"
+    )
+    expected = cluster.model.continuation(prompt, seed=2, max_tokens=15)
+    text = cluster.model.tokenizer.decode(expected)
+    assert whole.choices[0].message.content == text
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.id.startswith("chatcmpl-")
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == text
+
+
+async def test_a_chat_without_a_limit_may_fill_the_context(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        answer = await cluster.openai.chat.completions.create(
+            model="hash",
+            messages=[{"role": "user", "content": "hi"}],
+            seed=1,
+            extra_body={"ignore_eos": True},
+        )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == 400
+
+
+async def test_stop_and_vllms_extensions_reach_the_engine(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        prompt = [20, 21]
+        expected = cluster.model.continuation(prompt, seed=6, max_tokens=60)
+        text = cluster.model.tokenizer.decode(expected)
+        stopped = await cluster.openai.completions.create(
+            model="hash",
+            prompt=prompt,
+            seed=6,
+            max_tokens=60,
+            stop=[text[10:13]],
+            extra_body={
+                "ignore_eos": True,
+                "top_k": -1,
+                "min_p": 0.1,
+                "repetition_penalty": 1.0,
+                "min_tokens": 2,
+            },
+        )
+        by_id = await cluster.openai.completions.create(
+            model="hash",
+            prompt=prompt,
+            seed=6,
+            max_tokens=60,
+            extra_body={"ignore_eos": True, "stop_token_ids": [expected[4]]},
+        )
+    assert stopped.choices[0].text == text[: text.index(text[10:13])]
+    assert stopped.choices[0].finish_reason == "stop"
+    end = expected.index(expected[4])
+    assert by_id.choices[0].text == cluster.model.tokenizer.decode(expected[:end])
+    assert by_id.choices[0].finish_reason == "stop"
+
+
+async def test_logprobs_have_the_form_of_each_endpoint(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        completion = await cluster.openai.completions.create(
+            model="hash", prompt="a", logprobs=2, max_tokens=4, extra_body={"ignore_eos": True}
+        )
+        chat = await cluster.openai.chat.completions.create(
+            model="hash",
+            messages=[{"role": "user", "content": "hi"}],
+            logprobs=True,
+            top_logprobs=3,
+            max_tokens=4,
+            extra_body={"ignore_eos": True},
+        )
+    logprobs = completion.choices[0].logprobs
+    assert "".join(logprobs.tokens) == completion.choices[0].text
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    assert all(
+        top[token] == -0.5
+        for top, token in zip(logprobs.top_logprobs, logprobs.tokens, strict=True)
+    )
+    content = chat.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 4
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({"model": "other"}, 404, None, "'other' does not exist"),
+    ({"temperature": -1}, 400, "temperature", "temperature=-1"),
+    ({"temperature": "hot"}, 400, "temperature", "valid number"),
+    ({"max_tokens": 0}, 400, "max_tokens", "1 or more"),
+    ({"max_tokens": 10_000}, 400, None, "max_tokens=10000 is 10001 tokens"),
+    ({"prompt": []}, 400, None, "prompt is empty"),
+    ({"prompt": [99_999]}, 400, None, "99999"),
+    ({"prompt": None}, 400, "prompt", "prompt"),
+    ({"n": 128, "prompt": ["a"] * 9}, 400, None, "1152"),
+    ({"stream_options": {"include_usage": True}}, 400, None, "stream"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    ({"echo": True}, 400, "echo", "not supported"),
+    ({"stop": [""]}, 400, "stop", "none empty"),
+    ({"max_tokens": 10_000, "stream": True}, 400, None, "max_tokens=10000"),
+]
+
+
+async def test_bad_completions_are_refused_in_openais_words(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        for body, status, param, words in BAD_COMPLETIONS:
+            response = await client.post(
+                f"{cluster.http_url}/v1/completions", json={"model": "hash", "prompt": [5], **body}
+            )
+            error = response.json()["error"]
+            assert response.status_code == status
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param
+            assert words in error["message"]
+            assert error["code"] == ("model_not_found" if status == 404 else None)
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages is empty"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "'image_url' is not supported",
+    ),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"top_logprobs": 2}, "logprobs is true"),
+    ({"logprobs": True, "top_logprobs": 21}, "0 to 20"),
+    ({"tools": [{"type": "function"}]}, "tools="),
+    ({"response_format": {"type": "json_object"}}, "response_format="),
+]
+
+
+async def test_bad_chats_are_refused_in_openais_words(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        for body, words in BAD_CHATS:
+            response = await client.post(
+                f"{cluster.http_url}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "x"}], **body},
+            )
+            assert response.status_code == 400
+            assert words in response.json()["error"]["message"]
+
+
+async def test_the_openai_client_raises_its_own_errors(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        with pytest.raises(openai.NotFoundError) as raised:
+            await cluster.openai.completions.create(model="other", prompt="x")
+        assert raised.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError):
+            await cluster.openai.completions.create(model="hash", prompt="x", top_p=2)
+        await cluster.groups["g0"].kill()
+        await cluster.wait_ready(0)
+        with pytest.raises(openai.InternalServerError) as unavailable:
+            await cluster.openai.completions.create(model="hash", prompt="x")
+        assert unavailable.value.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"{", "not JSON"), (b'{"prompt": "\\ud800"}', "not JSON"), (b"[]", "object")],
+)
+async def test_a_body_that_cannot_be_read_is_a_bad_request(
+    start_cluster: Any, data: bytes, words: str
+) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        response = await client.post(f"{cluster.http_url}/v1/completions", content=data)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+async def test_unknown_paths_and_methods_answer_in_the_same_form(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        unknown = await client.get(f"{cluster.http_url}/v1/nothing")
+        wrong = await client.get(f"{cluster.http_url}/v1/completions")
+    assert (unknown.status_code, wrong.status_code) == (404, 405)
+    assert "/v1/nothing" in unknown.json()["error"]["message"]
+    assert wrong.headers["allow"] == "POST"
+
+
+async def test_what_breaks_later_is_an_error_in_the_stream(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        cluster.groups["g0"].executor.step_s = 0.002
+        stream = await cluster.openai.completions.create(
+            model="hash",
+            prompt="x",
+            max_tokens=300,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        await anext(aiter(stream))
+        await cluster.groups["g0"].kill()
+        with pytest.raises(openai.APIError, match="no replica group"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_takes_its_requests_with_it(
+    start_cluster: Any, stream: bool
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        group = cluster.groups["g0"]
+        group.executor.step_s = 0.005
+        body = {"prompt": [5], "max_tokens": 390, "ignore_eos": True, "n": 2, "stream": stream}
+        async with httpx.AsyncClient() as client:
+            request = asyncio.create_task(
+                client.post(f"{cluster.http_url}/v1/completions", json=body)
+            )
+            while group.engine_loop.num_requests < 2:
+                await asyncio.sleep(0.01)
+            request.cancel()
+            await asyncio.wait([request])
+        while group.engine_loop.num_requests:
+            await asyncio.sleep(0.01)
+        await group.settle()
+        assert group.executor.num_steps < 390
+        assert cluster.table.stats().num_in_flight == 0
+
+
+async def test_internal_errors_carry_an_incident_number_and_the_request_id(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        monkeypatch.setattr(cluster.gateway, "prepare", lambda _: 1 / 0)
+        response = await client.post(
+            f"{cluster.http_url}/v1/completions",
+            json={"prompt": "x"},
+            headers={"X-Request-Id": "abc"},
+        )
+    message = response.json()["error"]["message"]
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] == "abc"
+    assert "ZeroDivision" not in response.text
+    assert message.rsplit(" ", 1)[1] in caplog.text
+
+
+async def test_models_health_and_request_ids(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        (listed,) = (await cluster.openai.models.list()).data
+        assert (await cluster.openai.models.retrieve("hash")).id == listed.id == "hash"
+        healthy = await client.get(
+            f"{cluster.http_url}/health", headers={"X-Request-Id": "my request"}
+        )
+        assert (healthy.status_code, healthy.headers["x-request-id"]) == (200, "my request")
+        await cluster.groups["g0"].kill()
+        await cluster.wait_ready(0)
+        assert (await client.get(f"{cluster.http_url}/health")).status_code == 503
+
+
+async def test_metrics_count_what_happened(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=2) as cluster, httpx.AsyncClient() as client:
+        prompt = list(range(10, 30))
+        for _ in range(2):
+            await cluster.openai.completions.create(
+                model="hash", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True}
+            )
+            while not cluster.table.stats().directory.num_blocks:
+                await asyncio.sleep(0.01)
+        response = await client.get(f"{cluster.http_url}/metrics")
+    values = dict(
+        line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")
+    )
+    assert float(values["quire_prompt_tokens_total"]) == 40
+    assert float(values["quire_cached_prompt_tokens_total"]) == 16
+    assert float(values["quire_output_tokens_total"]) == 16
+    assert float(values['quire_completions_total{outcome="length"}']) == 2
+    assert float(values["quire_time_to_first_token_seconds_count"]) == 2
+    assert float(values["quire_time_per_output_token_seconds_count"]) == 2
+    assert float(values['quire_routing_decisions_total{reason="cached_prefix"}']) == 1
+    assert float(values["quire_ready_groups"]) == 2
+    assert 'quire_group_held_blocks{group="g1"}' in values
+
+
+async def test_events_of_a_stream_are_well_formed(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+        response = await client.post(
+            f"{cluster.http_url}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True},
+        )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    for event in events[:-2]:
+        assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"

@@ -1,0 +1,81 @@
+"""Tiny random Llama checkpoints, made once per run by transformers, which is also their oracle."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MakeLlama = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
+    """``make_llama(name, max_shard_size=..., **LlamaConfig fields)`` → a checkpoint directory."""
+
+    def make(name: str, *, max_shard_size: str = "5GB", seed: int = 0, **fields: Any) -> Path:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        shape = {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            # Ten times the usual spread: greedy choices far enough apart to compare exactly.
+            "initializer_range": 0.2,
+        }
+        model = LlamaForCausalLM(LlamaConfig(dtype=torch.float32, **(shape | fields)))
+        with torch.no_grad():  # biases start as zeros, and zeros would test nothing
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(".bias"):
+                    parameter.normal_(std=0.2)
+        path = tmp_path_factory.mktemp("llama") / name
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(make_llama: MakeLlama) -> Path:
+    """Two layers of 4:2 heads of 16, vocabulary 320, 512 positions, float32, one file."""
+    return make_llama("tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_9_3(make_llama: MakeLlama) -> Path:
+    """9:3 heads, tied embeddings, an odd vocabulary, stretched positions, in several files."""
+    return make_llama(
+        "tiny-llama-9-3",
+        max_shard_size="60KB",
+        seed=1,
+        vocab_size=331,
+        hidden_size=72,
+        intermediate_size=100,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        eos_token_id=[2, 5],
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_with_biases(make_llama: MakeLlama) -> Path:
+    return make_llama("tiny-llama-biases", seed=2, attention_bias=True, mlp_bias=True)

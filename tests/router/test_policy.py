@@ -1,0 +1,194 @@
+"""Properties that a routing decision has for every load, and what bursts do."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+from quire.router.policy import (
+    POLICIES,
+    RUNNING_TOKENS,
+    GroupState,
+    Policy,
+    RouteRequest,
+    prefix_aware,
+)
+from quire.worker.hashing import BlockHash
+
+Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
+BLOCK_SIZE = 16
+
+group_states = st.lists(
+    st.builds(
+        GroupState,
+        group=st.sampled_from([GroupId(name) for name in "abcdefgh"]),
+        num_running=st.integers(0, 200),
+        num_waiting=st.integers(0, 50),
+        num_pending_prefill_tokens=st.integers(0, 100_000),
+        num_available_blocks=st.none() | st.integers(0, 10_000),
+        num_reserved_requests=st.integers(0, 20),
+        num_reserved_tokens=st.integers(0, 20_000),
+    ),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda state: state.group,
+)
+requests = st.builds(
+    RouteRequest,
+    hashes=st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), max_size=3),
+    num_prompt_tokens=st.integers(1, 10_000),
+    block_size=st.just(BLOCK_SIZE),
+    exclude=st.frozensets(st.sampled_from([GroupId(name) for name in "abcd"])),
+    ordinal=st.integers(0, 2**40),
+)
+overlaps = st.dictionaries(
+    st.sampled_from([GroupId(name) for name in "abcdefgh"]), st.integers(0, 600)
+)
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+def request(blocks: Blocks, name: object, *, num_tokens: int) -> RouteRequest:
+    hashes = blocks((name, i) for i in range(num_tokens // BLOCK_SIZE))
+    return RouteRequest(hashes=hashes, num_prompt_tokens=num_tokens, block_size=BLOCK_SIZE)
+
+
+def idle(*names: str) -> list[GroupState]:
+    return [GroupState(group=GroupId(name)) for name in names]
+
+
+@every_policy
+@given(request=requests, groups=group_states, overlap=overlaps)
+def test_an_excluded_group_is_never_chosen_and_the_order_of_groups_never_matters(
+    policy: Policy,
+    request: RouteRequest,
+    groups: list[GroupState],
+    overlap: dict[GroupId, int],
+) -> None:
+    allowed = {state.group for state in groups} - request.exclude
+    if not allowed:
+        with pytest.raises(NoGroupAvailable, match=f"{len(groups)} known"):
+            policy(request, groups, overlap)
+        return
+    decision = policy(request, groups, overlap)
+    assert decision.group in allowed
+    assert {candidate.group for candidate in decision.candidates} == allowed
+    assert decision.reason == "only_group" or len(allowed) > 1
+    chosen = next(c for c in decision.candidates if c.group == decision.group)
+    assert decision.predicted_cached_tokens == chosen.num_cached_tokens
+    assert policy(request, groups[::-1], overlap).group == decision.group
+
+
+@given(request=requests, groups=group_states, overlap=overlaps)
+def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(
+    request: RouteRequest, groups: list[GroupState], overlap: dict[GroupId, int]
+) -> None:
+    decision = prefix_aware(replace(request, exclude=frozenset()), groups, overlap)
+    for candidate in decision.candidates:
+        assert candidate.num_cached_tokens % BLOCK_SIZE == 0
+        assert candidate.num_cached_tokens < request.num_prompt_tokens
+        assert candidate.num_cached_tokens <= overlap.get(candidate.group, 0) * BLOCK_SIZE
+
+
+@given(
+    request=requests,
+    load=group_states.map(lambda groups: groups[0]),
+    overlap=st.lists(st.integers(0, 600), min_size=2, max_size=6),
+)
+def test_the_longest_prefix_wins_at_equal_load(
+    request: RouteRequest, load: GroupState, overlap: list[int]
+) -> None:
+    names = [GroupId(f"group-{i}") for i in range(len(overlap))]
+    decision = prefix_aware(
+        request,
+        [replace(load, group=name) for name in names],
+        dict(zip(names, overlap, strict=True)),
+    )
+    assert decision.predicted_cached_tokens == max(
+        candidate.num_cached_tokens for candidate in decision.candidates
+    )
+
+
+@given(request=requests, groups=group_states, overlap=overlaps, more=st.integers(1, 50))
+def test_a_longer_prefix_never_loses_a_group_the_request(
+    request: RouteRequest, groups: list[GroupState], overlap: dict[GroupId, int], more: int
+) -> None:
+    request = replace(request, exclude=frozenset())
+    chosen = prefix_aware(request, groups, overlap).group
+    longer = {**overlap, chosen: overlap.get(chosen, 0) + more}
+    assert prefix_aware(request, groups, longer).group == chosen
+
+
+def test_a_tie_goes_to_the_same_group_for_the_same_prefix_and_spreads_over_prefixes(
+    blocks: Blocks,
+) -> None:
+    groups = idle("a", "b", "c", "d")
+    chosen = [prefix_aware(request(blocks, i, num_tokens=64), groups, {}) for i in range(100)]
+    assert {decision.reason for decision in chosen} == {"least_loaded"}
+    counts = {name: sum(d.group == name for d in chosen) for name in "abcd"}
+    assert min(counts.values()) > 10
+    # Losing a group moves only what it had.
+    for i, decision in enumerate(chosen):
+        if decision.group != "d":
+            again = prefix_aware(request(blocks, i, num_tokens=64), groups[:3], {})
+            assert again.group == decision.group
+
+
+def test_prompts_without_a_full_block_spread(blocks: Blocks) -> None:
+    short = request(blocks, "short", num_tokens=5)
+    chosen = {prefix_aware(replace(short, ordinal=i), idle("a", "b"), {}).group for i in range(20)}
+    assert chosen == {"a", "b"}
+
+
+def test_the_reason_says_what_decided(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=1024)
+    groups = idle("a", "b")
+    assert prefix_aware(prompt, groups[:1], {}).reason == "only_group"
+    assert prefix_aware(prompt, groups, {GroupId("a"): 9}).reason == "cached_prefix"
+    busy = [replace(groups[0], num_pending_prefill_tokens=10**6), groups[1]]
+    decision = prefix_aware(prompt, busy, {GroupId("a"): 64, GroupId("b"): 1})
+    assert (decision.group, decision.reason) == ("b", "least_loaded")
+
+
+def test_a_prefix_is_worth_waiting_for_until_the_queue_is_longer_than_what_it_saves(
+    blocks: Blocks,
+) -> None:
+    prompt = request(blocks, "p", num_tokens=1024)
+    overlap = {GroupId("a"): 64}
+    for queued, expected in ((0, "a"), (1500, "a"), (2500, "b")):
+        a = GroupState(group=GroupId("a"), num_pending_prefill_tokens=queued)
+        assert prefix_aware(prompt, [a, *idle("b")], overlap).group == expected
+    sequences = int(3000 / RUNNING_TOKENS)
+    crowded = GroupState(group=GroupId("a"), num_running=sequences)
+    assert prefix_aware(prompt, [crowded, *idle("b")], overlap).group == "b"
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_block(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=64)
+    assert prefix_aware(prompt, idle("a", "b"), {GroupId("a"): 4}).predicted_cached_tokens == 48
+
+
+def test_among_ties_one_block_more_decides_for_every_prefix(blocks: Blocks) -> None:
+    for i in range(10):
+        prompt = request(blocks, i, num_tokens=64)
+        decision = prefix_aware(prompt, idle("a", "b"), {GroupId("a"): 2, GroupId("b"): 1})
+        assert decision.group == "a"
+
+
+def test_a_group_without_room_for_the_prompt_is_passed_over(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=1024)
+    full = GroupState(group=GroupId("a"), num_available_blocks=10)
+    roomy = GroupState(group=GroupId("b"), num_available_blocks=1000, num_running=20)
+    assert prefix_aware(prompt, [full, roomy], {}).group == "b"
+
+
+def test_round_robin_takes_turns(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=64)
+    turns = [
+        POLICIES["round_robin"](replace(prompt, ordinal=i), idle("b", "a"), {}).group
+        for i in range(4)
+    ]
+    assert turns == ["a", "b", "a", "b"]

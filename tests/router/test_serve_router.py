@@ -1,0 +1,190 @@
+"""The request router as Serve drives it, without a cluster: its replicas are stand-ins."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+from quire.router.directory import GroupId
+from quire.router.registry import REGISTRY, Member
+from quire.router.serve_router import PrefixAwareRouter
+from quire.router.table import RoutingTable
+from quire.worker.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
+
+DEPLOYMENT = DeploymentID(name="Group", app_name="test")
+POOL = "test-serve-router"
+BLOCK_SIZE = 4
+
+
+@dataclass
+class FakeReplica:
+    """As much of a RunningReplica as routing looks at."""
+
+    name: str
+    replica_metadata: dict[str, object] = field(default_factory=dict)
+    max_ongoing_requests: int = 100
+    num_ongoing: int = 0
+
+    @property
+    def replica_id(self) -> ReplicaID:
+        return ReplicaID(unique_id=self.name, deployment_id=DEPLOYMENT)
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return self.num_ongoing
+
+
+def hash_prompt(token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
+    root = root_hash(
+        model_fingerprint="m", kv_dtype="float32", block_size=BLOCK_SIZE, cache_salt=cache_salt
+    )
+    return hash_blocks(as_token_ids(token_ids), block_size=BLOCK_SIZE, parent=root)
+
+
+@pytest.fixture
+def table() -> Iterator[RoutingTable]:
+    table = RoutingTable(block_size=BLOCK_SIZE)
+    detach = REGISTRY.attach(POOL, table, hash_prompt=hash_prompt)
+    yield table
+    detach()
+    REGISTRY.publish(POOL, [])
+
+
+def new_router(*replicas: FakeReplica) -> PrefixAwareRouter:
+    """Within a running loop. From the class as Serve ships it: pickled by value."""
+    settings: dict[str, Any] = {
+        "request_router_class": "quire.router.serve_router:PrefixAwareRouter",
+        "request_router_kwargs": {"pool": POOL},
+    }
+    config = RequestRouterConfig(**settings)
+    router = cast(Callable[..., PrefixAwareRouter], config.get_request_router_class())(
+        deployment_id=DEPLOYMENT,
+        handle_source=DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=True,
+    )
+    router.initialize_state(**config.request_router_kwargs)
+    router.update_replicas(cast(list[RunningReplica], list(replicas)))
+    return router
+
+
+def call(request_id: str, *args: object, **kwargs: object) -> PendingRequest:
+    metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id)
+    return PendingRequest(args=list(args), kwargs=kwargs, metadata=metadata)
+
+
+async def ranks(router: PrefixAwareRouter, request: PendingRequest) -> list[list[str]]:
+    replicas = list(router.curr_replicas.values())
+    chosen = await router.choose_replicas(replicas, request)
+    return [[replica.replica_id.unique_id for replica in rank] for rank in chosen]
+
+
+def test_serves_membership_is_published_with_what_replicas_said_of_themselves() -> None:
+    async def scenario() -> None:
+        a = FakeReplica("a", {"address": "127.0.0.1:1"})
+        b = FakeReplica("b", {"address": "127.0.0.1:2"})
+        router = new_router(a, b)
+        assert REGISTRY.members(POOL) == (
+            Member(GroupId("a"), {"address": "127.0.0.1:1"}),
+            Member(GroupId("b"), {"address": "127.0.0.1:2"}),
+        )
+        router.on_replica_actor_died(a.replica_id)
+        assert [m.group for m in REGISTRY.members(POOL)] == ["b"]
+        router.update_replicas([])
+        assert REGISTRY.members(POOL) == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_call_with_token_ids_goes_where_its_prefix_is(table: RoutingTable) -> None:
+    async def scenario() -> None:
+        router = new_router(*(FakeReplica(name) for name in "abcd"))
+        table.update_members(member.group for member in REGISTRY.members(POOL))
+        prompt = list(range(1000))
+        first, second = await ranks(router, call("1", token_ids=prompt))
+        assert len(first) == 1
+        assert len(second) == 2
+        assert first[0] not in second
+        for i in range(2, 6):
+            again, _ = await ranks(router, call(str(i), {"token_ids": [*prompt, i]}))
+            assert again == first
+        salted = [
+            (await ranks(router, call(f"s{i}", token_ids=prompt, cache_salt=f"tenant {i}")))[0][0]
+            for i in range(20)
+        ]
+        assert len(Counter(salted)) == 4
+        assert table.stats().num_in_flight == 25
+        for request_id in [*map(str, range(1, 6)), *(f"s{i}" for i in range(20))]:
+            router.on_request_completed(FakeReplica("a").replica_id, request_id)
+        assert table.stats().num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_only_candidates_are_chosen(table: RoutingTable) -> None:
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"))
+        table.update_members([GroupId("a"), GroupId("b")])
+        for i in range(10):
+            assert await ranks(router, call(str(i), token_ids=[i] * 20)) == [["a"], []]
+        table.update_members([GroupId("b")])
+        assert await ranks(router, call("x", token_ids=[1] * 20)) == [[], ["a"]]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("text",),
+        ({"prompt": "text"},),
+        (None,),
+        ({"token_ids": "text"},),
+        ({"token_ids": [-1, 2**40]},),
+        ({"token_ids": 7},),
+    ],
+)
+def test_a_call_without_usable_token_ids_goes_to_the_shorter_of_two_queues(
+    arguments: tuple[Any, ...], table: RoutingTable
+) -> None:
+    async def scenario() -> None:
+        router = new_router(*(FakeReplica(name) for name in "abc"))
+        table.update_members(member.group for member in REGISTRY.members(POOL))
+        pairs = set()
+        for i in range(50):
+            first, second = await ranks(router, call(str(i), *arguments))
+            assert first == []
+            pairs.add(frozenset(second))
+        assert pairs == {frozenset("ab"), frozenset("ac"), frozenset("bc")}
+        assert table.stats().num_in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_without_a_gateway_calls_are_still_routed() -> None:
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"))
+        assert await ranks(router, call("1", token_ids=[1, 2, 3])) == [[], ["a"]]
+        router.on_request_completed(FakeReplica("a").replica_id, "1")
+
+    asyncio.run(scenario())
+
+
+def test_serve_backs_off_when_every_queue_is_full(table: RoutingTable) -> None:
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"))
+        request = call("1", token_ids=[1])
+        await ranks(router, request)
+        assert request.routing_context.should_backoff
+
+    asyncio.run(scenario())

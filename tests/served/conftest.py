@@ -1,0 +1,74 @@
+"""One real cluster for all tests here: two replica groups of two ranks, gRPC and HTTP."""
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quire import demo_model
+from quire.cluster.app import Endpoints, running_cluster
+from quire.cluster.config import ClusterConfig
+from quire.worker.config import EngineConfig
+
+CONFIG = ClusterConfig(
+    engine=EngineConfig(
+        model=demo_model.PATH,
+        tensor_parallel_size=2,
+        dtype="float32",
+        block_size=16,
+        num_blocks=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    ),
+    served_model_name="demo",
+    num_groups=2,
+    grpc_port=0,
+    http_port=0,
+    drain_timeout_s=2,
+)
+
+
+@pytest.fixture(scope="session")
+def endpoints() -> Iterator[Endpoints]:
+    with marked_processes(), running_cluster(CONFIG) as endpoints:
+        yield endpoints
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    with marked_processes():
+        yield
+
+
+@pytest.fixture
+def channel(endpoints: Endpoints) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(endpoints.grpc) as channel:
+        yield channel
+
+
+@contextlib.contextmanager
+def marked_processes() -> Iterator[None]:
+    """What is started inside, by whomever, must be gone at the end."""
+    name, value = "QUIRE_TEST_CLUSTER", str(uuid.uuid4())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)  # Inherited by each process that is started.
+        yield
+    left = _processes_with(f"{name}={value}")
+    assert not left, f"left behind: {left}"
+
+
+def _processes_with(mark: str) -> dict[int, str]:
+    """The processes, by id, that were started with ``mark`` in their environment."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue  # It ended as we looked, or is somebody else's.
+    return found

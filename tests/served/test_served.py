@@ -1,0 +1,199 @@
+"""The whole of it: real clients, a real Ray cluster, real ranks."""
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ray import serve
+
+from quire import demo_model
+from quire.cluster.app import APP_NAME, Endpoints
+from quire.cluster.client import chat_request, generate
+from quire.llm import LLM, SamplingParams
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.worker.request import TokenDelta
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+BLOCK_SIZE = 16
+_numbers = itertools.count()
+
+
+def test_streamed_tokens_are_those_of_the_offline_engine(channel: grpc.Channel) -> None:
+    text = "Paged attention is"
+    request = pb.GenerateRequest(
+        text=text, sampling=pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    )
+    chunks = list(generate(channel, request))
+    offset = 0
+    for chunk in chunks:
+        assert chunk.token_offset == offset
+        offset += len(chunk.token_ids)
+    assert len(chunks) > 1, "it did not stream"
+
+    with LLM(demo_model.PATH, dtype="float32", num_blocks=64, num_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        expected = llm.generate(text, params, use_tqdm=False)[0].outputs[0]
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected.token_ids
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert chunks[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert chunks[-1].usage.num_output_tokens == 24
+
+
+def test_a_seed_brings_the_same_tokens_whoever_shares_the_batch(channel: grpc.Channel) -> None:
+    def sample(seed: int) -> list[int]:
+        sampling = pb.SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=16)
+        chunks = generate(channel, pb.GenerateRequest(text="A whale is", sampling=sampling))
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+    alone = [sample(seed) for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        crowded = list(pool.map(sample, [0, 1, 2, 3, 0, 1, 2, 3]))
+    assert crowded == alone * 2
+
+
+def test_a_second_request_goes_to_the_group_that_holds_its_prefix(
+    channel: grpc.Channel,
+) -> None:
+    system = f"You are assistant number {next(_numbers)}. " + "Answer plainly and briefly. " * 12
+    starts = []
+    for question in ("What is a harbor?", "What is a planet?", "Who are you?"):
+        request = chat_request(
+            [("system", system), ("user", question)],
+            sampling=pb.SamplingParams(temperature=0, max_tokens=4),
+        )
+        starts.append(next(chunk.start for chunk in list(generate(channel, request))))
+        time.sleep(0.5)  # The block events travel on a stream of their own.
+    first, *later = starts
+    assert first.num_cached_tokens < 2 * BLOCK_SIZE  # A template's beginning may be known.
+    for start in later:
+        assert start.routing.group == first.routing.group
+        assert start.routing.reason == "cached_prefix"
+        assert start.num_cached_tokens >= 64
+        assert start.num_cached_tokens == start.routing.predicted_cached_tokens
+
+
+def test_a_cancelled_stream_returns_its_blocks(channel: grpc.Channel, endpoints: Endpoints) -> None:
+    sampling = pb.SamplingParams(max_tokens=900, ignore_eos=True)
+    stream = generate(channel, pb.GenerateRequest(text="Once upon a time", sampling=sampling))
+    next(stream)
+    _eventually(lambda: _metric(endpoints, "quire_group_held_blocks") > 0)
+    stream.close()
+    _eventually(lambda: _metric(endpoints, "quire_group_held_blocks") == 0)
+    _eventually(lambda: _metric(endpoints, "quire_group_running") == 0)
+
+
+def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpoints) -> None:
+    handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    stream = handle.options(method_name="generate", stream=True).remote([9, 10, 11], params)
+    deltas = list(cast("Iterable[TokenDelta]", stream))
+    assert [delta.token_offset for delta in deltas] == [0, 1, 2, 3]
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_the_openai_client_completes_chats_and_streams(endpoints: Endpoints) -> None:
+    with openai.OpenAI(base_url=f"http://{endpoints.http}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        completion = client.completions.create(
+            model="demo", prompt="A whale is", max_tokens=8, temperature=0
+        )
+        assert completion.choices[0].text
+        chat = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "What is a harbor?"}],
+            max_tokens=16,
+            temperature=0,
+        )
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "What is a harbor?"}],
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text == chat.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.completions.create(model="nobody", prompt="x")
+
+
+def test_health_and_reflection_answer(channel: grpc.Channel, endpoints: Endpoints) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "quire.v1.Inference"):
+        reply = health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    listed = next(iter(reflection.ServerReflectionInfo(iter([request]))))
+    names = {service.name for service in listed.list_services_response.service}
+    assert "quire.v1.Inference" in names
+    assert httpx.get(f"http://{endpoints.http}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "details"),
+    [
+        (pb.GenerateRequest(), "INVALID_ARGUMENT", r"prompt"),
+        (pb.GenerateRequest(text=""), "INVALID_ARGUMENT", r"prompt is empty"),
+        (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 999_999])),
+            "INVALID_ARGUMENT",
+            r"token id 999999 at position 1 .* 0 to 4095",
+        ),
+        (
+            pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=5000)),
+            "INVALID_ARGUMENT",
+            r"max_tokens=5000.*1024",
+        ),
+        (
+            pb.GenerateRequest(text="x", sampling=pb.SamplingParams(top_p=1.5)),
+            "INVALID_ARGUMENT",
+            r"top_p=1.5",
+        ),
+        (pb.GenerateRequest(text="x", model="nobody"), "NOT_FOUND", r"nobody.*demo"),
+    ],
+)
+def test_bad_input_is_refused_and_harms_nothing(
+    channel: grpc.Channel, request_: pb.GenerateRequest, code: str, details: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(generate(channel, request_))
+    assert error.value.code().name == code
+    assert re.search(details, error.value.details() or "")
+    good = pb.GenerateRequest(text="A whale", sampling=pb.SamplingParams(max_tokens=2))
+    assert list(generate(channel, good))[-1].usage.num_output_tokens == 2
+
+
+def test_text_becomes_tokens_and_text_again(channel: grpc.Channel) -> None:
+    stub = InferenceStub(channel)
+    tokens = stub.Tokenize(pb.TokenizeRequest(text="Grüß Gott 🌍", no_special_tokens=True))
+    assert tokens.max_model_len == 1024
+    text = stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+    assert text.text == "Grüß Gott 🌍"
+
+
+def _metric(endpoints: Endpoints, name: str) -> float:
+    """The sum of a metric over its labels."""
+    page = httpx.get(f"http://{endpoints.http}/metrics").text
+    values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, flags=re.MULTILINE)
+    assert values, f"{name} is not in /metrics"
+    return sum(map(float, values))
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    """Waits for what a heartbeat must bring; the bound only ends a test that has failed."""
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.05)

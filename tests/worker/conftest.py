@@ -1,0 +1,145 @@
+"""A model whose tokens show whether its KV cache was right, and an engine around it.
+
+Its "KV" of a token is the token and its position. A row "attends" by reading both back through
+its block table, and its next token is a hash of all that it read, of the seed and the position:
+whatever the engine gets wrong about blocks changes tokens. `Generate` says what is right, from
+the prompt alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.worker.config import EngineConfig
+from quire.worker.engine import Engine
+from quire.worker.errors import RankFailure
+from quire.worker.model_facts import ModelFacts
+from quire.worker.step import StepInput, StepOutput, TokenLogprobs
+
+VOCAB_SIZE = 50
+EOS = 1
+
+
+def next_token(context: Sequence[int], *, seed: int, banned: Collection[int] = ()) -> int:
+    text = ",".join(map(str, context))
+    for attempt in range(10_000):
+        digest = hashlib.blake2b(f"{text}/{seed}/{attempt}".encode(), digest_size=4).digest()
+        token_id = int.from_bytes(digest, "little") % VOCAB_SIZE
+        if token_id not in banned:
+            return token_id
+    raise AssertionError("every token is banned")
+
+
+class PagedExecutor:
+    """Executes steps as ranks would, and checks what the contract says of a `StepInput`."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.steps: list[StepInput] = []
+        self.fails = False
+        self.on_execute: Callable[[StepInput], None] = lambda step: None
+        self._block_size = block_size
+        self._tokens = np.full(num_blocks * block_size, -1)
+        self._positions = np.full(num_blocks * block_size, -1)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        if self.fails:
+            raise RankFailure("rank 1 died")
+        self.steps.append(step)
+        self.on_execute(step)
+        self._check(step)
+        # As in each layer of a model: the KV of the whole step is written, then rows attend.
+        self._tokens[step.slot_mapping_T] = step.token_ids_T
+        self._positions[step.slot_mapping_T] = step.positions_T
+        contexts = [self._read(step, row) for row in range(len(step.seq_lens_B))]
+
+        sampling = step.sampling
+        token_ids = []
+        for index, row in enumerate(step.sample_rows_S.tolist()):
+            assert sampling.position_S[index] == len(contexts[row])
+            banned = sampling.banned_ids.get(index, np.empty(0, dtype=np.int64))
+            seed = int(sampling.seed_S[index])
+            token_ids.append(next_token(contexts[row], seed=seed, banned=banned.tolist()))
+        wanted = sampling.num_logprobs_S.tolist()
+        logprobs = tuple(
+            TokenLogprobs(token_id, -1.0, 1, ()) if number >= 0 else None
+            for token_id, number in zip(token_ids, wanted, strict=True)
+        )
+        return StepOutput(np.array(token_ids, dtype=np.int64), logprobs if any(logprobs) else ())
+
+    def close(self) -> None:
+        pass
+
+    def _check(self, step: StepInput) -> None:
+        num_queries = np.diff(step.query_starts_B1)
+        assert step.query_starts_B1[0] == 0
+        assert step.query_starts_B1[-1] == len(step.token_ids_T) == len(step.positions_T)
+        assert (num_queries[: step.num_decodes] == 1).all()
+        assert (num_queries[step.num_decodes :] > 1).all()
+        assert len(set(step.slot_mapping_T.tolist())) == len(step.slot_mapping_T), "two writers"
+
+    def _read(self, step: StepInput, row: int) -> list[int]:
+        seq_len = int(step.seq_lens_B[row])
+        positions = np.arange(seq_len)
+        table = step.block_tables_BM[row].astype(np.int64)
+        slots = table[positions // self._block_size] * self._block_size
+        slots += positions % self._block_size
+        assert (self._positions[slots] == positions).all(), f"row {row} reads foreign KV"
+        begin, end = step.query_starts_B1[row], step.query_starts_B1[row + 1]
+        assert (step.positions_T[begin:end] == positions[seq_len - (end - begin) :]).all()
+        context: list[int] = self._tokens[slots].tolist()
+        return context
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
+    """Builds an engine of ``num_blocks`` small blocks; options are those of `EngineConfig`."""
+
+    def make(
+        *, num_blocks: int = 16, block_size: int = 4, **options: object
+    ) -> tuple[Engine, PagedExecutor]:
+        executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size)
+        defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+        config = EngineConfig(
+            model=Path("none"),
+            block_size=block_size,
+            **{**defaults, **options},  # type: ignore[arg-type]
+        )
+        facts = ModelFacts(
+            name="hash",
+            fingerprint="hash-1",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=1_000,
+            eos_token_ids=(EOS,),
+            kv_dtype="float32",
+        )
+        return Engine(config, facts, executor), executor
+
+    return make
+
+
+@pytest.fixture
+def generate() -> Callable[..., tuple[list[int], str]]:
+    """What the model says to a prompt, found without any cache: output tokens, finish reason."""
+
+    def generate(
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        stop: Collection[int] = (EOS,),
+        banned: Collection[int] = (),
+        min_tokens: int = 0,
+    ) -> tuple[list[int], str]:
+        output: list[int] = []
+        while len(output) < max_tokens:
+            too_early = banned if len(output) < min_tokens else ()
+            output.append(next_token([*prompt, *output], seed=seed, banned=too_early))
+            if output[-1] in stop:
+                return output, "stop"
+        return output, "length"
+
+    return generate

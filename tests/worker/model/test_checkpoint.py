@@ -1,0 +1,191 @@
+"""What a user reads when a checkpoint or a configuration cannot work."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from quire.worker.checkpoint import open_checkpoint
+from quire.worker.errors import CheckpointError, ConfigError
+from quire.worker.executor import make_executor
+from quire.worker.model_config import check_parallel, read_model_config
+from quire.worker.model_facts import model_facts
+
+ConfigOf = Callable[..., Any]
+
+
+@pytest.fixture
+def copy(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "copy"))
+
+
+@pytest.fixture
+def sharded_copy(tiny_llama_9_3: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama_9_3, tmp_path / "copy"))
+
+
+def edit_config(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def failure(config_of: ConfigOf, path: Path, **fields: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_executor(config_of(path, **fields))
+    return str(caught.value)
+
+
+def test_a_missing_directory_is_named(config_of: ConfigOf, tmp_path: Path) -> None:
+    assert failure(config_of, tmp_path / "nowhere").startswith(f"{tmp_path}/nowhere: no such dir")
+
+
+def test_a_directory_without_config_is_no_checkpoint(config_of: ConfigOf, tmp_path: Path) -> None:
+    assert "has no config.json" in failure(config_of, tmp_path)
+
+
+def test_damaged_config_is_named(config_of: ConfigOf, copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    assert "config.json: not JSON" in failure(config_of, copy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not supported; supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights ('fp8')"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"dtype": "float64"}, "dtype='float64' is not supported"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be an integer"),
+        ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' lacks factor"),
+    ],
+)
+def test_a_model_of_a_foreign_kind_is_refused_by_name(
+    fields: dict[str, Any], message: str, config_of: ConfigOf, copy: Path
+) -> None:
+    edit_config(copy, **fields)
+    assert message in failure(config_of, copy)
+
+
+def test_missing_weights_are_told_apart_from_foreign_ones(config_of: ConfigOf, copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    assert "found pytorch_model.bin" in failure(config_of, copy)
+
+
+def test_a_missing_file_of_several_is_named(config_of: ConfigOf, sharded_copy: Path) -> None:
+    files = sorted(sharded_copy.glob("*.safetensors"))
+    assert len(files) > 2
+    files[1].unlink()
+    assert f"names {len(files)} files, 1 of them missing: {files[1].name}" in failure(
+        config_of, sharded_copy
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, 100_000])
+def test_a_truncated_file_is_named_with_both_sizes(
+    keep: int, config_of: ConfigOf, copy: Path
+) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = failure(config_of, copy)
+    assert str(file) in message
+    assert f"{keep} bytes" in message
+    assert "truncated" in message
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_a_missing_tensor_is_named(
+    tensor_parallel_size: int, config_of: ConfigOf, copy: Path
+) -> None:
+    edit_tensors(copy, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    message = failure(config_of, copy, tensor_parallel_size=tensor_parallel_size)
+    assert "'model.layers.1.mlp.up_proj.weight' [96, 64] is in none of" in message
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(config_of: ConfigOf, copy: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    edit_tensors(copy, lambda tensors: tensors.update({name: tensors[name][:16].clone()}))
+    message = failure(config_of, copy)
+    assert "model.safetensors: " in message
+    assert f"{name!r} has shape [16, 64], config.json asks for [32, 64]" in message
+
+
+def test_heads_that_cannot_be_shared_are_counted(config_of: ConfigOf, tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="4 attention heads and 2 KV heads; possible: 1, 2, 4"):
+        make_executor(config_of(tiny_llama, tensor_parallel_size=3))
+
+
+def test_kv_heads_divide_or_are_replicated(tiny_llama_9_3: Path) -> None:
+    model = read_model_config(tiny_llama_9_3)
+    for size in (1, 3, 9):
+        check_parallel(model, size)
+    for size in (2, 4, 6, 18):
+        with pytest.raises(ConfigError, match="possible: 1, 3, 9"):
+            check_parallel(model, size)
+
+
+def test_old_and_new_ways_of_writing_the_rotary_embedding_are_one(
+    copy: Path, tiny_llama: Path
+) -> None:
+    raw = json.loads((copy / "config.json").read_text())
+    theta = raw.pop("rope_parameters")["rope_theta"]
+    (copy / "config.json").write_text(json.dumps(raw | {"rope_theta": theta}))
+    assert read_model_config(copy) == read_model_config(tiny_llama)
+
+    stretch = {"rope_type": "linear", "factor": 2.0}
+    edit_config(copy, rope_theta=5e5, rope_scaling=stretch)
+    old = read_model_config(copy).rope
+    edit_config(copy, rope_theta=None, rope_scaling=None)
+    edit_config(copy, rope_parameters=stretch | {"rope_theta": 5e5})
+    assert read_model_config(copy).rope == old
+    assert (old.rope_type, old.factor, old.theta) == ("linear", 2.0, 5e5)
+
+
+def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, copy: Path) -> None:
+    facts = model_facts(config_of(tiny_llama_9_3))
+    assert facts.eos_token_ids == (2, 5)
+    assert (facts.vocab_size, facts.max_model_len, facts.kv_dtype) == (331, 512, "float32")
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
+    assert facts.eos_token_ids == (2, 7)
+    assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
+
+
+def test_more_context_than_the_model_was_trained_for_is_refused(
+    config_of: ConfigOf, tiny_llama: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=513: .* trained for 512 positions"):
+        model_facts(config_of(tiny_llama, max_model_len=513))
+
+
+def test_the_fingerprint_tells_weights_apart_and_not_their_place(
+    config_of: ConfigOf, tiny_llama: Path, copy: Path
+) -> None:
+    original = model_facts(config_of(tiny_llama)).fingerprint
+    assert model_facts(config_of(copy)).fingerprint == original
+    edit_tensors(copy, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
+    retrained = model_facts(config_of(copy)).fingerprint
+    assert retrained != original
+    edit_config(copy, rms_norm_eps=1e-3)
+    assert model_facts(config_of(copy)).fingerprint not in (original, retrained)
+
+
+def test_a_checkpoint_lists_every_tensor(tiny_llama_9_3: Path) -> None:
+    checkpoint = open_checkpoint(tiny_llama_9_3)
+    stored: dict[str, Any] = {}
+    for file in checkpoint.files:
+        stored |= load_file(file)
+    assert {n: tuple(t.shape) for n, t in stored.items()} == {
+        name: info.shape for name, info in checkpoint.tensors.items()
+    }

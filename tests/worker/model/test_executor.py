@@ -1,0 +1,167 @@
+"""Rank processes: what they compute, and that none outlives a fault, a close or its parent."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.worker.errors import ConfigError, RankFailure
+from quire.worker.executor import InProcessExecutor, ProcessExecutor, make_executor
+
+ConfigOf = Callable[..., Any]
+PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
+
+
+@pytest.fixture
+def start(config_of: ConfigOf, tiny_llama: Path) -> Iterator[Callable[..., ProcessExecutor]]:
+    """Starts groups of two ranks and, at the end, sees to it that nothing is left of them."""
+    started: list[ProcessExecutor] = []
+
+    def make(**fields: Any) -> ProcessExecutor:
+        config = config_of(tiny_llama, tensor_parallel_size=2, **fields)
+        started.append(ProcessExecutor(config))
+        return started[-1]
+
+    yield make
+    for executor in started:
+        executor.close()
+        assert not any(map(exists, executor.pids))
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until_gone(pids: Sequence[int], *, deadline_s: float = 20.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while any(map(exists, pids)):
+        assert time.monotonic() < deadline, f"still there: {[p for p in pids if exists(p)]}"
+        time.sleep(0.02)
+
+
+def test_two_ranks_and_one_generate_what_transformers_does(
+    start: Any, config_of: ConfigOf, tiny_llama: Path, oracle: Any, driver: Any
+) -> None:
+    with torch.no_grad():
+        expected = [
+            oracle(tiny_llama)
+            .generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=20,
+                do_sample=False,
+                eos_token_id=None,
+            )[0, len(prompt) :]
+            .tolist()
+            for prompt in PROMPTS
+        ]
+    one, facts = make_executor(config_of(tiny_llama))
+    assert isinstance(one, InProcessExecutor)
+    assert (one.num_blocks, facts.vocab_size) == (128, 320)
+    assert driver.generate(one, PROMPTS, num_tokens=20) == expected
+    two = start()
+    for pid in two.pids:
+        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches ranks in some terminals; it is not for them
+    assert driver.generate(two, PROMPTS, num_tokens=20) == expected
+    two.close()
+    two.close()
+    assert not any(map(exists, two.pids))
+    for closed in (one, two):
+        closed.close()
+        with pytest.raises(RankFailure, match="the executor is closed"):
+            driver.generate(closed, PROMPTS, num_tokens=1)
+
+
+def test_a_killed_rank_fails_the_group_by_name(start: Any, driver: Any) -> None:
+    executor = start()
+    os.kill(executor.pids[1], signal.SIGKILL)
+    message = rf"rank 1 \(pid {executor.pids[1]}\) died with signal 9"
+    with pytest.raises(RankFailure, match=message):
+        driver.generate(executor, PROMPTS, num_tokens=50)
+    assert not any(map(exists, executor.pids))
+    with pytest.raises(RankFailure, match=message):
+        driver.generate(executor, PROMPTS, num_tokens=1)
+
+
+def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any, driver: Any) -> None:
+    executor = start(step_timeout_s=0.5)
+    os.kill(executor.pids[1], signal.SIGSTOP)
+    with pytest.raises(RankFailure, match=r"not answer within 0\.5 s; .* rank 1 stopped"):
+        driver.generate(executor, PROMPTS, num_tokens=50)
+    assert not any(map(exists, executor.pids))
+
+
+def test_what_a_rank_raises_arrives_with_its_traceback(start: Any, driver: Any) -> None:
+    executor = start()
+    with pytest.raises(RankFailure, match=r"rank \d \(pid \d+\) raised IndexError: index out") as e:
+        driver.generate(executor, [[999_999]], num_tokens=1)
+    assert any("llama.py" in note for note in e.value.__notes__)
+
+
+def test_an_exception_in_this_process_fails_the_group_too(
+    config_of: ConfigOf, tiny_llama: Path, driver: Any
+) -> None:
+    executor, _ = make_executor(config_of(tiny_llama))
+    with pytest.raises(RankFailure, match="rank 0 raised IndexError"):
+        driver.generate(executor, [[999_999]], num_tokens=1)
+
+
+def test_settings_that_a_rank_refuses_are_refused_here_in_the_same_words(
+    config_of: ConfigOf, tiny_llama: Path
+) -> None:
+    messages = []
+    for size in (1, 2):
+        with pytest.raises(ConfigError) as caught:
+            make_executor(config_of(tiny_llama, num_blocks=3, tensor_parallel_size=size))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+SCRIPT = """
+import sys, time
+from quire.worker.config import EngineConfig
+from quire.worker.executor import make_executor
+executor, _ = make_executor(EngineConfig(
+    model=sys.argv[1], tensor_parallel_size=2, device="cpu", num_blocks=64, num_threads=1))
+print(*executor.pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_of_a_killed_script_end_with_it(tiny_llama: Path, tmp_path: Path) -> None:
+    """The script has no ``__main__`` guard, and runs where its imports could not be found."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "torch.py").write_text("raise ImportError('from the working directory')")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").rename(tmp_path / "elsewhere" / "script.py")
+    script = subprocess.Popen(
+        [sys.executable, str(tmp_path / "elsewhere" / "script.py"), str(tiny_llama)],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            # What is killed leaves the file behind by which its ranks met.
+            "TMPDIR": str(tmp_path),
+        },
+    )
+    try:
+        assert script.stdout is not None
+        assert select.select([script.stdout], [], [], 60)[0]
+        pids = [int(pid) for pid in script.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(exists, pids))
+    finally:
+        script.kill()
+        script.communicate()
+    wait_until_gone(pids)

@@ -1,0 +1,120 @@
+"""Shards add up to the model. Ranks are threads here, and their collectives plain sums."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.worker.checkpoint import open_checkpoint
+from quire.worker.loader import Shard, load_weights
+from quire.worker.model_config import read_model_config
+from quire.worker.model_runner import ModelRunner
+from quire.worker.tensor_parallel import TensorParallel
+
+CASES = [
+    ("tiny_llama", 2),
+    ("tiny_llama", 4),  # more ranks than KV heads
+    ("tiny_llama_9_3", 3),
+    ("tiny_llama_9_3", 9),
+    ("tiny_llama_with_biases", 2),
+]
+
+
+class ThreadRank(TensorParallel):
+    def __init__(self, rank: int, group: "list[Tensor | None]", barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(group)
+        self._group, self._barrier = group, barrier
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._group[self.rank] = x
+        self._barrier.wait(timeout=30)
+        everything = [part.clone() for part in self._group if part is not None]
+        self._barrier.wait(timeout=30)
+        return everything
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).sum(dim=0)
+
+    def gather_columns(self, x_SV: Tensor, *, num_columns: int) -> Tensor | None:
+        whole = torch.cat(self._exchange(x_SV), dim=1)
+        assert whole.shape[1] == num_columns
+        return whole if self.rank == 0 else None
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_ranks_together_compute_what_one_does(
+    name: str,
+    size: int,
+    request: pytest.FixtureRequest,
+    config_of: Callable[..., Any],
+    runner_of: Any,
+    driver: Any,
+    row: Any,
+) -> None:
+    path: Path = request.getfixturevalue(name)
+    config = config_of(path, tensor_parallel_size=size)
+    group: list[Tensor | None] = [None] * size
+    barrier = threading.Barrier(size)
+    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+
+    def run(rank: int) -> Tensor | None:
+        tp = ThreadRank(rank, group, barrier)
+        runner = ModelRunner(config, device=torch.device("cpu"), tp=tp)
+        runner.allocate(128)
+        return runner.forward(step)
+
+    with ThreadPoolExecutor(size) as pool:
+        logits, *others = pool.map(run, range(size))
+    assert logits is not None
+    assert others == [None] * (size - 1)
+    torch.testing.assert_close(logits, runner_of(path).forward(step), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3: Path) -> None:
+    model = read_model_config(tiny_llama_9_3)
+    checkpoint = open_checkpoint(tiny_llama_9_3)
+    stored: dict[str, Tensor] = {}
+    for file in checkpoint.files:
+        stored |= load_file(file)
+    shards = [
+        load_weights(
+            checkpoint,
+            model,
+            shard=Shard(rank=rank, size=size),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        for rank in range(size)
+    ]
+    for index in range(model.num_layers):
+        layers = [shard.layers[index] for shard in shards]
+        prefix = f"model.layers.{index}"
+        q_size = model.num_heads // size * model.head_size
+        kv_size = model.num_kv_heads // size * model.head_size
+        q, k, v = zip(
+            *(torch.split(layer.qkv, [q_size, kv_size, kv_size]) for layer in layers), strict=True
+        )
+        gate, up = zip(*(layer.gate_up.chunk(2) for layer in layers), strict=True)
+        for name, whole in {
+            "self_attn.q_proj": torch.cat(q),
+            "self_attn.k_proj": torch.cat(k),
+            "self_attn.v_proj": torch.cat(v),
+            "self_attn.o_proj": torch.cat([layer.o for layer in layers], dim=1),
+            "mlp.gate_proj": torch.cat(gate),
+            "mlp.up_proj": torch.cat(up),
+            "mlp.down_proj": torch.cat([layer.down for layer in layers], dim=1),
+        }.items():
+            assert torch.equal(whole, stored[f"{prefix}.{name}.weight"]), name
+    head = torch.cat([shard.lm_head for shard in shards])
+    assert torch.equal(head, stored["model.embed_tokens.weight"]), "tied"
+    for shard in shards:
+        assert shard.lm_head.untyped_storage().data_ptr() == (
+            shard.embedding_VC.untyped_storage().data_ptr()
+        ), "a tied head takes no memory of its own"

@@ -1,0 +1,231 @@
+"""Random requests, aborts and resets on small engines: every token equals what the prompt alone
+gives, every count adds up, and nothing is left behind."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.worker.engine import Engine
+from quire.worker.errors import InvalidRequest
+from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
+from quire.worker.request import Request, TokenDelta
+from quire.worker.sampling_params import SamplingParams
+
+VOCAB_SIZE = 50
+EOS = 1
+MakeEngine = Callable[..., tuple[Engine, Any]]
+Generate = Callable[..., tuple[list[int], str]]
+
+
+class Spec(NamedTuple):
+    """A request to make. Prompts begin alike, and often are alike."""
+
+    trunk: tuple[int, ...]
+    tail: list[int]
+    params: SamplingParams
+    num_resumed: int
+    salt: str
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([5, 1, 2, 3, 8, 13, 30, 60]),
+    seed=st.sampled_from([0, 0, 1]),
+    min_tokens=st.sampled_from([0, 1]),
+    ignore_eos=st.booleans(),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+)
+SPECS = st.builds(
+    Spec,
+    trunk=st.builds(
+        lambda words, length: (words * 12)[:length],
+        st.sampled_from([(5, 6, 7, 8), (5, 6, 9)]),
+        st.sampled_from([8, 3, 4, 12, 15, 16, 17, 24, 32]),
+    ),
+    tail=st.lists(st.integers(0, 3), max_size=2),
+    params=PARAMS,
+    num_resumed=st.sampled_from([0, 0, 1, 6]),
+    salt=st.sampled_from(["", "", "", "tenant"]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self, make_engine: MakeEngine, generate: Generate) -> None:
+        super().__init__()
+        self.make_engine = make_engine
+        self.generate = generate
+        self.num_added = 0
+        self.expected: dict[str, tuple[list[int], str]] = {}
+        self.received: dict[str, list[int]] = {}
+        self.replayed: set[BlockHash] = set()
+        self.parents: dict[BlockHash, BlockHash | None] = {}
+
+    @initialize(
+        block_size=st.sampled_from([4, 4, 8, 16]),
+        num_slots=st.sampled_from([16, 32, 48, 64, 96]),
+        max_num_seqs=st.integers(1, 8),
+        extra_tokens=st.integers(0, 40),
+        caching=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self, block_size: int, num_slots: int, max_num_seqs: int, extra_tokens: int, caching: bool
+    ) -> None:
+        self.block_size = block_size
+        self.engine, self.executor = self.make_engine(
+            block_size=block_size,
+            num_blocks=num_slots // block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_tokens,
+            enable_prefix_caching=caching,
+        )
+        self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
+        self.engine.events.subscribe(self.replay)
+
+    @rule(burst=st.lists(SPECS, min_size=1, max_size=4))
+    def add(self, burst: list[Spec]) -> None:
+        for spec in burst:
+            self.add_one(spec)
+
+    def add_one(self, spec: Spec) -> None:
+        prompt, params = [*spec.trunk, *spec.tail], spec.params
+        output, reason = self.generate(
+            prompt,
+            max_tokens=params.max_tokens,
+            seed=params.seed,
+            stop=() if params.ignore_eos else (EOS,),
+            banned=(EOS,),
+            min_tokens=params.min_tokens,
+        )
+        request = Request(
+            request_id=f"r{self.num_added}",
+            prompt_token_ids=as_token_ids(prompt),
+            params=params,
+            resumed_token_ids=as_token_ids(output[: spec.num_resumed]),
+            cache_salt=spec.salt,
+        )
+        num_tokens = len(prompt) + (params.max_tokens or 0)
+        fits = len(prompt) >= 1 and num_tokens <= self.engine.max_model_len
+        try:
+            self.engine.add_request(request)
+        except InvalidRequest:
+            assert not fits
+            return
+        assert fits
+        self.num_added += 1
+        self.expected[request.request_id] = (output, reason)
+        self.received[request.request_id] = output[: spec.num_resumed]
+        self.learn_chain([*prompt, *output], spec.salt)
+
+    @rule(num_steps=st.integers(1, 10))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for output in self.engine.step():
+                self.receive(output)
+
+    @precondition(lambda self: self.expected)
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice: int) -> None:
+        request_id = sorted(self.expected)[choice % len(self.expected)]
+        assert self.engine.abort(request_id)
+        assert not self.engine.abort(request_id)
+        del self.expected[request_id]
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        held = self.engine.stats().num_held_blocks
+        assert self.engine.reset_prefix_cache() == (held == 0)
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        stats = self.engine.stats()
+        total = stats.num_free_blocks + stats.num_cached_blocks + stats.num_held_blocks
+        assert total == stats.num_total_blocks
+        assert stats.num_running + stats.num_waiting <= len(self.expected)
+        assert self.engine.has_work == bool(self.expected)
+        assert 0 <= stats.num_hit_tokens <= stats.num_prompt_tokens
+        assert stats.num_pending_prefill_tokens >= stats.num_waiting
+        if stats.num_running == 0:
+            assert stats.num_held_blocks == stats.num_wasted_slots == 0
+
+    @invariant()
+    def a_step_keeps_to_its_limits(self) -> None:
+        for step in self.executor.steps:
+            assert len(step.seq_lens_B) <= self.max_num_seqs
+            assert len(step.token_ids_T) <= self.max_num_tokens
+        self.executor.steps.clear()
+
+    @invariant()
+    def events_replay_to_what_is_stored(self) -> None:
+        assert self.engine.events.snapshot().snapshot == frozenset(self.replayed)
+
+    @invariant()
+    def no_chain_is_cut_in_its_middle(self) -> None:
+        for block_hash in self.replayed:
+            parent = self.parents[block_hash]
+            assert parent is None or parent in self.replayed
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(20_000):
+            if not self.engine.has_work:
+                break
+            self.step(1)
+            self.counts_add_up()
+        assert not self.expected, "a request never ended"
+        stats = self.engine.stats()
+        assert (stats.num_held_blocks, stats.num_pending_prefill_tokens) == (0, 0)
+        assert stats.num_cached_blocks == len(self.replayed)
+
+    def receive(self, output: TokenDelta) -> None:
+        received = self.received[output.request_id]
+        assert output.token_offset == len(received)
+        received += output.token_ids
+        tokens, reason = self.expected[output.request_id]
+        assert received == tokens[: len(received)]
+        if output.finish_reason is not None:
+            assert (received, output.finish_reason) == (tokens, reason)
+            del self.expected[output.request_id]
+
+    def replay(self, _: int, event: BlockEvent) -> None:
+        match event:
+            case BlocksStored(hashes):
+                assert self.replayed.isdisjoint(hashes)
+                self.replayed |= set(hashes)
+            case BlocksRemoved(hashes):
+                assert self.replayed.issuperset(hashes)
+                self.replayed -= set(hashes)
+
+    def learn_chain(self, tokens: list[int], salt: str) -> None:
+        root = root_hash(
+            model_fingerprint="hash-1",
+            kv_dtype="float32",
+            block_size=self.block_size,
+            cache_salt=salt,
+        )
+        parent: BlockHash | None = None
+        array = np.array(tokens, dtype=np.uint32)
+        for block_hash in hash_blocks(array, block_size=self.block_size, parent=root):
+            self.parents[block_hash] = parent
+            parent = block_hash
+
+
+def test_tokens_depend_on_prompt_parameters_and_seed_only(
+    make_engine: MakeEngine, generate: Generate
+) -> None:
+    run_state_machine_as_test(
+        lambda: EngineMachine(make_engine, generate),  # type: ignore[arg-type]
+        settings=settings(max_examples=100, stateful_step_count=25, deadline=None),
+    )

@@ -1,0 +1,211 @@
+"""The offline API as its user meets it: prompts of all kinds in, outputs with vLLM's fields out."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quire import demo_model, llm
+from quire.llm import LLM, SamplingParams
+from quire.worker.errors import CheckpointError, ConfigError, InvalidRequest
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM(demo_model.PATH, dtype="float32", num_blocks=128, num_threads=1) as engine:
+        yield engine
+
+
+def test_a_prompt_may_be_text_a_mapping_or_token_ids(demo: LLM) -> None:
+    text = "A harbor is"
+    ids = AutoTokenizer.from_pretrained(demo_model.PATH).encode(text)
+    prompts: list[Any] = [text, {"prompt": text}, {"prompt_token_ids": ids}]
+    outputs = demo.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 3
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == [text, text, None]
+    assert demo.generate(text, GREEDY, use_tqdm=False)[0].outputs == outputs[0].outputs
+
+
+def test_text_and_logprobs_are_those_of_transformers(demo: LLM) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model.PATH)
+    model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)
+    output = demo.generate("A planet is", params, use_tqdm=False)[0]
+    completion = output.outputs[0]
+    ids = [*output.prompt_token_ids, *completion.token_ids]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    assert completion.logprobs is not None
+    total = 0.0
+    for index, token in enumerate(completion.token_ids):
+        row = logprobs[len(output.prompt_token_ids) + index - 1]
+        reported = completion.logprobs[index]
+        assert set(row.topk(3).indices.tolist()) | {token} == set(reported)
+        for token_id, entry in reported.items():
+            assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+            assert entry.decoded_token == tokenizer.decode([token_id])
+        total += float(row[token])
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_n_completions_differ_by_seed_and_share_the_prompt(demo: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
+    together = demo.generate("The sea", params, use_tqdm=False)[0].outputs
+    assert [completion.index for completion in together] == [0, 1, 2]
+    alone = [
+        demo.generate("The sea", SamplingParams(seed=5 + i, max_tokens=8), use_tqdm=False)
+        for i in range(3)
+    ]
+    assert [c.token_ids for c in together] == [o[0].outputs[0].token_ids for o in alone]
+    assert len({tuple(c.token_ids) for c in together}) > 1
+
+
+def test_a_stop_string_ends_the_text_and_frees_the_request(demo: LLM) -> None:
+    whole = demo.generate("A harbor is", SamplingParams(temperature=0, max_tokens=24))[0]
+    stop = whole.outputs[0].text.split()[2]
+    params = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
+    cut = demo.generate("A harbor is", params, use_tqdm=False)[0].outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == whole.outputs[0].text[: whole.outputs[0].text.index(stop)]
+    assert demo.engine.stats().num_held_blocks == 0
+
+
+def test_a_stop_token_is_kept_in_the_ids_and_out_of_the_text(demo: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    whole = demo.generate("A harbor is", params, use_tqdm=False)[0].outputs[0]
+    token = whole.token_ids[3]
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[token])
+    cut = demo.generate("A harbor is", params, use_tqdm=False)[0].outputs[0]
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", token)
+    assert whole.text.startswith(cut.text)
+    assert len(cut.text) < len(whole.text)
+
+
+def test_max_tokens_none_fills_the_context(demo: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    output = demo.generate({"prompt_token_ids": [9] * 1000}, params, use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 1024 - 1000
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_requests_without_a_seed_are_the_same_in_every_run() -> None:
+    def run() -> list[list[int]]:
+        with LLM(demo_model.PATH, num_blocks=128, num_threads=1, seed=3) as engine:
+            outputs = engine.generate(["The sea"] * 3, SamplingParams(), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first = run()
+    assert first == run()
+    assert len({tuple(tokens) for tokens in first}) > 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", GREEDY, "prompt 0: prompt is empty"),
+        (["fine", ""], GREEDY, "prompt 1: prompt is empty"),
+        ({"prompt_token_ids": []}, GREEDY, "prompt 0: prompt is empty"),
+        ({"prompt_token_ids": [1, 4096]}, GREEDY, r"4096 at position 1 .* 0 to 4095"),
+        ({"prompt_token_ids": [1, -1]}, GREEDY, "must be integers, 0 or more"),
+        ({"prompt_token_ids": "abc"}, GREEDY, "must be integers, 0 or more"),
+        ({"text": "x"}, GREEDY, "a prompt is a string or a mapping with 'prompt'"),
+        ({"cache_salt": "x"}, GREEDY, "a prompt is a string or a mapping with 'prompt'"),
+        (17, GREEDY, "a prompt is a string or a mapping"),
+        ("x", SamplingParams(max_tokens=5000), "max_tokens=5000.*max_model_len is 1024"),
+        ({"prompt_token_ids": [9] * 1024}, GREEDY, "prompt has 1024 tokens.*1023"),
+        (["x", "y"], [GREEDY], "2 prompts and 1 sampling_params"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_none_is_run(
+    demo: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    steps = demo.engine.stats().num_steps
+    with pytest.raises(InvalidRequest, match=message):
+        demo.generate(prompts, params, use_tqdm=False)
+    assert demo.engine.stats().num_steps == steps
+    assert not demo.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("min_tokens", 17),
+        ("seed", -1),
+        ("stop", [""]),
+        ("logprobs", 21),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_sampling_parameters_out_of_range_name_themselves(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}=.* is out of range: "):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 24}, "block_size=24: must be a power of two from 4 to 128"),
+        ({"tensor_parallel_size": 3}, "cannot share 8 attention heads .* possible: 1, 2, 4, 8"),
+        ({"max_model_len": 4096}, "max_model_len=4096: .* 1024"),
+        ({"num_blocks": 4}, "4 blocks of 16 tokens.*1024 needs 64"),
+        ({"gpu_memory_utilization": 90}, "for a figure in bytes use kv_cache_memory_bytes"),
+        ({"dtype": "int4"}, "dtype='int4'"),
+    ],
+)
+def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(demo_model.PATH, **settings)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        LLM(tmp_path / "nowhere")
+    for file in demo_model.PATH.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        LLM(tmp_path)
+    weights = (demo_model.PATH / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        LLM(tmp_path)
+
+
+def test_the_public_surface_is_this() -> None:
+    assert sorted(llm.__all__) == sorted(
+        ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"]
+    )
+    assert list(inspect.signature(LLM.__init__).parameters)[1:] == [
+        "model",
+        "tensor_parallel_size",
+        "dtype",
+        "seed",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "num_blocks",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "device",
+        "num_threads",
+    ]

@@ -1,0 +1,145 @@
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from quire.worker.errors import CheckpointError, InvalidRequest
+from quire.worker.sampling_params import SamplingParams
+from quire.worker.text import TextStream, Tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}\n"
+    "<|{{ message.role }}|>{{ message.content | trim }}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHAT = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Grüß Gott 🌍"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    backend.train_from_iterator(
+        ["the cat and the hat, the end. über Straße"] * 3,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=special,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": {"content": "<|end|>", "__type": "AddedToken"},
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+def test_a_chat_is_rendered_as_transformers_renders_it(folder: Path, tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for add_generation_prompt in (True, False):
+        ours = tokenizer.apply_chat_template(CHAT, add_generation_prompt=add_generation_prompt)
+        expected = theirs.apply_chat_template(
+            CHAT, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+        assert ours == expected
+    assert tokenizer.encode("the über 🌍") == theirs.encode("the über 🌍")
+
+
+def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="unknown role wizard"):
+        tokenizer.apply_chat_template([{"role": "wizard", "content": "?"}])
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        tokenizer.apply_chat_template([])
+
+
+def test_a_model_without_a_template_says_how_to_go_on(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    bare = Tokenizer.load(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"no chat template.*chat_template\.jinja"):
+        bare.apply_chat_template(CHAT)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert Tokenizer.load(tmp_path).render_chat(CHAT) == "Be brief. "
+
+
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither tokenizer\.json nor"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+@given(st.lists(st.integers(0, 260), max_size=40), st.randoms(use_true_random=False))
+def test_streamed_text_is_the_decoded_text(
+    tokenizer: Tokenizer, ids: list[int], rng: random.Random
+) -> None:
+    stream = TextStream(tokenizer, SamplingParams())
+    assert _stream(stream, ids, rng) == tokenizer.decode(ids)
+
+
+@given(
+    st.text(alphabet="the cat🌍", max_size=40),
+    st.lists(st.text(alphabet="the ca🌍", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_the_first_stop_string_to_be_complete_ends_the_text(
+    tokenizer: Tokenizer, text: str, stops: list[str], keep: bool, rng: random.Random
+) -> None:
+    params = SamplingParams(stop=stops, include_stop_str_in_output=keep)
+    stream = TextStream(tokenizer, params)
+    assert _stream(stream, tokenizer.encode(text), rng) == _cut(text, stops, keep=keep)
+
+
+def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🌍!")
+    stream = TextStream(tokenizer, SamplingParams())
+    assert [stream.push([token]).text for token in ids] == ["", "", "", "🌍", "!"]
+
+
+def test_endless_broken_bytes_are_shown_in_the_end(tokenizer: Tokenizer) -> None:
+    broken = tokenizer.encode("🌍")[1:2] * 500
+    stream = TextStream(tokenizer, SamplingParams())
+    shown = "".join(stream.push([token]).text for token in broken) + stream.finish()
+    assert shown == tokenizer.decode(broken)
+
+
+def _stream(stream: TextStream, ids: list[int], rng: random.Random) -> str:
+    text = ""
+    while ids:
+        num = rng.randint(1, 3)
+        delta = stream.push(ids[:num])
+        text, ids = text + delta.text, ids[num:]
+        if delta.stopped:
+            assert stream.push(ids).text == ""
+            break
+    return text + stream.finish()
+
+
+def _cut(text: str, stops: list[str], *, keep: bool) -> str:
+    """The plain rule, character by character."""
+    for end in range(len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            return text[:end] if keep else text[: end - max(map(len, ended))]
+    return text

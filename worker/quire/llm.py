@@ -1,0 +1,270 @@
+"""The offline API: a model in this process, prompts in, texts out.
+
+    from quire.llm import LLM, SamplingParams
+
+    with LLM(model="path/to/checkpoint", tensor_parallel_size=2) as llm:
+        for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
+            print(output.outputs[0].text)
+
+Names and meanings are vLLM's. A batch is taken whole or not at all: every prompt is checked
+before the first one runs.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from quire.worker.completion import Completion, Progress, request_output
+from quire.worker.config import Device, DType, EngineConfig
+from quire.worker.engine import Engine
+from quire.worker.errors import InvalidRequest
+from quire.worker.executor import make_executor
+from quire.worker.hashing import TokenIds, as_token_ids
+from quire.worker.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.worker.request import Request, derive_seed
+from quire.worker.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.text import Message, Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+Prompt = str | Mapping[str, Any]
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
+``cache_salt`` too: prompts share cached prefixes only within a salt."""
+
+
+class LLM:
+    """A model and its engine. Use it as a context manager, or call `close`.
+
+    Args:
+        model: A checkpoint directory in Hugging Face format (Llama architecture, safetensors).
+        tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        seed: Requests that bring no seed get one drawn from this, in their order.
+        gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
+            (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
+            4 GiB).
+        kv_cache_memory_bytes: KV cache in bytes, instead of a share.
+        block_size: Tokens in a block of KV cache: 4, 8, 16, 32, 64 or 128.
+        max_model_len: Longest prompt + output; the checkpoint's own by default.
+        max_num_seqs: Sequences that run at the same time.
+        max_num_batched_tokens: Tokens that one step computes.
+        enable_prefix_caching: Reuse the KV of prompts that begin alike.
+        device: "auto", "cpu" or "cuda".
+        num_threads: CPU threads of each rank; the machine's cores shared out by default.
+
+    Raises:
+        ConfigError: A setting cannot work; the message names it and what would be right.
+        CheckpointError: The model's files are missing, damaged or of a foreign kind.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: DType = "auto",
+        seed: int = 0,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        device: Device = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        self.config = EngineConfig(
+            model=Path(model),
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            device=device,
+            num_threads=num_threads,
+        )
+        self._tokenizer = _load_tokenizer(self.config.model)
+        executor, facts = make_executor(self.config)
+        self._engine = Engine(self.config, facts, executor)
+        self._num_prompts = 0
+        # Ranks must not outlive an LLM that nobody closed.
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for its statistics and its block events."""
+        return self._engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            CheckpointError: The checkpoint has none: its prompts are token ids.
+        """
+        return self._tokenizer or Tokenizer.load(self.config.model)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes ``prompts``, all of them batched together, and returns in their order.
+
+        Args:
+            prompts: One prompt or a list of them.
+            sampling_params: For all prompts, or one for each.
+            use_tqdm: Show progress on stderr: tokens per second and cache hits.
+
+        Raises:
+            InvalidRequest: A prompt cannot be served; the message says which. None was run.
+        """
+        # What is no prompt at all, such as a number, is left for the check of each to refuse.
+        listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
+        all_params = _params_of_each(sampling_params, num_prompts=len(listed))
+        batch = [
+            self._completions(index, prompt, params)
+            for index, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
+        ]
+        self._run([completion for group in batch for completion in group], shown=use_tqdm)
+        return [request_output(completions) for completions in batch]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one chat or a list of them, through the model's chat template."""
+        one_chat = bool(messages) and isinstance(messages[0], Mapping)
+        chats = cast("Sequence[Sequence[Message]]", [messages] if one_chat else messages)
+        tokenizer = self.get_tokenizer()
+        prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(chat)} for chat in chats]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached blocks, as for a measurement that begins cold."""
+        self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stops the ranks and frees the KV cache. Can be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _completions(self, index: int, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+        """The ``params.n`` completions of one prompt, checked and not yet begun."""
+        number, self._num_prompts = self._num_prompts, self._num_prompts + 1
+        # Drawn here and not by the engine: the seeds of completions follow one another.
+        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
+        try:
+            text, token_ids, cache_salt = self._read_prompt(prompt)
+            completions = [
+                Completion(
+                    Request(
+                        request_id=f"{number}-{completion}",
+                        prompt_token_ids=token_ids,
+                        params=replace(params, n=1, seed=(seed + completion) & MAX_SEED),
+                        cache_salt=cache_salt,
+                    ),
+                    prompt=text,
+                    index=completion,
+                    tokenizer=self._tokenizer,
+                )
+                for completion in range(params.n)
+            ]
+            self._engine.check_request(completions[0].request)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {index}: {error}") from None
+        return completions
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, TokenIds, str]:
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        known = {"prompt", "prompt_token_ids", "cache_salt"}
+        if (
+            not isinstance(fields, Mapping)
+            or not set(fields) <= known
+            or set(fields) <= {"cache_salt"}
+        ):
+            raise InvalidRequest(
+                "a prompt is a string or a mapping with 'prompt' or 'prompt_token_ids' "
+                f"(and 'cache_salt'), not {prompt!r}"
+            )
+        text = fields.get("prompt")
+        if "prompt_token_ids" in fields:
+            token_ids = _as_ids(fields["prompt_token_ids"])
+        else:
+            token_ids = as_token_ids(self.get_tokenizer().encode(text) if text else [])
+        return text, token_ids, fields.get("cache_salt", "")
+
+    def _run(self, completions: Sequence[Completion], *, shown: bool) -> None:
+        waiting = deque(completions)
+        running: dict[str, Completion] = {}
+        try:
+            with Progress(num_completions=len(completions), shown=shown) as progress:
+                while waiting or running:
+                    # The engine's queue is kept full, and never runs into its bound.
+                    while waiting and len(running) < self.config.max_num_waiting:
+                        completion = waiting.popleft()
+                        self._engine.add_request(completion.request)
+                        running[completion.request.request_id] = completion
+                    for delta in self._engine.step():
+                        completion = running[delta.request_id]
+                        completion.receive(delta)
+                        progress.advance(delta, completion)
+                        if completion.finish_reason is not None:
+                            del running[delta.request_id]
+                            if delta.finish_reason is None:  # A stop string, which only we see.
+                                self._engine.abort(delta.request_id)
+        finally:  # What an error leaves behind must not run on with the next batch.
+            for request_id in running:
+                self._engine.abort(request_id)
+
+
+def _params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, *, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(
+            f"{num_prompts} prompts and {len(params)} sampling_params: give one for all or one "
+            "for each"
+        )
+    return list(params)
+
+
+def _as_ids(token_ids: Any) -> TokenIds:
+    try:
+        return as_token_ids(token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"prompt_token_ids must be integers, 0 or more: {error}") from None
+
+
+def _load_tokenizer(model: Path) -> Tokenizer | None:
+    """A checkpoint may come without a tokenizer: its prompts are token ids then."""
+    has_one = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return Tokenizer.load(model) if has_one else None

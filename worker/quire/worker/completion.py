@@ -1,0 +1,132 @@
+"""Completions of the offline API on their way: from the engine's tokens to what users get."""
+
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from quire.worker.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from quire.worker.request import Request, TokenDelta
+from quire.worker.step import TokenLogprobs
+from quire.worker.text import TextStream, Tokenizer
+
+
+class Completion:
+    """One completion on its way: the engine's tokens, and their text."""
+
+    def __init__(
+        self, request: Request, *, prompt: str | None, index: int, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.index = index
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer, request.params) if tokenizer else None
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def receive(self, delta: TokenDelta) -> None:
+        """Takes what a step brought; ``finish_reason`` is set once that was the last."""
+        if not self._token_ids:
+            self.num_cached_tokens = delta.num_cached_tokens
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        if self._stream is None:
+            return
+        # As in vLLM, the token that ends the text is not part of it.
+        hidden = (
+            delta.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        )
+        shown = delta.token_ids[:-1] if hidden else delta.token_ids
+        text, stopped = self._stream.push(shown)
+        self._text += text
+        if stopped:
+            self.finish_reason = "stop"
+        elif delta.finish_reason is not None:
+            self._text += self._stream.finish()
+            if self._stream.stop_string is not None:
+                self.finish_reason = "stop"
+
+    def output(self) -> CompletionOutput:
+        """The completion, once it has ended."""
+        assert self.finish_reason is not None
+        logprobs = None
+        if self.request.params.logprobs is not None:
+            logprobs = [self._readable(token) for token in self._logprobs]
+        return CompletionOutput(
+            index=self.index,
+            text=self._text,
+            token_ids=self._token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(token.logprob for token in self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason(),
+        )
+
+    def _stop_reason(self) -> str | int | None:
+        if self._stream is not None and self._stream.stop_string is not None:
+            return self._stream.stop_string
+        stop_ids = self.request.params.stop_token_ids or ()
+        by_token = self.finish_reason == "stop" and self._token_ids[-1] in stop_ids
+        return self._token_ids[-1] if by_token else None
+
+    def _readable(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(token.top, 1)]
+        ranked.append((token.token_id, token.logprob, token.rank))
+        return {
+            token_id: Logprob(
+                logprob=value,
+                rank=rank,
+                decoded_token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
+            )
+            for token_id, value, rank in ranked
+        }
+
+
+class Progress:
+    """A bar that counts completions, with tokens per second and the share of cached prompt."""
+
+    def __init__(self, *, num_completions: int, shown: bool) -> None:
+        self._bar = tqdm(
+            total=num_completions, desc="Completions", disable=not shown, dynamic_ncols=True
+        )
+        self._began_s = time.monotonic()
+        self._num_output = self._num_prompt = self._num_cached = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self, delta: TokenDelta, completion: Completion) -> None:
+        self._num_output += len(delta.token_ids)
+        if completion.finish_reason is None:
+            return
+        self._num_prompt += len(completion.request.prompt_token_ids)
+        self._num_cached += completion.num_cached_tokens
+        took_s = max(time.monotonic() - self._began_s, 1e-9)
+        self._bar.set_postfix_str(
+            f"{self._num_output / took_s:.0f} output tokens/s, "
+            f"{self._num_cached / self._num_prompt:.0%} of prompt cached",
+            refresh=False,
+        )
+        self._bar.update()
+
+
+def request_output(completions: Sequence[Completion]) -> RequestOutput:
+    """What `LLM.generate` returns for the completions of one prompt."""
+    first = completions[0]
+    return RequestOutput(
+        request_id=first.request.request_id.partition("-")[0],
+        prompt=first.prompt,
+        prompt_token_ids=first.request.prompt_token_ids.tolist(),
+        num_cached_tokens=first.num_cached_tokens,
+        outputs=[completion.output() for completion in completions],
+    )

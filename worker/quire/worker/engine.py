@@ -1,0 +1,288 @@
+"""One replica group's engine: requests in, steps of the model, tokens out.
+
+Synchronous, and used from one thread. Between two calls no step is under way, every held block
+belongs to a running request, and a request that was added is there until an output with a finish
+reason, or `Engine.abort`, ends it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.worker.blocks import BlockPool
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError, InvalidRequest, QueueFull, RankFailure
+from quire.worker.events import EventLog
+from quire.worker.hashing import as_token_ids, root_hash
+from quire.worker.model_facts import ModelFacts
+from quire.worker.request import Request, RequestLimits, TokenDelta, check_request, derive_seed
+from quire.worker.scheduler import Scheduler
+from quire.worker.sequence import Sequence
+from quire.worker.step import Executor, StepOutput, TokenLogprobs
+from quire.worker.step_input import build_step_input
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """How loaded an engine is, and what it has done since it began."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_prefill_tokens: int
+    """Tokens of waiting and running requests to compute before they can decode; less hits."""
+    oldest_waiting_s: float
+    """How long the head of the queue has been there since its arrival; 0 for an empty queue."""
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_wasted_slots: int
+    """Slots of KV in held blocks that no token fills yet: the tails of last blocks."""
+    num_held_slots: int
+    """``num_held_blocks * block_size``."""
+    num_prompt_tokens: int
+    """Counter, as are the next ones: of requests that began to run, once each."""
+    num_hit_tokens: int
+    """Those among them that were in the cache."""
+    num_output_tokens: int
+    num_preemptions: int
+    num_steps: int
+
+
+class Engine:
+    """Continuous batching over a paged KV cache with prefix caching.
+
+    ``epoch`` tells this engine's block events from those of any other one's, before or beside it.
+
+    Raises:
+        ConfigError: The configuration asks for more context than the model has.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelFacts,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        epoch: int = 0,
+    ) -> None:
+        self.events = EventLog(epoch=epoch)
+        self._limits = _limits(config, model, num_blocks=executor.num_blocks)
+        self._config = config
+        self._model = model
+        self._executor = executor
+        self._clock = clock
+        self._pool = BlockPool(
+            num_blocks=executor.num_blocks, block_size=config.block_size, log=self.events
+        )
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._ended_at_once: list[Sequence] = []
+        self._num_unseeded = 0
+        self._num_output_tokens = 0
+        self._num_steps = 0
+        self._failure: str | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt + output, in tokens: what model, configuration and KV cache allow."""
+        return self._limits.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._sequences)
+
+    def check_request(self, request: Request) -> None:
+        """Refuses what `add_request` would refuse for good, without adding it.
+
+        Raises:
+            InvalidRequest: The request can never be served, or its id is in use.
+        """
+        self._max_tokens(request)
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request; its outputs come from later steps.
+
+        Raises:
+            InvalidRequest: It can never be served, or its id is in use.
+            QueueFull: ``max_num_waiting`` requests are waiting.
+            RankFailure: The engine has failed or is closed.
+        """
+        self._check_alive()
+        max_tokens = self._max_tokens(request)
+        num_waiting = len(self._scheduler.waiting)
+        if num_waiting >= self._config.max_num_waiting:
+            raise QueueFull(
+                f"{num_waiting} requests are waiting, max_num_waiting is "
+                f"{self._config.max_num_waiting}: try again later"
+            )
+        seq = self._sequence(request, max_tokens)
+        self._sequences[seq.request_id] = seq
+        if seq.finish_reason():  # Nothing is left to generate behind what was resumed.
+            self._ended_at_once.append(seq)
+        else:
+            self._scheduler.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request without another output; its blocks are released before this returns.
+
+        Returns whether the engine had it.
+        """
+        seq = self._sequences.pop(request_id, None)
+        if seq is None:
+            return False
+        if seq in self._ended_at_once:
+            self._ended_at_once.remove(seq)
+        else:
+            self._scheduler.remove(seq)
+        return True
+
+    def step(self) -> list[TokenDelta]:
+        """Runs the model once over what the scheduler chose; without work, does nothing.
+
+        Returns one output for each request that got a token, or that ended.
+
+        Raises:
+            RankFailure: The executor failed. Every request is lost, and no call will work again.
+        """
+        self._check_alive()
+        outputs = [self._output(seq, ()) for seq in self._ended_at_once]
+        self._ended_at_once.clear()
+        schedule = self._scheduler.schedule()
+        if not schedule.sequences:
+            return outputs
+        step_input = build_step_input(schedule, block_size=self._config.block_size)
+        try:
+            result = self._executor.execute(step_input)
+        except BaseException as error:  # An interrupt too leaves the ranks in mid-step.
+            self._failure = f"the engine has failed in an earlier step: {error!r}"
+            raise
+        self._num_steps += 1
+        self._scheduler.finish_step(schedule)
+        rows = step_input.sample_rows_S.tolist()
+        return outputs + self._take_tokens([schedule.sequences[row] for row in rows], result)
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._pool
+        block_size = pool.block_size
+        waiting = scheduler.waiting
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(waiting),
+            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
+            oldest_waiting_s=self._clock() - waiting[0].arrival_s if waiting else 0.0,
+            num_total_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_held_blocks=pool.num_held,
+            num_wasted_slots=sum(
+                seq.num_blocks * block_size - seq.num_computed for seq in scheduler.running
+            ),
+            num_held_slots=pool.num_held * block_size,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_hit_tokens=scheduler.num_hit_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix. Refused (false) while a running request holds blocks."""
+        return self._pool.reset()
+
+    def close(self) -> None:
+        """Stops the executor; requests at hand are lost. Can be called again."""
+        self._failure = self._failure or "the engine is closed"
+        self._executor.close()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RankFailure(self._failure)
+
+    def _max_tokens(self, request: Request) -> int:
+        if request.request_id in self._sequences:
+            raise InvalidRequest(
+                f"request_id {request.request_id!r} is in use: abort that request first, or take "
+                "another id"
+            )
+        return check_request(request, self._limits)
+
+    def _sequence(self, request: Request, max_tokens: int) -> Sequence:
+        seed = request.params.seed
+        if seed is None:
+            seed = derive_seed(self._config.seed, self._num_unseeded)
+            self._num_unseeded += 1
+        root = None
+        if self._config.enable_prefix_caching:
+            root = root_hash(
+                model_fingerprint=self._model.fingerprint,
+                kv_dtype=self._model.kv_dtype,
+                block_size=self._config.block_size,
+                cache_salt=request.cache_salt,
+            )
+        return Sequence(
+            request_id=request.request_id,
+            prompt_token_ids=as_token_ids(request.prompt_token_ids),
+            resumed_token_ids=as_token_ids(request.resumed_token_ids),
+            params=request.params,
+            seed=seed,
+            max_tokens=max_tokens,
+            eos_token_ids=self._model.eos_token_ids,
+            block_size=self._config.block_size,
+            root=root,
+            arrival_s=self._clock() if request.arrival_s is None else request.arrival_s,
+        )
+
+    def _take_tokens(self, sequences: list[Sequence], result: StepOutput) -> list[TokenDelta]:
+        """Appends the sampled tokens, and lets go of the requests that they end."""
+        token_ids: list[int] = result.token_ids_S.tolist()
+        logprobs = result.logprobs or (None,) * len(token_ids)
+        outputs = []
+        for seq, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+            seq.append_token(token_id)
+            outputs.append(self._output(seq, (token_id,), logprob))
+            if outputs[-1].finish_reason is not None:
+                self._scheduler.remove(seq)
+        self._num_output_tokens += len(token_ids)
+        return outputs
+
+    def _output(
+        self, seq: Sequence, token_ids: tuple[int, ...], logprobs: TokenLogprobs | None = None
+    ) -> TokenDelta:
+        """What to tell of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
+        finish_reason = seq.finish_reason()
+        if finish_reason is not None:
+            del self._sequences[seq.request_id]
+        return TokenDelta(
+            request_id=seq.request_id,
+            token_offset=seq.num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            logprobs=(logprobs,) if logprobs is not None else (),
+            finish_reason=finish_reason,
+            num_cached_tokens=seq.num_cached or 0,
+        )
+
+
+def _limits(config: EngineConfig, model: ModelFacts, *, num_blocks: int) -> RequestLimits:
+    max_model_len, reason = model.max_model_len, "what the model was trained for"
+    if config.max_model_len is not None:
+        if config.max_model_len > max_model_len:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len}: the model was trained for "
+                f"{max_model_len}; at most that"
+            )
+        max_model_len, reason = config.max_model_len, "as configured"
+    num_slots = num_blocks * config.block_size
+    if num_slots < max_model_len:
+        max_model_len = num_slots
+        reason = (
+            f"all that the KV cache's {num_blocks} blocks of {config.block_size} tokens hold "
+            "(kv_cache_memory_bytes gives it more)"
+        )
+    return RequestLimits(vocab_size=model.vocab_size, max_model_len=max_model_len, reason=reason)

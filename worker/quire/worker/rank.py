@@ -1,0 +1,90 @@
+"""A tensor-parallel rank as a process: ``python -m quire.worker.rank CONTROL_FD LIFELINE_FD``.
+
+Speaks with its executor over one socket, in pickles of what `quire.worker.rank_messages` lists.
+It ends when the executor does, however that ends: the other end of the lifeline closes then, and
+a thread that watches it ends the process even in the middle of a step.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from quire.worker.errors import CheckpointError, ConfigError
+from quire.worker.rank_messages import Failed, Loaded, RankStart, Ready
+from quire.worker.step import StepInput
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the executor, which decides.
+    control_fd, lifeline_fd = (int(arg) for arg in sys.argv[1:])
+    threading.Thread(target=_watch, args=(lifeline_fd, os.getppid()), daemon=True).start()
+    with Connection(control_fd) as connection:
+        try:
+            _run(connection)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # The executor closed its end.
+        except BaseException as error:
+            with suppress(OSError):
+                connection.send(_failed(error))
+    # Skips the teardown of torch and of its process group, which would wait for other ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run(connection: Connection) -> None:
+    start = connection.recv()
+    assert isinstance(start, RankStart)
+    # Here and not above: the lifeline must be watched before the slow imports begin.
+    from quire.worker.model_runner import ModelRunner, pick_device
+    from quire.worker.tensor_parallel import DistributedTensorParallel
+
+    device = pick_device(start.config, rank=start.rank)
+    tp = DistributedTensorParallel(
+        rank=start.rank,
+        size=start.config.tensor_parallel_size,
+        device=device,
+        rendezvous=start.rendezvous,
+    )
+    runner = ModelRunner(start.config, device=device, tp=tp)
+    connection.send(Loaded(num_blocks=runner.num_blocks_that_fit()))
+    runner.allocate(connection.recv())
+    connection.send(Ready())
+    while True:
+        step = connection.recv()
+        assert isinstance(step, StepInput)
+        output = runner.execute(step)
+        if output is not None:
+            connection.send(output)
+
+
+def _watch(lifeline_fd: int, parent_pid: int) -> None:
+    """Ends the process when the executor's end of the lifeline closes.
+
+    The parent's id is a second sign, for when a child that it forked still holds that end.
+    """
+    poll = select.poll()
+    poll.register(lifeline_fd, select.POLLIN | select.POLLHUP)
+    while not poll.poll(1000) and os.getppid() == parent_pid:
+        pass
+    os._exit(0)
+
+
+def _failed(error: BaseException) -> Failed:
+    kind = type(error)
+    # By its base, so that a subclass arrives as what a caller can handle.
+    name = next((k.__name__ for k in (ConfigError, CheckpointError) if issubclass(kind, k)), None)
+    return Failed(
+        kind=name or kind.__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+if __name__ == "__main__":
+    main()

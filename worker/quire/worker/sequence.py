@@ -1,0 +1,208 @@
+"""One request as the engine sees it: its tokens, how many have KV, and the blocks that hold it.
+
+    0 ≤ num_computed < num_tokens ≤ prompt + max_tokens
+    tokens[:num_computed] have their KV in blocks[: ceil(num_computed / block_size)]
+
+Prefill, decode, resume and recomputation after a preemption are one thing here: tokens whose KV
+is missing. Once only the last one's is, the next token can be sampled.
+"""
+
+import enum
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.blocks import BlockId
+from quire.worker.hashing import BlockHash, TokenIds, hash_blocks
+from quire.worker.outputs import FinishReason
+from quire.worker.sampling_params import SamplingParams
+from quire.worker.step import Ints, Longs, Penalties
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    """In the queue, for the first time or preempted. Holds no blocks."""
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    """Ended or aborted. Holds no blocks."""
+
+
+class Sequence:
+    """The state of one request.
+
+    ``root`` is the hash its chain begins from, or ``None`` where blocks are not to be shared.
+    ``seed`` and ``max_tokens`` are those of ``params``, resolved.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: TokenIds,
+        resumed_token_ids: TokenIds,
+        params: SamplingParams,
+        seed: int,
+        max_tokens: int,
+        eos_token_ids: Items[int],
+        block_size: int,
+        root: BlockHash | None,
+        arrival_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.arrival_s = arrival_s
+        self.status = Status.WAITING
+        self.num_cached: int | None = None
+        """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.num_queued = 0
+        """Tokens it will have to compute, as it seemed when it was queued."""
+
+        self._tokens: TokenIds = np.concatenate([prompt_token_ids, resumed_token_ids])
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(self._tokens)
+        self.num_computed = 0
+
+        self._block_size = block_size
+        self._blocks: Ints = np.empty(self.num_tokens // block_size + 2, dtype=np.int32)
+        self.num_blocks = 0
+        self.num_registered = 0
+        """Blocks at the beginning that bear their hash in the pool."""
+        self._root = root
+        self.hashes: list[BlockHash] = []
+        """Of every block that the tokens fill, computed or not; empty without a root."""
+        self._extend_hashes()
+
+        stop_ids = params.stop_token_ids or ()
+        self._end_ids = frozenset(stop_ids if params.ignore_eos else (*stop_ids, *eos_token_ids))
+        # As in vLLM, min_tokens keeps the end token away even where it would be ignored.
+        self._banned_ids = np.array(sorted({*stop_ids, *eos_token_ids}), dtype=np.int64)
+        self._counts = (
+            _TokenCounts(self._tokens, len(prompt_token_ids), params)
+            if params.has_penalties
+            else None
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Resumed ones counted."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV is missing. 1 means: ready to sample the next token."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt and output. A view, as are all arrays here."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def block_ids(self) -> Ints:
+        return self._blocks[: self.num_blocks]
+
+    @property
+    def banned_ids(self) -> Longs | None:
+        """Tokens that must not be sampled now."""
+        too_early = self.num_output_tokens < self.params.min_tokens
+        return self._banned_ids if too_early and len(self._banned_ids) else None
+
+    def penalties(self, *, row: int) -> Penalties | None:
+        return self._counts.penalties(row=row) if self._counts else None
+
+    def append_token(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = _grown(self._tokens, self.num_tokens + 1)
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self.num_tokens % self._block_size == 0:
+            self._extend_hashes()
+        if self._counts:
+            self._counts.add_output(token_id)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why no token follows those at hand: "stop", "length" or ``None``."""
+        if self.num_output_tokens == 0:
+            return None
+        if int(self._tokens[self.num_tokens - 1]) in self._end_ids:
+            return "stop"
+        return "length" if self.num_output_tokens >= self.max_tokens else None
+
+    def append_blocks(self, block_ids: Items[BlockId]) -> None:
+        end = self.num_blocks + len(block_ids)
+        if end > len(self._blocks):
+            self._blocks = _grown(self._blocks, end)
+        self._blocks[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+
+    def replace_block(self, index: int, block_id: BlockId) -> BlockId:
+        """Puts ``block_id``, of the same contents, at ``index``; returns the one it replaces."""
+        old = BlockId(int(self._blocks[index]))
+        self._blocks[index] = block_id
+        return old
+
+    def take_blocks(self) -> list[BlockId]:
+        """Empties the block table, for the pool to release: no KV is left."""
+        block_ids: list[BlockId] = self.block_ids.tolist()
+        self.num_blocks = self.num_registered = self.num_computed = 0
+        return block_ids
+
+    def _extend_hashes(self) -> None:
+        if self._root is not None:
+            self.hashes += hash_blocks(
+                self.token_ids,
+                block_size=self._block_size,
+                parent=self.hashes[-1] if self.hashes else self._root,
+                first_block=len(self.hashes),
+            )
+
+
+class _TokenCounts:
+    """What the penalties of one request need to know, kept up to date token by token."""
+
+    def __init__(self, tokens: TokenIds, num_prompt_tokens: int, params: SamplingParams) -> None:
+        self._params = params
+        self._seen: Longs = np.unique(tokens).astype(np.int64)
+        self._seen_set = set(self._seen.tolist())
+        self._num_seen = len(self._seen)
+        ids, counts = np.unique(tokens[num_prompt_tokens:], return_counts=True)
+        self._output_ids: Longs = ids.astype(np.int64)
+        self._output_counts: Ints = counts.astype(np.int32)
+        self._index_of = {token_id: index for index, token_id in enumerate(ids.tolist())}
+
+    def add_output(self, token_id: int) -> None:
+        if token_id not in self._seen_set:
+            self._seen_set.add(token_id)
+            if self._num_seen == len(self._seen):
+                self._seen = _grown(self._seen, self._num_seen + 1)
+            self._seen[self._num_seen] = token_id
+            self._num_seen += 1
+        index = self._index_of.setdefault(token_id, len(self._index_of))
+        if index == len(self._output_ids):
+            self._output_ids = _grown(self._output_ids, index + 1)
+            self._output_counts = _grown(self._output_counts, index + 1)
+        self._output_ids[index] = token_id
+        self._output_counts[index] += 1
+
+    def penalties(self, *, row: int) -> Penalties:
+        num_distinct = len(self._index_of)
+        return Penalties(
+            row=row,
+            presence=self._params.presence_penalty,
+            frequency=self._params.frequency_penalty,
+            repetition=self._params.repetition_penalty,
+            output_ids_R=self._output_ids[:num_distinct],
+            output_counts_R=self._output_counts[:num_distinct],
+            seen_ids_R=self._seen[: self._num_seen],
+        )
+
+
+def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """A copy with room for ``size`` items at least, the new ones 0; doubles."""
+    grown = np.zeros(max(size, 2 * len(array), 16), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown
