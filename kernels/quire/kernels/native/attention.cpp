@@ -14,6 +14,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "attention_tile.h"
 
@@ -59,21 +61,21 @@ class Attention {
     unit_ = &unit;
     take_scratch();
     pack_queries();
-    int now = 0;
-    Step step = first_step(), next;
-    if (step.split < unit.end_split) point_at(step, tiles_[now]);
+    Tiles tiles[2];
+    Tiles *now = &tiles[0], *next = &tiles[1];
+    Step step = first_step();
+    if (step.split < unit.end_split) {
+      find(step, *now);
+      fetch(*now);
+    }
     while (step.split < unit.end_split) {
-      next = following(step);
-      const bool more = next.split < unit.end_split;
-      if (more && kDirect && args_.block_size >= kTileTokens) {
-        point_at(next, tiles_[!now]);
-        attend(step, tiles_[now], tiles_[!now].k);
-      } else {
-        attend(step, tiles_[now], tiles_[now].k);
-        if (more) point_at(next, tiles_[!now]);
-      }
-      step = next;
-      now = !now;
+      const Step after = following(step);
+      const bool more = after.split < unit.end_split;
+      if (more) find(after, *next);
+      attend(step, *now, more ? *next : *now);
+      if (more) fetch(*next);
+      step = after;
+      std::swap(now, next);
     }
     if (unit.merge < 0) return write_out(unit, rows_);
     const Merge& merge = plan_.merges[unit.merge];
@@ -86,10 +88,14 @@ class Attention {
   // The cache's tiles feed the dot products as they are; else they are converted to floats.
   static constexpr bool kDirect = Dot::kPack == 4 / sizeof(Element);
 
+  // A split of one head's K and V: as it lies in the cache, in parts of one block each where
+  // blocks are smaller than tiles, and as the loops read it.
   struct Tiles {
+    int tokens;
+    const char* k_part[kMaxParts];
+    const char* v_part[kMaxParts];
     const char* k[kSplitTiles];
-    const char* v[kSplitTiles];
-    int count;
+    const char* v[kMaxParts];
   };
 
   int num_queries() const { return unit_->end_query - unit_->first_query; }
@@ -103,7 +109,7 @@ class Attention {
 
   void take_scratch() {
     const int64_t rows = num_rows();
-    const int64_t tiles = 4 * kSplitTiles * tile_bytes();  // K and V of this step and the next
+    const int64_t tiles = 2 * kSplitTiles * tile_bytes();
     const int64_t work = kMaxRows * kSplitTokens * 8;
     const int64_t state = rows * floats_per_row(head_size_) * 4;
     char* at = scratch_.at_least(rows * kQueryStride + tiles + work + state);
@@ -157,58 +163,82 @@ class Attention {
     return step;
   }
 
-  // Finds the step's tiles in the cache, and copies those that the loops cannot read there.
-  void point_at(const Step& step, Tiles& tiles) {
+  int part_tokens() const { return std::min(args_.block_size, kTileTokens); }
+
+  // Where the step's tiles are in the cache. What comes after the last is the last again: `ahead`
+  // of the loops may be longer than the split.
+  void find(const Step& step, Tiles& tiles) const {
     const int row = plan_.queries[step.first].row;
     const int32_t* table = args_.block_tables + row * args_.bt_stride;
-    const int first = step.split * kSplitTokens;
-    const int tokens = std::min(kSplitTokens, args_.seq_lens[row] - first);
-    const int64_t head_bytes = int64_t{args_.block_size} * head_size_ * sizeof(Element);
+    const int first = step.split * kSplitTokens, part = part_tokens();
     const int64_t token_bytes = head_size_ * sizeof(Element);
+    const int64_t head_bytes = args_.block_size * token_bytes;
     const auto* k = static_cast<const char*>(args_.k_cache);
     const auto* v = static_cast<const char*>(args_.v_cache);
-    const int lines_per_token = head_size_ / kLanes;
-    char* copy = gathered_ + (&tiles - tiles_) * 2 * kSplitTiles * tile_bytes();
-    tiles.count = (tokens + kTileTokens - 1) / kTileTokens;
-    for (int i = 0; i < tiles.count; ++i) {
-      const int token = first + i * kTileTokens;
-      const int valid = std::min(kTileTokens, tokens - i * kTileTokens);
-      char* k_copy = copy + i * tile_bytes();
-      char* v_copy = k_copy + kSplitTiles * tile_bytes();
-      if (args_.block_size >= kTileTokens) {
-        const int64_t block = table[token / args_.block_size];
-        const int64_t at = (block * args_.num_kv_heads + step.head) * head_bytes +
-                           token % args_.block_size * token_bytes;
-        tiles.k[i] = kDirect ? k + at : widened(k + at, k_copy, 1);
-        tiles.v[i] = kDirect ? v + at : widened(v + at, v_copy, lines_per_token);
-        if (valid < kTileTokens) tiles.v[i] = without_rest(tiles.v[i], valid, v_copy);
-        continue;
-      }
-      // Small blocks. A tile of floats is put together from the cache's type in the upper half.
-      const int64_t gap = kDirect ? 0 : tile_bytes() / 2;
-      for (int slot = 0; slot < valid; slot += args_.block_size) {
-        const int64_t block = table[(token + slot) / args_.block_size];
-        const int64_t at = (block * args_.num_kv_heads + step.head) * head_bytes;
-        insert_keys(k + at, slot, k_copy + gap);
-        memcpy(v_copy + gap + slot * token_bytes, v + at, head_bytes);
-      }
-      tiles.k[i] = kDirect ? k_copy : widened(k_copy + gap, k_copy, 1);
-      tiles.v[i] = kDirect ? v_copy : widened(v_copy + gap, v_copy, lines_per_token);
-      if (valid < kTileTokens) tiles.v[i] = without_rest(tiles.v[i], valid, v_copy);
+    tiles.tokens = std::min(kSplitTokens, args_.seq_lens[row] - first);
+    int i = 0;
+    for (int at = 0; at < tiles.tokens; at += part, ++i) {
+      const int64_t block = table[(first + at) / args_.block_size];
+      const int64_t offset = (block * args_.num_kv_heads + step.head) * head_bytes +
+                             (first + at) % args_.block_size * token_bytes;
+      tiles.k_part[i] = k + offset;
+      tiles.v_part[i] = v + offset;
+    }
+    for (; i * part < kSplitTokens; ++i) {
+      tiles.k_part[i] = tiles.k_part[i - 1];
+      tiles.v_part[i] = tiles.v_part[i - 1];
     }
   }
 
-  // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16].
-  void insert_keys(const char* from, int slot, char* to) const {
-    const int bytes = args_.block_size * 4;
+  // Makes the tiles fit for the loops: as they are, if they can be.
+  void fetch(Tiles& tiles) {
+    const int part = part_tokens(), parts = kTileTokens / part;
+    const int lines_per_token = head_size_ / kLanes;
+    const int64_t part_bytes = part * head_size_ * int64_t{sizeof(Element)};
+    // A tile of floats is put together from the cache's type in its upper half.
+    const int64_t gap = kDirect ? 0 : tile_bytes() / 2;
+    for (int i = 0; i * kTileTokens < tiles.tokens; ++i) {
+      const int valid = std::min(kTileTokens, tiles.tokens - i * kTileTokens);
+      const char* const* k = tiles.k_part + i * parts;
+      const char* const* v = tiles.v_part + i * parts;
+      char* k_copy = gathered_ + i * tile_bytes();
+      char* v_copy = k_copy + kSplitTiles * tile_bytes();
+      const char* values = parts == 1 ? v[0] : nullptr;
+      tiles.k[i] = k[0];
+      if (parts > 1) {
+        for (int j = 0; j * part < valid; ++j) {
+          insert_keys(k[j], v[j], j * part, k_copy + gap);
+          tiles.v[i * parts + j] = v[j];
+        }
+        tiles.k[i] = k_copy + gap;
+        if (kDirect && valid == kTileTokens) continue;
+        for (int j = 0; j * part < valid; ++j)
+          memcpy(v_copy + gap + j * part_bytes, v[j], part_bytes);
+        values = v_copy + gap;
+      }
+      if constexpr (!kDirect) {
+        tiles.k[i] = widened(tiles.k[i], k_copy, 1);
+        values = widened(values, v_copy, lines_per_token);
+      }
+      if (valid < kTileTokens) values = without_rest(values, valid, v_copy);
+      for (int j = 0; j < parts; ++j)
+        tiles.v[i * parts + j] = values + j * (tile_bytes() / parts);
+    }
+  }
+
+  // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16]. The
+  // block's values are wanted soon.
+  void insert_keys(const char* from, const char* ahead, int slot, char* to) const {
     const int num_lines = head_size_ * int(sizeof(Element)) / 4;
     to += slot * 4;
-    if (bytes == 16)
-      for (int line = 0; line < num_lines; ++line)
-        memcpy(to + line * kLineBytes, from + line * 16, 16);
-    else
-      for (int line = 0; line < num_lines; ++line)
-        memcpy(to + line * kLineBytes, from + line * 32, 32);
+    const auto copy = [&](auto bytes) {
+      for (int line = 0; line < num_lines; ++line) {
+        memcpy(to + line * kLineBytes, from + line * bytes, bytes);
+        if (line * bytes % kLineBytes == 0) __builtin_prefetch(ahead + line * bytes);
+      }
+    };
+    args_.block_size == 4 ? copy(std::integral_constant<int, 16>())
+                          : copy(std::integral_constant<int, 32>());
   }
 
   // A bf16 tile as a tile of floats. In each `lines` lines stand, word by word, two rows of the
@@ -241,14 +271,17 @@ class Attention {
     return to;
   }
 
-  void attend(const Step& step, const Tiles& tiles, const char* const* next_k) {
+  // While K is read, this step's V is fetched ahead, and while V is read, the next step's K.
+  void attend(const Step& step, const Tiles& tiles, const Tiles& next) {
     const int num_rows = (step.end - step.first) * group_;
     const int num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+    const bool in_place = kDirect && part_tokens() == kTileTokens;
     for (int i = 0; i < num_blocks; ++i) {
       const int first = num_rows * i / num_blocks;
       const int count = num_rows * (i + 1) / num_blocks - first;
-      attend_block<kMaxRows>(step, tiles, first, count, i ? tiles.k : tiles.v,
-                             i ? tiles.v : next_k);
+      attend_block<kMaxRows>(step, tiles, first, count,
+                             i == 0 && in_place ? tiles.v_part : tiles.k,
+                             i == 0 && kDirect ? next.k_part : tiles.v);
     }
   }
 
@@ -284,7 +317,7 @@ class Attention {
       join_maxima(max, to.max + row, kRows, blend);
       for (int i = 0; i < kRows; ++i) join_sum(sums[i], to.sum + (row + i) * kLanes, blend, i);
     }
-    sum_value_rows<Dot, kRows>(weights_, num_tiles, tiles.v, head_size_, ahead_of_values,
+    sum_value_rows<Dot, kRows>(weights_, num_tiles, part_tokens(), tiles.v, head_size_, ahead_of_values,
                                starts ? nullptr : &blend, to.values + int64_t{row} * head_size_);
   }
 
@@ -352,11 +385,10 @@ class Attention {
   Scratch& scratch_;
   const Unit* unit_ = nullptr;
   char* queries_ = nullptr;   // [rows], kQueryStride apart
-  char* gathered_ = nullptr;  // tiles that were copied
+  char* gathered_ = nullptr;  // tiles of K, then of V, that were copied
   float* scores_ = nullptr;   // [kMaxRows, kSplitTokens]
   char* weights_ = nullptr;
   Rows rows_{};
-  Tiles tiles_[2];
 };
 
 #if defined(QUIRE_BF16_DOT)

@@ -11,6 +11,8 @@
 // loop nor on how many tiles it takes at once.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace quire {
@@ -18,6 +20,7 @@ namespace quire {
 constexpr int kTileTokens = 16;
 constexpr int kSplitTokens = 128;
 constexpr int kSplitTiles = kSplitTokens / kTileTokens;
+constexpr int kMaxParts = kSplitTokens / 4;  // of the smallest blocks
 constexpr int kMaxHeadSize = 256;
 constexpr int kLineBytes = 64;
 constexpr int kQueryStride = kMaxHeadSize * 4;  // bytes of a packed query row
@@ -71,6 +74,9 @@ struct DotBf16 {
 template <class Dot>
 constexpr int kWeightStride = kSplitTokens * 4 / Dot::kPack;
 
+template <int kCount>
+using Count = std::integral_constant<int, kCount>;
+
 // scores[row][tile * 16 + lane] = q[row] . k[tile][lane], for `kRows` rows and `kTiles` tiles.
 // `ahead` are tiles of the same size that are wanted soon.
 template <class Dot, int kRows, int kTiles>
@@ -110,16 +116,17 @@ inline void score_tiles(const char* q, int num_lines, const char* const* k,
 template <class Dot, int kRows>
 inline void score_rows(const char* q, int num_lines, const char* const* k,
                        const char* const* ahead, int num_tiles, float* scores) {
+  const auto score = [&](auto tiles, int tile) {
+    score_tiles<Dot, kRows, tiles>(q, num_lines, k + tile, ahead + tile,
+                                   scores + tile * kTileTokens);
+  };
   int tile = 0;
-  for (; tile + kMaxTiles <= num_tiles; tile += kMaxTiles)
-    score_tiles<Dot, kRows, kMaxTiles>(q, num_lines, k + tile, ahead + tile,
-                                       scores + tile * kTileTokens);
-  k += tile, ahead += tile, scores += tile * kTileTokens;
-  switch (num_tiles - tile) {
-    case 1: return score_tiles<Dot, kRows, 1>(q, num_lines, k, ahead, scores);
-    case 2: return score_tiles<Dot, kRows, 2>(q, num_lines, k, ahead, scores);
-    case 3: return score_tiles<Dot, kRows, 3>(q, num_lines, k, ahead, scores);
-  }
+  for (; tile + kMaxTiles <= num_tiles; tile += kMaxTiles) score(Count<kMaxTiles>(), tile);
+  if constexpr (kMaxTiles > 1) switch (num_tiles - tile) {
+      case 1: return score(Count<1>(), tile);
+      case 2: return score(Count<2>(), tile);
+      case 3: return score(Count<3>(), tile);
+    }
 }
 
 // The rows' softmax over a split, relative to each row's maximum in the split, of the `num_tiles *
@@ -178,20 +185,20 @@ inline void join_sum(const Vec& split, float* running, const Blend& blend, int r
 }
 
 // result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].
+// A tile of V may come in parts of `num_lines` rows of words each.
 template <class Dot, int kRows, int kCols>
-inline void sum_values(const char* weights, int num_tiles, const char* const* v, int64_t row_bytes,
-                       int64_t col_bytes, const char* const* ahead, const Blend* blend,
-                       float* result, int64_t result_stride) {
+inline void sum_values(const char* weights, int num_parts, int num_lines, const char* const* v,
+                       int64_t row_bytes, int64_t col_bytes, const char* const* ahead,
+                       const Blend* blend, float* result, int64_t result_stride) {
   Vec sum[kRows][kCols];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
     for (int col = 0; col < kCols; ++col) sum[row][col] = zero();
-  constexpr int kLines = kTileTokens / Dot::kPack;
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const char* at = v[tile] + col_bytes;
-    const char* next = ahead[tile] + col_bytes;
-    for (int line = 0; line < kLines; ++line, at += row_bytes, next += row_bytes, weights += 4) {
+  for (int part = 0; part < num_parts; ++part) {
+    const char* at = v[part] + col_bytes;
+    const char* next = ahead[part] + col_bytes;
+    for (int line = 0; line < num_lines; ++line, at += row_bytes, next += row_bytes, weights += 4) {
       typename Dot::Line values[kCols];
 #pragma GCC unroll 4
       for (int col = 0; col < kCols; ++col) {
@@ -217,27 +224,25 @@ inline void sum_values(const char* weights, int num_tiles, const char* const* v,
 }
 
 template <class Dot, int kRows>
-inline void sum_value_rows(const char* weights, int num_tiles, const char* const* v, int head_size,
-                           const char* const* ahead, const Blend* blend, float* result) {
+inline void sum_value_rows(const char* weights, int num_tiles, int part_tokens,
+                           const char* const* v, int head_size, const char* const* ahead,
+                           const Blend* blend, float* result) {
   const int num_cols = head_size / kLanes;
+  const int num_parts = num_tiles * (kTileTokens / part_tokens);
+  const int num_lines = part_tokens / Dot::kPack;
   const int64_t row_bytes = int64_t{num_cols} * kLineBytes;
+  const auto sum = [&](auto cols, int col) {
+    sum_values<Dot, kRows, cols>(weights, num_parts, num_lines, v, row_bytes,
+                                 int64_t{col} * kLineBytes, ahead, blend, result + col * kLanes,
+                                 head_size);
+  };
   int col = 0;
-  for (; col + kMaxTiles <= num_cols; col += kMaxTiles)
-    sum_values<Dot, kRows, kMaxTiles>(weights, num_tiles, v, row_bytes, col * kLineBytes, ahead,
-                                      blend, result + col * kLanes, head_size);
-  const int64_t at = col * kLineBytes;
-  result += col * kLanes;
-  switch (num_cols - col) {
-    case 1:
-      return sum_values<Dot, kRows, 1>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-    case 2:
-      return sum_values<Dot, kRows, 2>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-    case 3:
-      return sum_values<Dot, kRows, 3>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-  }
+  for (; col + kMaxTiles <= num_cols; col += kMaxTiles) sum(Count<kMaxTiles>(), col);
+  if constexpr (kMaxTiles > 1) switch (num_cols - col) {
+      case 1: return sum(Count<1>(), col);
+      case 2: return sum(Count<2>(), col);
+      case 3: return sum(Count<3>(), col);
+    }
 }
 
 }  // namespace quire
