@@ -1,8 +1,8 @@
 """What a model asks of the machine it runs on, and which implementation a device gets.
 
-`AttentionBackend` is a namespace of pure functions of tensors; an instance holds no state. The
-plain-PyTorch meaning of each is the function of the same name in `quire.kernels.reference`
-(`attend` is `paged_attention`).
+`AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch meaning of each
+is the function of the same name in `quire.kernels.reference` (`attend` is `paged_attention`), or
+in `quire.kernels.decoder`.
 """
 
 from typing import Protocol
@@ -10,8 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
+
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
-# K KV heads   D head size   R half of the rotated size   C channels   G twice the MLP's channels
+# K KV heads   D head size   R half of the rotated size   C channels   S rows that are sampled
+# V vocabulary   I, O a linear layer's input and output
 
 
 class AttentionBackend(Protocol):
@@ -19,7 +22,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """ "cpu" or "triton"."""
+        """ "cpu", "cpu-native" or "triton"."""
 
     def write_kv(
         self,
@@ -64,8 +67,24 @@ class AttentionBackend(Protocol):
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
 
-    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
-        """``silu(gate) * up``, gate first."""
+    def pack_linear(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> Linear:
+        """A linear layer, laid out as this backend likes it; the caller may drop the tensors.
+
+        ``num_parts``, a power of two: parts of the input that are summed alone, and then as a
+        binary tree, where the backend can. Ranks that hold whole branches of that tree get the
+        bits that one rank would.
+        """
+
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """``silu(gate) * up`` of a layer whose outputs are the gates, then the ups."""
+
+    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
+        """A whole forward pass, where the backend has one for these weights."""
+
+    def argmax(self, x_SV: Tensor) -> Tensor:
+        """The first of the greatest of each row, int64."""
 
 
 def backend_for(device: torch.device) -> AttentionBackend:
@@ -77,8 +96,11 @@ def backend_for(device: torch.device) -> AttentionBackend:
     """
     if device.type == "cpu":
         from quire.kernels.cpu import CpuBackend
+        from quire.kernels.native import library
+        from quire.kernels.native_backend import NativeBackend
 
-        return CpuBackend()
+        native = library()
+        return CpuBackend() if native is None else NativeBackend(native)
     if device.type == "cuda":
         try:
             import triton  # noqa: F401

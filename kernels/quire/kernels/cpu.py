@@ -17,6 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels import reference
+from quire.kernels.decoder import (
+    Decoder,
+    DecoderShape,
+    DecoderWeights,
+    Linear,
+    PlainGatedLinear,
+    PlainLinear,
+)
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
@@ -108,8 +116,21 @@ class CpuBackend:
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
 
-    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
-        return reference.silu_and_mul(gate_up_TG)
+    def pack_linear(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> Linear:
+        del num_parts
+        return PlainLinear(weight_OI, bias_O)
+
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        return PlainGatedLinear(PlainLinear(weight_OI, bias_O))
+
+    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
+        del weights, shape
+        return None
+
+    def argmax(self, x_SV: Tensor) -> Tensor:
+        return x_SV.argmax(dim=-1)
 
 
 def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -178,25 +179,19 @@ class ArgmaxArgs(Structure):
 
 def declare(library: ctypes.CDLL) -> None:
     """Sets the functions' types."""
-    for name, structure in (
-        ("quire_pack", PackArgs),
-        ("quire_linear", LinearArgs),
-        ("quire_rms_norm", NormArgs),
-        ("quire_rotary", RotaryArgs),
-        ("quire_argmax", ArgmaxArgs),
-    ):
+    signatures: dict[str, list[Any]] = {
+        "quire_attend": [POINTER(AttendArgs)],
+        "quire_write_kv": [POINTER(WriteKvArgs)],
+        "quire_forward": [POINTER(ForwardArgs)],
+        "quire_pack": [POINTER(PackArgs), c_int32],
+        "quire_linear": [POINTER(LinearArgs), c_int32],
+        "quire_rms_norm": [POINTER(NormArgs), c_int32],
+        "quire_rotary": [POINTER(RotaryArgs), c_int32],
+        "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
+        "quire_huge_pages": [c_void_p, c_int64],
+        "quire_panel_columns": [],
+    }
+    for name, argtypes in signatures.items():
         function = getattr(library, name)
-        function.argtypes = (POINTER(structure), c_int32)
-        function.restype = None
-    for name, structure in (
-        ("quire_attend", AttendArgs),
-        ("quire_write_kv", WriteKvArgs),
-        ("quire_forward", ForwardArgs),
-    ):
-        function = getattr(library, name)
-        function.argtypes = (POINTER(structure),)
-        function.restype = None
-    library.quire_panel_columns.argtypes = ()
-    library.quire_panel_columns.restype = c_int32
-    library.quire_huge_pages.argtypes = (c_void_p, c_int64)
-    library.quire_huge_pages.restype = None
+        function.argtypes = argtypes
+        function.restype = c_int32 if name == "quire_panel_columns" else None

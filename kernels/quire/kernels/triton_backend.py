@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference, triton_kv_write
+from quire.kernels.decoder import (
+    Decoder,
+    DecoderShape,
+    DecoderWeights,
+    Linear,
+    PlainGatedLinear,
+    PlainLinear,
+)
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention
 
@@ -77,5 +85,18 @@ class TritonBackend:
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
 
-    def silu_and_mul(self, gate_up_TG: Tensor) -> Tensor:
-        return reference.silu_and_mul(gate_up_TG)
+    def pack_linear(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> Linear:
+        del num_parts
+        return PlainLinear(weight_OI, bias_O)
+
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        return PlainGatedLinear(PlainLinear(weight_OI, bias_O))
+
+    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
+        del weights, shape
+        return None
+
+    def argmax(self, x_SV: Tensor) -> Tensor:
+        return x_SV.argmax(dim=-1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels.decoder import KvCache
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
-from quire.worker.llama import KvCache
 from quire.worker.model_config import LlamaConfig
 
 CPU_SHARE = 0.4

@@ -6,6 +6,7 @@ their input, the LM head by the vocabulary. The embedding is whole on every rank
 view of it.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.decoder import DecoderLayer, DecoderWeights
 from quire.worker.checkpoint import Checkpoint
 from quire.worker.errors import CheckpointError
 from quire.worker.model_config import LlamaConfig
 
-# V vocabulary   C hidden size   H query heads   K KV heads   D head size   F MLP size
-# Suffix "l": this rank's share
+SUM_PARTS = 4
+"""Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,41 +38,19 @@ class Shard:
         """This rank's part of ``total`` rows; parts differ by one row at most."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
+    def num_parts(self, total: int) -> int:
+        """Into how many parts this rank's ``total / size`` units are cut, to be summed alone.
+
+        All ranks together have `SUM_PARTS` where that divides ``total``, whatever their number,
+        so that the order of a sum over all does not depend on it.
+        """
+        parts = math.gcd(total, SUM_PARTS)
+        return parts // self.size if parts % self.size == 0 else 1
+
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
         """This rank's KV heads: its share, or the one that its query heads read."""
         first = num_kv_heads * self.rank // self.size
         return first, first + max(1, num_kv_heads // self.size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
-    """One layer's share. A bias after a split input is on rank 0 only, to be added once."""
-
-    attention_norm_C: Tensor
-    qkv: Tensor
-    """``[(Hl + 2 Kl) D, C]``: Q, then K, then V."""
-    qkv_bias: Tensor | None
-    o: Tensor
-    """``[C, Hl D]``."""
-    o_bias: Tensor | None
-    mlp_norm_C: Tensor
-    gate_up: Tensor
-    """``[2 Fl, C]``: gate, then up."""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    """``[C, Fl]``."""
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaWeights:
-    """A rank's share of a model."""
-
-    embedding_VC: Tensor
-    layers: tuple[LayerWeights, ...]
-    norm_C: Tensor
-    lm_head: Tensor
-    """``[Vl, C]``."""
 
 
 def load_weights(
@@ -79,8 +60,12 @@ def load_weights(
     shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
-) -> LlamaWeights:
+    backend: AttentionBackend,
+) -> DecoderWeights:
     """Reads the share of ``shard``, converted to ``dtype``, onto ``device``.
+
+    ``backend`` packs each matrix as soon as it is read, so that there are two copies of one at
+    most.
 
     Raises:
         CheckpointError: A tensor is missing, misshapen or cannot be read.
@@ -93,18 +78,20 @@ def load_weights(
             lm_head = embedding[slice(*vocab)]
         else:
             lm_head = reader.read("lm_head.weight", (vocab_size, hidden_size), rows=vocab)
-        return LlamaWeights(
+        return DecoderWeights(
             embedding_VC=embedding,
             layers=tuple(
-                _load_layer(reader, f"model.layers.{layer}", config, shard)
+                _load_layer(reader, f"model.layers.{layer}", config, shard, backend)
                 for layer in range(config.num_layers)
             ),
             norm_C=reader.read("model.norm.weight", (hidden_size,)),
-            lm_head=lm_head,
+            lm_head=backend.pack_linear(lm_head),
         )
 
 
-def _load_layer(reader: "_Reader", prefix: str, config: LlamaConfig, shard: Shard) -> LayerWeights:
+def _load_layer(
+    reader: "_Reader", prefix: str, config: LlamaConfig, shard: Shard, backend: AttentionBackend
+) -> DecoderLayer:
     hidden, head = config.hidden_size, config.head_size
     first, last = shard.range_of(config.num_heads)
     q_range = (first * head, last * head)
@@ -121,21 +108,31 @@ def _load_layer(reader: "_Reader", prefix: str, config: LlamaConfig, shard: Shar
     ]
     gate_up = [(f"{mlp}.{name}_proj", mlp_size, mlp_range) for name in ("gate", "up")]
     adds_bias = shard.rank == 0
-    return LayerWeights(
+    return DecoderLayer(
         attention_norm_C=reader.read(f"{prefix}.input_layernorm.weight", (hidden,)),
-        qkv=reader.read_fused(qkv, hidden),
-        qkv_bias=reader.read_fused_bias(qkv) if config.attention_bias else None,
-        o=reader.read(f"{attention}.o_proj.weight", (hidden, q_size), columns=q_range),
-        o_bias=reader.read(f"{attention}.o_proj.bias", (hidden,))
-        if config.attention_bias and adds_bias
-        else None,
+        qkv=backend.pack_linear(
+            reader.read_fused(qkv, hidden),
+            reader.read_fused_bias(qkv) if config.attention_bias else None,
+        ),
+        o=backend.pack_linear(
+            reader.read(f"{attention}.o_proj.weight", (hidden, q_size), columns=q_range),
+            reader.read(f"{attention}.o_proj.bias", (hidden,))
+            if config.attention_bias and adds_bias
+            else None,
+            num_parts=shard.num_parts(config.num_heads),
+        ),
         mlp_norm_C=reader.read(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=reader.read_fused(gate_up, hidden),
-        gate_up_bias=reader.read_fused_bias(gate_up) if config.mlp_bias else None,
-        down=reader.read(f"{mlp}.down_proj.weight", (hidden, mlp_size), columns=mlp_range),
-        down_bias=reader.read(f"{mlp}.down_proj.bias", (hidden,))
-        if config.mlp_bias and adds_bias
-        else None,
+        gate_up=backend.pack_gated_linear(
+            reader.read_fused(gate_up, hidden),
+            reader.read_fused_bias(gate_up) if config.mlp_bias else None,
+        ),
+        down=backend.pack_linear(
+            reader.read(f"{mlp}.down_proj.weight", (hidden, mlp_size), columns=mlp_range),
+            reader.read(f"{mlp}.down_proj.bias", (hidden,))
+            if config.mlp_bias and adds_bias
+            else None,
+            num_parts=shard.num_parts(mlp_size // 2),
+        ),
     )
 
 

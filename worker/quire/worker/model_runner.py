@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import backend_for
+from quire.kernels.decoder import Batch, KvCache
 from quire.worker import kv_cache
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
-from quire.worker.llama import Batch, KvCache, Llama
+from quire.worker.llama import Llama
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
     check_parallel,
@@ -43,17 +44,19 @@ class ModelRunner:
         self._config = config
         self._device = device
         dtype = getattr(torch, resolve_dtype(config, model))
+        backend = backend_for(device)
         weights = load_weights(
             open_checkpoint(config.model),
             model,
             shard=Shard(rank=tp.rank, size=tp.size),
             dtype=dtype,
             device=device,
+            backend=backend,
         )
         self._llama = Llama(
             model,
             weights,
-            backend=backend_for(device),
+            backend=backend,
             tp=tp,
             max_model_len=self._max_model_len,
         )

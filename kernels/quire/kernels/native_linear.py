@@ -1,0 +1,115 @@
+"""Linear layers over packed weights, and the memory that holds those.
+
+Packed weights lie one after the other in large pieces of memory with huge pages: reading them is
+what a decode step does, and a table walk for every 4 KiB would cost a tenth of it.
+"""
+
+import ctypes
+from ctypes import byref, c_void_p
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native_abi
+
+# T tokens   I, O a layer's input and output   G twice the gated output
+
+_CHUNK_BYTES = 256 << 20
+"""Memory is asked for in such pieces; what is not used is never touched, and so costs nothing."""
+_HUGE_PAGE_BYTES = 2 << 20
+_ALIGNMENT = 4096
+
+
+def empty_huge(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised, aligned to huge pages and made of them where the system has some."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    start = -raw.data_ptr() % _HUGE_PAGE_BYTES
+    library.quire_huge_pages(raw.data_ptr(), raw.numel())
+    return raw[start : start + num_bytes].view(dtype).view(shape)
+
+
+class Arena:
+    """Memory for weights, handed out in slices that live as long as any of them is used."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if rounded > len(self._free):
+            self._free = empty_huge(self._library, (max(rounded, _CHUNK_BYTES),), torch.uint8)
+        taken, self._free = self._free[:num_bytes], self._free[rounded:]
+        return taken
+
+
+class PackedLinear:
+    """A `quire.kernels.decoder.Linear` of the native library; see `native/gemm.cpp`.
+
+    ``num_parts``: into how many parts the input is cut whose sums are added as a binary tree. Two
+    ranks with half of the input and half of the parts each, added, give the bits of one rank.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        arena: Arena,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        *,
+        num_parts: int = 1,
+        gated: bool = False,
+    ) -> None:
+        """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
+        assert can_pack(weight_OI, num_parts=num_parts), (weight_OI.dtype, weight_OI.shape)
+        num_out, num_in = weight_OI.shape
+        panel = library.quire_panel_columns()
+        columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
+        num_columns = -(-columns // each) * panel
+        self._library = library
+        self._weight = arena.take(num_columns * num_in * weight_OI.dtype.itemsize)
+        self._bias = None if bias_O is None else torch.empty(num_columns)
+        self.dtype = weight_OI.dtype
+        self.num_out = columns
+        self.weights = native_abi.LinearWeights(
+            weight=self._weight.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_in=num_in,
+            num_out=num_out,
+            splits=num_parts,
+            gated=gated,
+        )
+        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+        bias_O = None if bias_O is None else bias_O.contiguous()
+        arguments = native_abi.PackArgs(
+            dtype=native_abi.DTYPES[self.dtype],
+            source=weight_OI.data_ptr(),
+            stride=weight_OI.stride(0),
+            source_bias=None if bias_O is None else bias_O.data_ptr(),
+            weights=self.weights,
+        )
+        library.quire_pack(byref(arguments), torch.get_num_threads())
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        assert x_TI.dtype == self.dtype, (x_TI.dtype, self.dtype)
+        assert x_TI.shape[1] == self.weights.num_in, (x_TI.shape, self.weights.num_in)
+        x_TI = x_TI if x_TI.stride(1) == 1 and x_TI.stride(0) % 2 == 0 else x_TI.contiguous()
+        out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
+        arguments = native_abi.LinearArgs(
+            dtype=native_abi.DTYPES[self.dtype],
+            mode=native_abi.GATED if self.weights.gated else native_abi.STORE,
+            weights=ctypes.pointer(self.weights),
+            x=c_void_p(x_TI.data_ptr()),
+            x_stride=x_TI.stride(0),
+            out=c_void_p(out_TO.data_ptr()),
+            out_stride=self.num_out,
+            num_rows=len(x_TI),
+        )
+        self._library.quire_linear(byref(arguments), torch.get_num_threads())
+        return out_TO
+
+
+def can_pack(weight_OI: Tensor, *, num_parts: int = 1) -> bool:
+    """float32 or bfloat16, and whole pairs of inputs in each part."""
+    return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (2 * num_parts) == 0
