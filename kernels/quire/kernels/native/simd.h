@@ -42,6 +42,7 @@ inline void store_first(void* at, int count, Vec x) {
 }
 
 inline float sum_of_lanes(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float max_of_lanes(Vec x) { return _mm512_reduce_max_ps(x); }
 
 // Lane i of the result is the greatest lane of x[i], for up to 8 of them.
 template <int kCount>
@@ -177,16 +178,18 @@ inline float sum_of_lanes(const Vec& x) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
 }
+inline float max_of_lanes(const Vec& x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
 inline void store_first(void* at, int count, const Vec& x) { memcpy(at, &x, 4 * count); }
 template <int kCount>
 inline Vec max_of_each(const Vec (&x)[kCount]) {
   float most[kLanes] = {};
-  for (int row = 0; row < kCount; ++row) {
-    float lanes[kLanes];
-    store(lanes, x[row]);
-    most[row] = lanes[0];
-    for (int i = 1; i < kLanes; ++i) most[row] = lanes[i] > most[row] ? lanes[i] : most[row];
-  }
+  for (int row = 0; row < kCount; ++row) most[row] = max_of_lanes(x[row]);
   return load(most);
 }
 inline Vec even_bf16(const void* pairs) {
