@@ -132,5 +132,5 @@ class Decoder(Protocol):
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a float32 tensor over the ranks, in place. Returns this rank's part of
-        the float32 logits ``[S, V]``, which the next call overwrites.
+        the float32 logits ``[S, V]``.
         """

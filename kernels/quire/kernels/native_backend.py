@@ -43,6 +43,8 @@ class NativeBackend(CpuBackend):
         linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         if not all(isinstance(linear, PackedLinear) for linear in (*linears, weights.lm_head)):
             return None
+        if not _can_attend(weights.norm_C.dtype, shape.head_size):
+            return None
         return NativeDecoder(self._library, weights, shape)
 
     def write_kv(
@@ -53,7 +55,7 @@ class NativeBackend(CpuBackend):
         v_cache: Tensor,
         slot_mapping_T: Tensor,
     ) -> None:
-        if k_TKD.dtype not in native_abi.DTYPES:
+        if not _can_attend(k_TKD.dtype, k_TKD.shape[2]):
             return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
         arguments = native_abi.WriteKvArgs(
@@ -86,7 +88,7 @@ class NativeBackend(CpuBackend):
         max_seq_len: int,
         scale: float,
     ) -> Tensor:
-        if q_THD.dtype not in native_abi.DTYPES:
+        if not _can_attend(q_THD.dtype, q_THD.shape[2]):
             return super().attend(
                 q_THD,
                 k_cache,
@@ -176,6 +178,11 @@ class NativeBackend(CpuBackend):
         )
         self._library.quire_argmax(byref(arguments), torch.get_num_threads())
         return out_S
+
+
+def _can_attend(dtype: torch.dtype, head_size: int) -> bool:
+    """Else PyTorch attends: the two lay out a block's tokens in different ways."""
+    return dtype in native_abi.DTYPES and head_size % 16 == 0 and head_size <= 256
 
 
 def _dense_heads(x_THD: Tensor) -> Tensor:

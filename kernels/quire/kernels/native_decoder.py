@@ -29,7 +29,6 @@ class NativeDecoder:
         self._kv: KvCache | None = None
         self._num_tokens = 0
         self._buffers: dict[str, Tensor] = {}
-        self._logits_SV = torch.empty(0)
         lm_head = _packed(weights.lm_head)
         self._vocab_size = lm_head.num_out
         self._arguments = native_abi.ForwardArgs(
@@ -55,7 +54,10 @@ class NativeDecoder:
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
-        self._make_room(num_tokens, num_samples)
+        self._make_room(num_tokens)
+        logits_SV = torch.empty(num_samples, self._vocab_size)
+        self._arguments.logits = logits_SV.data_ptr()
+        self._check(batch)
         self._use_batch(batch)
         num_phases = 2 * len(self._layers) + 1
         if not self._shape.is_shared:
@@ -66,7 +68,7 @@ class NativeDecoder:
                 self._run(phase, phase + 1)
                 if phase + 1 < num_phases:
                     all_reduce(partial_TC)
-        return self._logits_SV[: num_samples * self._vocab_size].view(num_samples, -1)
+        return logits_SV
 
     def _run(self, first_phase: int, end_phase: int) -> None:
         self._arguments.first_phase = first_phase
@@ -84,12 +86,7 @@ class NativeDecoder:
         self._arguments.block_size = kv[0][0].shape[1]
         self._kv = kv
 
-    def _make_room(self, num_tokens: int, num_samples: int) -> None:
-        if num_samples * self._vocab_size > len(self._logits_SV):
-            self._logits_SV = empty_huge(
-                self._library, (num_samples * self._vocab_size,), torch.float32
-            )
-            self._arguments.logits = self._logits_SV.data_ptr()
+    def _make_room(self, num_tokens: int) -> None:
         if num_tokens <= self._num_tokens:
             return
         shape, hidden_size = self._shape, len(self._weights.norm_C)
@@ -113,6 +110,20 @@ class NativeDecoder:
             setattr(self._arguments, name, buffer.data_ptr())
         self._num_tokens = num_tokens
 
+    def _check(self, batch: Batch) -> None:
+        """What the library takes on trust. A wrong index would read or write anywhere."""
+        num_slots = self._kv[0][0].shape[:2].numel() if self._kv else 0
+        for name, indices, end in (
+            ("token id", batch.token_ids_T, len(self._weights.embedding_VC)),
+            ("position", batch.positions_T, len(self._shape.cos_PR)),
+            ("slot", batch.slot_mapping_T, num_slots),
+        ):
+            if len(indices):
+                least, most = (int(bound) for bound in torch.aminmax(indices))
+                if least < 0 or most >= end:
+                    wrong = least if least < 0 else most
+                    raise IndexError(f"index out of range: {name} {wrong}, must be below {end}")
+
     def _use_batch(self, batch: Batch) -> None:
         arguments = self._arguments
         arguments.num_threads = torch.get_num_threads()
@@ -127,7 +138,8 @@ class NativeDecoder:
         arguments.num_rows = len(batch.seq_lens_B)
         arguments.num_decodes = batch.num_decodes
         arguments.num_samples = len(batch.last_tokens_S)
-        arguments.last_tokens = _pointer(batch.last_tokens_S, torch.int64)
+        self._last_tokens_S = batch.last_tokens_S.long()  # kept until the next step
+        arguments.last_tokens = _pointer(self._last_tokens_S, torch.int64)
 
 
 def _layer(layer: DecoderLayer) -> native_abi.Layer:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.kernels.cpu import CpuBackend
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import read_model_config
@@ -39,7 +40,7 @@ class ThreadRank(TensorParallel):
         return everything
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(dim=0)
+        return x.copy_(torch.stack(self._exchange(x)).sum(dim=0))
 
     def gather_columns(self, x_SV: Tensor, *, num_columns: int) -> Tensor | None:
         whole = torch.cat(self._exchange(x_SV), dim=1)
@@ -90,6 +91,7 @@ def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3
             shard=Shard(rank=rank, size=size),
             dtype=torch.float32,
             device=torch.device("cpu"),
+            backend=CpuBackend(),
         )
         for rank in range(size)
     ]
@@ -99,22 +101,22 @@ def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3
         q_size = model.num_heads // size * model.head_size
         kv_size = model.num_kv_heads // size * model.head_size
         q, k, v = zip(
-            *(torch.split(layer.qkv, [q_size, kv_size, kv_size]) for layer in layers), strict=True
+            *(torch.split(layer.qkv.weight_OI, [q_size, kv_size, kv_size]) for layer in layers), strict=True
         )
-        gate, up = zip(*(layer.gate_up.chunk(2) for layer in layers), strict=True)
+        gate, up = zip(*(layer.gate_up.gate_up.weight_OI.chunk(2) for layer in layers), strict=True)
         for name, whole in {
             "self_attn.q_proj": torch.cat(q),
             "self_attn.k_proj": torch.cat(k),
             "self_attn.v_proj": torch.cat(v),
-            "self_attn.o_proj": torch.cat([layer.o for layer in layers], dim=1),
+            "self_attn.o_proj": torch.cat([layer.o.weight_OI for layer in layers], dim=1),
             "mlp.gate_proj": torch.cat(gate),
             "mlp.up_proj": torch.cat(up),
-            "mlp.down_proj": torch.cat([layer.down for layer in layers], dim=1),
+            "mlp.down_proj": torch.cat([layer.down.weight_OI for layer in layers], dim=1),
         }.items():
             assert torch.equal(whole, stored[f"{prefix}.{name}.weight"]), name
-    head = torch.cat([shard.lm_head for shard in shards])
+    head = torch.cat([shard.lm_head.weight_OI for shard in shards])
     assert torch.equal(head, stored["model.embed_tokens.weight"]), "tied"
     for shard in shards:
-        assert shard.lm_head.untyped_storage().data_ptr() == (
+        assert shard.lm_head.weight_OI.untyped_storage().data_ptr() == (
             shard.embedding_VC.untyped_storage().data_ptr()
         ), "a tied head takes no memory of its own"

@@ -1,0 +1,100 @@
+"""What the CPU's linear layers reach, against PyTorch's and against what the machine can do.
+
+    python bench/cpu_linear.py [--threads N] [--model S|M|L] [--dtype bfloat16|float32]
+
+Times all linear layers of one model, one after the other as a step runs them, for several numbers
+of rows. Each line's contenders take turns; a figure is the median of the rounds. The limits are
+measured the same way: the read rate of memory by a sum over 512 MB, the arithmetic rate by the
+best that any of the products here reaches on 256 rows and weights that stay in cache.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels import native
+from quire.kernels.native_linear import Arena, PackedLinear
+
+# (hidden, layers, (heads + 2 KV heads) * head size, MLP) and a vocabulary of 32,000
+MODELS = {
+    "S": (288, 6, 480, 768),
+    "M": (768, 12, 1280, 2048),
+    "L": (1280, 24, 1792, 3456),
+}
+VOCABULARY = 32_000
+ROWS = (1, 4, 32, 128, 512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--model", choices=MODELS, default="M")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
+    hidden, layers, qkv, mlp = MODELS[arguments.model]
+    shapes = [(qkv, hidden), (hidden, hidden), (2 * mlp, hidden), (hidden, mlp)] * layers
+    shapes.append((VOCABULARY, hidden))
+    weights = [torch.randn(shape).mul_(0.05).to(dtype) for shape in shapes]
+    library = native.load(native.available_isas()[0])
+    arena = Arena(library)
+    ours = [PackedLinear(library, arena, weight, None) for weight in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn()) for weight in weights]
+    flops = 2 * sum(out * size for out, size in shapes)
+    num_bytes = flops // 2 * dtype.itemsize
+
+    read = _read_rate()
+    print(f"{arguments.model} {arguments.dtype}, {arguments.threads} threads: memory {read:.1f} GB/s")
+    print(f"{'rows':>5} {'':12} {'ms':>8} {'GB/s':>7} {'GFLOP/s':>8}")
+    for rows in ROWS:
+        inputs = {size: torch.randn(rows, size).to(dtype) for size in {s[1] for s in shapes}}
+
+        def native_step(inputs: dict[int, Tensor] = inputs) -> None:
+            for linear, shape in zip(ours, shapes, strict=True):
+                linear(inputs[shape[1]])
+
+        def torch_step(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight in weights:
+                functional.linear(inputs[weight.shape[1]], weight)
+
+        def mkldnn_step(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight, shape in zip(packed, shapes, strict=True):
+                torch.ops.mkldnn._linear_pointwise(
+                    inputs[shape[1]], weight, None, "none", [], ""
+                )
+
+        contenders = {"native": native_step, "F.linear": torch_step, "mkldnn packed": mkldnn_step}
+        for name, seconds in _medians(contenders, rounds=arguments.rounds).items():
+            rate, speed = num_bytes / seconds / 1e9, rows * flops / seconds / 1e9
+            print(f"{rows:5} {name:13} {seconds * 1e3:7.2f} {rate:7.1f} {speed:8.1f}", flush=True)
+
+
+def _medians(
+    contenders: dict[str, Callable[[], None]], *, rounds: int
+) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in contenders.values():
+        step()
+    for _ in range(rounds):
+        for name, step in contenders.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _read_rate() -> float:
+    data = torch.ones(512 << 18)
+    seconds = _medians({"sum": lambda: data.sum() and None}, rounds=5)["sum"]
+    return data.nbytes / seconds / 1e9
+
+
+if __name__ == "__main__":
+    main()
