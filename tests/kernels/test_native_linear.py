@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import native_abi, reference
+from quire.kernels import greedy, native_abi, reference
 from quire.kernels.decoder import PlainGatedLinear, PlainLinear
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.native_linear import Arena, PackedLinear
@@ -202,9 +202,12 @@ def test_rotary_embedding_is_that_of_the_twin(
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 331])
-def test_argmax_is_the_first_of_the_greatest(backend: NativeBackend, size: int) -> None:
+def test_argmax_is_the_first_of_the_greatest(
+    library: ctypes.CDLL, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greedy, "library", lambda: library)
     x = torch.randint(-3, 3, (40, size), generator=torch.Generator().manual_seed(0)).float()
     x[7] = float("-inf")
-    # PyTorch's own argmax names any of equals.
-    assert backend.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
-    assert backend.argmax(x[:0]).shape == (0,)
+    assert greedy.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
+    assert greedy.argmax(x[:0]).shape == (0,)
+    assert greedy.argmax(x.double().t()).tolist() == x.t().argmax(-1).tolist()
