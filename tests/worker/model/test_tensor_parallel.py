@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Linear, PlainGatedLinear, PlainLinear
+from quire.kernels.native import library
 from quire.worker.checkpoint import open_checkpoint
+from quire.worker.config import EngineConfig
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import read_model_config
 from quire.worker.model_runner import ModelRunner
+from quire.worker.step import StepInput
 from quire.worker.tensor_parallel import TensorParallel
 
 CASES = [
@@ -60,10 +64,15 @@ def test_ranks_together_compute_what_one_does(
     row: Any,
 ) -> None:
     path: Path = request.getfixturevalue(name)
-    config = config_of(path, tensor_parallel_size=size)
+    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    logits = _run_ranks(config_of(path), size, step)
+    torch.testing.assert_close(logits, runner_of(path).forward(step), atol=1e-4, rtol=0)
+
+
+def _run_ranks(config: EngineConfig, size: int, step: StepInput) -> Tensor:
     group: list[Tensor | None] = [None] * size
     barrier = threading.Barrier(size)
-    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    config = replace(config, tensor_parallel_size=size)
 
     def run(rank: int) -> Tensor | None:
         tp = ThreadRank(rank, group, barrier)
@@ -75,7 +84,18 @@ def test_ranks_together_compute_what_one_does(
         logits, *others = pool.map(run, range(size))
     assert logits is not None
     assert others == [None] * (size - 1)
-    torch.testing.assert_close(logits, runner_of(path).forward(step), atol=1e-4, rtol=0)
+    return logits
+
+
+@pytest.mark.skipif(library() is None, reason="plain PyTorch sums in an order of its own")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_compute_the_bits_of_one(
+    dtype: str, tiny_llama: Path, config_of: Callable[..., Any], driver: Any, row: Any
+) -> None:
+    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    config = config_of(tiny_llama, dtype=dtype)
+    logits = [_run_ranks(config, size, step) for size in (1, 2)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("size", [1, 3])
