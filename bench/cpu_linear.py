@@ -48,7 +48,7 @@ def main() -> None:
     library = native.load(native.available_isas()[0])
     arena = Arena(library)
     ours = [PackedLinear(library, arena, weight, None) for weight in weights]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn()) for weight in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
     flops = 2 * sum(out * size for out, size in shapes)
     num_bytes = flops // 2 * dtype.itemsize
 
