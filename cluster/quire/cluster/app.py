@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
@@ -15,6 +16,9 @@ from quire.worker.text import Tokenizer
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
+    from ray.serve.handle import DeploymentHandle
+
+    from quire.cluster.deployments import Gateway
 
 APP_NAME = "quire"
 # Serve kills a replica that is not gone so long after it was told to stop.
@@ -39,6 +43,7 @@ def running_cluster(
     Raises:
         ConfigError: A setting cannot work on this cluster.
         CheckpointError: The model cannot be read.
+        StartFailed: A group or gateway failed as it started.
     """
     _check_model(config)
     if ray_address is None:
@@ -50,7 +55,7 @@ def running_cluster(
             config = _shared_out(config)
         serve.start(proxy_location="Disabled")
         try:
-            handle = serve.run(build_app(config), name=APP_NAME, route_prefix=None)
+            handle = _run(build_app(config))
             handle.wait_for_groups.remote(config.num_groups).result()
             yield Endpoints(*handle.addresses.remote().result())
         finally:
@@ -59,7 +64,8 @@ def running_cluster(
 
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started."""
-    with ended_by_signal(), running_cluster(config, ray_address=ray_address) as endpoints:
+    # The handler comes after Ray, which would put its own in that place.
+    with running_cluster(config, ray_address=ray_address) as endpoints, ended_by_signal():
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         print(f"  HTTP  http://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True)
@@ -107,6 +113,27 @@ def build_app(config: ClusterConfig) -> "serve.Application":
     )(deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))
     return app
+
+
+def _run(app: "serve.Application") -> "DeploymentHandle[Gateway]":
+    from ray import serve
+
+    try:
+        return serve.run(app, name=APP_NAME, route_prefix=None)
+    except RuntimeError as error:
+        # Serve's own message says that it failed; why, it says in the status.
+        deployments = serve.status().applications[APP_NAME].deployments
+        reasons = [
+            f"{name}: {_last_line(deployment.message)}"
+            for name, deployment in deployments.items()
+            if deployment.message
+        ]
+        raise StartFailed("; ".join(reasons) or str(error)) from error
+
+
+def _last_line(traceback: str) -> str:
+    """What was raised, without the module that one of our own exceptions is from."""
+    return traceback.strip().splitlines()[-1].removeprefix("quire.worker.errors.")
 
 
 def _check_model(config: ClusterConfig) -> None:

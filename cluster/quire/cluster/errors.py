@@ -4,6 +4,7 @@ QuireError (quire.worker.errors)
 ├── InvalidRequest, QueueFull    as in the engine
 ├── ModelNotFound                the request names a model that is not served here
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
+├── StartFailed                  the application did not come up; nothing of it is left
 ├── GroupLost                    a group's stream broke; its requests can go on elsewhere
 └── Unavailable                  no replica group can take the request now; try again later
 """
@@ -17,6 +18,10 @@ class ModelNotFound(QuireError):
 
 class GroupMismatch(QuireError):
     """What a group says of itself contradicts what this gateway works with. It gets nothing."""
+
+
+class StartFailed(QuireError):
+    """The application did not come up. Nothing of it is left."""
 
 
 class GroupLost(QuireError):

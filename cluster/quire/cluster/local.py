@@ -53,6 +53,7 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",  # Nothing of it is for the network.
                 _temp_dir=str(folder),
             )
             yield

@@ -77,9 +77,10 @@ def check_room(
             f"set kv_cache_memory_bytes={needed_bytes} or more, raise gpu_memory_utilization "
             f"(now {config.gpu_memory_utilization or 'its default'})"
         )
+    if num_blocks:
+        remedy += f", or lower max_model_len to at most {num_blocks * layout.block_size}"
     raise ConfigError(
-        f"{room}, but one sequence of max_model_len={max_model_len} needs {needed}: {remedy}, "
-        f"or lower max_model_len to at most {num_blocks * layout.block_size}"
+        f"{room}, but one sequence of max_model_len={max_model_len} needs {needed}: {remedy}"
     )
 
 

@@ -137,8 +137,8 @@ void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t*
 }
 
 inline Vec silu(Vec x) {
-  const Vec e = exp2_of<false>(max(mul(x, splat(-1.44269504f)), splat(-126)));
-  return div(x, add(e, splat(1)));
+  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below, 1e-36 and not -0
+  return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
 }
 
 template <class T>
