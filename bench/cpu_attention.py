@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,9 +90,9 @@ def main() -> None:
         model = MODELS[name]
         rows = model.num_rows
         for case in (
-            Case(name=f"decode {rows}", num_rows=rows, tokens=848, queries=1),
-            Case(name=f"decode {rows}, 768 shared", num_rows=rows, tokens=848, queries=1, shared=768),
-            Case(name="prompt 816", num_rows=1, tokens=816, queries=816),
+            Case(name="decode", num_rows=rows, tokens=848, queries=1),
+            Case(name="decode, 768 shared", num_rows=rows, tokens=848, queries=1, shared=768),
+            Case(name="prompt of 816", num_rows=1, tokens=816, queries=816),
             Case(name="8 x 48 after 768", num_rows=8, tokens=816, queries=48, shared=768),
         ):
             contenders = {
@@ -190,12 +191,12 @@ def read_rate() -> float:
 
 def product_rate(dtype: torch.dtype) -> float:
     """GFLOP/s."""
-    best = 0.0
+    rates = []
     for size in (512, 1024, 2048):
-        a, b = torch.randn(2, size, size).to(dtype)
-        a @ b
-        best = max(best, 2 * size**3 / 1e9 / min(_seconds(lambda a=a, b=b: a @ b) for _ in range(7)))
-    return best
+        product = partial(torch.matmul, *torch.randn(2, size, size).to(dtype))
+        product()
+        rates.append(2 * size**3 / 1e9 / min(_seconds(product) for _ in range(7)))
+    return max(rates)
 
 
 def _seconds(call: Callable[[], object]) -> float:
