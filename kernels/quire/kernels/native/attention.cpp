@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <type_traits>
 #include <utility>
 
+#include "attention_cache.h"
 #include "attention_tile.h"
 
 namespace quire {
@@ -53,7 +53,7 @@ template <class Dot, class Element>
 class Attention {
  public:
   Attention(const AttendArgs& args, AttendPlan& plan, Scratch& scratch)
-      : args_(args), plan_(plan), head_size_(args.head_size),
+      : args_(args), plan_(plan), cache_(args), head_size_(args.head_size),
         group_(args.num_heads / args.num_kv_heads), log2_scale_(args.scale * 1.44269504f),
         scratch_(scratch) {}
 
@@ -66,14 +66,14 @@ class Attention {
     Step step = first_step();
     if (step.split < unit.end_split) {
       find(step, *now);
-      fetch(*now);
+      cache_.fetch(*now);
     }
     while (step.split < unit.end_split) {
       const Step after = following(step);
       const bool more = after.split < unit.end_split;
       if (more) find(after, *next);
       attend(step, *now, more ? *next : *now);
-      if (more) fetch(*next);
+      if (more) cache_.fetch(*next);
       step = after;
       std::swap(now, next);
     }
@@ -85,36 +85,25 @@ class Attention {
   }
 
  private:
-  // The cache's tiles feed the dot products as they are; else they are converted to floats.
-  static constexpr bool kDirect = Dot::kPack == 4 / sizeof(Element);
+  static constexpr bool kDirect = CacheReader<Dot, Element>::kDirect;
 
-  // A split of one head's K and V: as it lies in the cache, in parts of one block each where
-  // blocks are smaller than tiles, and as the loops read it.
-  struct Tiles {
-    int tokens;
-    const char* k_part[kMaxParts];
-    const char* v_part[kMaxParts];
-    const char* k[kSplitTiles];
-    const char* v[kMaxParts];
-  };
+  void find(const Step& step, Tiles& tiles) const {
+    cache_.find(plan_.queries[step.first].row, step.head, step.split, tiles);
+  }
 
   int num_queries() const { return unit_->end_query - unit_->first_query; }
-  int num_rows() const {
-    return num_queries() * (unit_->end_head - unit_->first_head) * group_;
-  }
+  int num_rows() const { return num_queries() * (unit_->end_head - unit_->first_head) * group_; }
   int row_of(int head, int query) const {
     return ((head - unit_->first_head) * num_queries() + query - unit_->first_query) * group_;
   }
-  int64_t tile_bytes() const { return int64_t{head_size_} * kTileTokens * 4 / Dot::kPack; }
 
   void take_scratch() {
     const int64_t rows = num_rows();
-    const int64_t tiles = 2 * kSplitTiles * tile_bytes();
     const int64_t work = kMaxRows * kSplitTokens * 8;
     const int64_t state = rows * floats_per_row(head_size_) * 4;
-    char* at = scratch_.at_least(rows * kQueryStride + tiles + work + state);
+    char* at = scratch_.at_least(rows * kQueryStride + cache_.room() + work + state);
     queries_ = at, at += rows * kQueryStride;
-    gathered_ = at, at += tiles;
+    cache_.use_room(at), at += cache_.room();
     scores_ = reinterpret_cast<float*>(at), at += kMaxRows * kSplitTokens * 4;
     weights_ = at, at += kMaxRows * kSplitTokens * 4;
     rows_ = rows_at(reinterpret_cast<float*>(at));
@@ -163,119 +152,11 @@ class Attention {
     return step;
   }
 
-  int part_tokens() const { return std::min(args_.block_size, kTileTokens); }
-
-  // Where the step's tiles are in the cache. What comes after the last is the last again: `ahead`
-  // of the loops may be longer than the split.
-  void find(const Step& step, Tiles& tiles) const {
-    const int row = plan_.queries[step.first].row;
-    const int32_t* table = args_.block_tables + row * args_.bt_stride;
-    const int first = step.split * kSplitTokens, part = part_tokens();
-    const int64_t token_bytes = head_size_ * sizeof(Element);
-    const int64_t head_bytes = args_.block_size * token_bytes;
-    const auto* k = static_cast<const char*>(args_.k_cache);
-    const auto* v = static_cast<const char*>(args_.v_cache);
-    tiles.tokens = std::min(kSplitTokens, args_.seq_lens[row] - first);
-    int i = 0;
-    for (int at = 0; at < tiles.tokens; at += part, ++i) {
-      const int64_t block = table[(first + at) / args_.block_size];
-      const int64_t offset = (block * args_.num_kv_heads + step.head) * head_bytes +
-                             (first + at) % args_.block_size * token_bytes;
-      tiles.k_part[i] = k + offset;
-      tiles.v_part[i] = v + offset;
-    }
-    for (; i * part < kSplitTokens; ++i) {
-      tiles.k_part[i] = tiles.k_part[i - 1];
-      tiles.v_part[i] = tiles.v_part[i - 1];
-    }
-  }
-
-  // Makes the tiles fit for the loops: as they are, if they can be.
-  void fetch(Tiles& tiles) {
-    const int part = part_tokens(), parts = kTileTokens / part;
-    const int lines_per_token = head_size_ / kLanes;
-    const int64_t part_bytes = part * head_size_ * int64_t{sizeof(Element)};
-    // A tile of floats is put together from the cache's type in its upper half.
-    const int64_t gap = kDirect ? 0 : tile_bytes() / 2;
-    for (int i = 0; i * kTileTokens < tiles.tokens; ++i) {
-      const int valid = std::min(kTileTokens, tiles.tokens - i * kTileTokens);
-      const char* const* k = tiles.k_part + i * parts;
-      const char* const* v = tiles.v_part + i * parts;
-      char* k_copy = gathered_ + i * tile_bytes();
-      char* v_copy = k_copy + kSplitTiles * tile_bytes();
-      const char* values = parts == 1 ? v[0] : nullptr;
-      tiles.k[i] = k[0];
-      if (parts > 1) {
-        for (int j = 0; j * part < valid; ++j) {
-          insert_keys(k[j], v[j], j * part, k_copy + gap);
-          tiles.v[i * parts + j] = v[j];
-        }
-        tiles.k[i] = k_copy + gap;
-        if (kDirect && valid == kTileTokens) continue;
-        for (int j = 0; j * part < valid; ++j)
-          memcpy(v_copy + gap + j * part_bytes, v[j], part_bytes);
-        values = v_copy + gap;
-      }
-      if constexpr (!kDirect) {
-        tiles.k[i] = widened(tiles.k[i], k_copy, 1);
-        values = widened(values, v_copy, lines_per_token);
-      }
-      if (valid < kTileTokens) values = without_rest(values, valid, v_copy);
-      for (int j = 0; j < parts; ++j)
-        tiles.v[i * parts + j] = values + j * (tile_bytes() / parts);
-    }
-  }
-
-  // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16]. The
-  // block's values are wanted soon.
-  void insert_keys(const char* from, const char* ahead, int slot, char* to) const {
-    const int num_lines = head_size_ * int(sizeof(Element)) / 4;
-    to += slot * 4;
-    const auto copy = [&](auto bytes) {
-      for (int line = 0; line < num_lines; ++line) {
-        memcpy(to + line * kLineBytes, from + line * bytes, bytes);
-        if (line * bytes % kLineBytes == 0) __builtin_prefetch(ahead + line * bytes);
-      }
-    };
-    args_.block_size == 4 ? copy(std::integral_constant<int, 16>())
-                          : copy(std::integral_constant<int, 32>());
-  }
-
-  // A bf16 tile as a tile of floats. In each `lines` lines stand, word by word, two rows of the
-  // result: two channels of K, or two tokens of V. `from` may be the upper half of `to`.
-  const char* widened(const char* from, char* to, int lines) const {
-    Vec even[kMaxHeadSize / kLanes], odd[kMaxHeadSize / kLanes];
-    for (char* end = to + tile_bytes(); to < end;) {
-      for (int i = 0; i < lines; ++i, from += kLineBytes)
-        even[i] = even_bf16(from), odd[i] = odd_bf16(from);
-      for (int i = 0; i < lines; ++i, to += kLineBytes) store(to, even[i]);
-      for (int i = 0; i < lines; ++i, to += kLineBytes) store(to, odd[i]);
-    }
-    return to - tile_bytes();
-  }
-
-  // The tile's first `valid` tokens and zeros: a weight of 0 times an unused slot's NaN is NaN.
-  const char* without_rest(const char* from, int valid, char* to) const {
-    const int64_t row_bytes = int64_t{head_size_} * 4;
-    const int whole = valid / Dot::kPack;
-    if (to != from) memmove(to, from, whole * row_bytes);
-    char* rest = to + whole * row_bytes;
-    int64_t kept = 0;
-    if (valid % Dot::kPack) {  // the first of a pair of bf16
-      for (; kept < row_bytes; kept += 4) {
-        memcpy(rest + kept, from + whole * row_bytes + kept, 2);
-        memset(rest + kept + 2, 0, 2);
-      }
-    }
-    memset(rest + kept, 0, tile_bytes() - whole * row_bytes - kept);
-    return to;
-  }
-
   // While K is read, this step's V is fetched ahead, and while V is read, the next step's K.
   void attend(const Step& step, const Tiles& tiles, const Tiles& next) {
     const int num_rows = (step.end - step.first) * group_;
     const int num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-    const bool in_place = kDirect && part_tokens() == kTileTokens;
+    const bool in_place = kDirect && cache_.part_tokens() == kTileTokens;
     for (int i = 0; i < num_blocks; ++i) {
       const int first = num_rows * i / num_blocks;
       const int count = num_rows * (i + 1) / num_blocks - first;
@@ -301,14 +182,13 @@ class Attention {
     }
     if (most <= 0) return;
     const int num_tiles = (most + kTileTokens - 1) / kTileTokens;
-    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride,
-                           int(tile_bytes() / kLineBytes), tiles.k, ahead_of_scores, num_tiles,
-                           scores_);
+    const int num_lines = int(cache_.tile_bytes() / kLineBytes);
+    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride, num_lines, tiles.k,
+                           ahead_of_scores, num_tiles, scores_);
     Vec sums[kRows];
     const Vec max = weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, sums);
     const bool starts = step.split == 0 || unit_->merge >= 0;
-    const Rows to =
-        unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
+    const Rows to = unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
     Blend blend;
     if (starts) {
       store_first(to.max + row, kRows, max);
@@ -317,8 +197,9 @@ class Attention {
       join_maxima(max, to.max + row, kRows, blend);
       for (int i = 0; i < kRows; ++i) join_sum(sums[i], to.sum + (row + i) * kLanes, blend, i);
     }
-    sum_value_rows<Dot, kRows>(weights_, num_tiles, part_tokens(), tiles.v, head_size_, ahead_of_values,
-                               starts ? nullptr : &blend, to.values + int64_t{row} * head_size_);
+    sum_value_rows<Dot, kRows>(weights_, num_tiles, cache_.part_tokens(), tiles.v, head_size_,
+                               ahead_of_values, starts ? nullptr : &blend,
+                               to.values + int64_t{row} * head_size_);
   }
 
   // Joins a split's maxima to the running ones, and says how its sums enter.
@@ -379,13 +260,13 @@ class Attention {
 
   const AttendArgs& args_;
   AttendPlan& plan_;
+  CacheReader<Dot, Element> cache_;
   const int head_size_;
   const int group_;
   const float log2_scale_;
   Scratch& scratch_;
   const Unit* unit_ = nullptr;
   char* queries_ = nullptr;   // [rows], kQueryStride apart
-  char* gathered_ = nullptr;  // tiles of K, then of V, that were copied
   float* scores_ = nullptr;   // [kMaxRows, kSplitTokens]
   char* weights_ = nullptr;
   Rows rows_{};

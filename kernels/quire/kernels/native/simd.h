@@ -88,7 +88,8 @@ inline void store_bf16(void* at, Vec x) {
       _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  _mm256_storeu_si256(static_cast<__m256i*>(at), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+  const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+  _mm256_storeu_si256(static_cast<__m256i*>(at), halves);
 #endif
 }
 
