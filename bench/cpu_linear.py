@@ -12,6 +12,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,37 +48,38 @@ def main() -> None:
     library = native.load(native.available_isas()[0])
     arena = Arena(library)
     ours = [PackedLinear(library, arena, weight, None) for weight in weights]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn()) for weight in weights]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
     flops = 2 * sum(out * size for out, size in shapes)
     num_bytes = flops // 2 * dtype.itemsize
 
     read = _read_rate()
-    print(
-        f"{arguments.model} {arguments.dtype}, {arguments.threads} threads: memory {read:.1f} GB/s"
-    )
+    print(f"{arguments.model} {arguments.dtype}, {arguments.threads} threads, {read:.1f} GB/s read")
     print(f"{'rows':>5} {'':12} {'ms':>8} {'GB/s':>7} {'GFLOP/s':>8}")
     for rows in ROWS:
         inputs = {size: torch.randn(rows, size).to(dtype) for size in {s[1] for s in shapes}}
 
-        def native_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for linear, shape in zip(ours, shapes, strict=True):
-                linear(inputs[shape[1]])
-
-        def torch_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight in weights:
-                functional.linear(inputs[weight.shape[1]], weight)
-
-        def mkldnn_step(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight, shape in zip(packed, shapes, strict=True):
-                torch.ops.mkldnn._linear_pointwise(inputs[shape[1]], weight, None, "none", [], "")
-
-        contenders = {"native": native_step, "F.linear": torch_step, "mkldnn packed": mkldnn_step}
+        xs = [inputs[num_in] for _, num_in in shapes]
+        contenders: dict[str, Callable[[], object]] = {
+            "native": partial(_each, PackedLinear.__call__, ours, xs),
+            "F.linear": partial(_each, lambda w, x: functional.linear(x, w), weights, xs),
+            "mkldnn packed": partial(_each, _mkldnn_linear, packed, xs),
+        }
         for name, seconds in _medians(contenders, rounds=arguments.rounds).items():
             rate, speed = num_bytes / seconds / 1e9, rows * flops / seconds / 1e9
             print(f"{rows:5} {name:13} {seconds * 1e3:7.2f} {rate:7.1f} {speed:8.1f}", flush=True)
 
 
-def _medians(contenders: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, float]:
+def _each(linear: Callable[..., object], weights: list[Any], xs: list[Tensor]) -> None:
+    for weight, x in zip(weights, xs, strict=True):
+        linear(weight, x)
+
+
+def _mkldnn_linear(weight: Tensor, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return out
+
+
+def _medians(contenders: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for step in contenders.values():
         step()
@@ -90,7 +93,7 @@ def _medians(contenders: dict[str, Callable[[], None]], *, rounds: int) -> dict[
 
 def _read_rate() -> float:
     data = torch.ones(512 << 18)
-    seconds = _medians({"sum": lambda: data.sum() and None}, rounds=5)["sum"]
+    seconds = _medians({"sum": data.sum}, rounds=5)["sum"]
     return data.nbytes / seconds / 1e9
 
 

@@ -179,7 +179,7 @@ def report(device: torch.device, shape: Shape, cases: Sequence[Case]) -> None:
     )
     print(f"{'':<26}{'kernel ms':>10}{'rate':>16}{'of limit':>10}{'twin ms':>10}{'SDPA ms':>10}")
     for case in cases:
-        batch = make_batch(case, shape, device)
+        batch = make_batch(case, shape, device).stored_by(backend)
         num_decodes = len(case.rows) if case.is_decode else 0
         kernel_s = seconds(batch.call(backend, num_decodes=num_decodes), device=device)
         twin_s = seconds(batch.expected, device=device)

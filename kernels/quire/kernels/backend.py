@@ -13,8 +13,8 @@ from torch import Tensor
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
-# K KV heads   D head size   R half of the rotated size   C channels   S rows that are sampled
-# V vocabulary   I, O a linear layer's input and output
+# K KV heads   D head size   R half of the rotated size   C channels
+# I, O a linear layer's input and output
 
 
 class AttentionBackend(Protocol):
@@ -82,9 +82,6 @@ class AttentionBackend(Protocol):
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         """A whole forward pass, where the backend has one for these weights."""
-
-    def argmax(self, x_SV: Tensor) -> Tensor:
-        """The first of the greatest of each row, int64."""
 
 
 def backend_for(device: torch.device) -> AttentionBackend:

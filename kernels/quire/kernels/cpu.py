@@ -129,9 +129,6 @@ class CpuBackend:
         del weights, shape
         return None
 
-    def argmax(self, x_SV: Tensor) -> Tensor:
-        return x_SV.argmax(dim=-1)
-
 
 def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:
     """The rows' tokens as float32 ``[R, A, K, TILE, D]``, zero past each row's end.

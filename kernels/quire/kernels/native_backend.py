@@ -165,20 +165,6 @@ class NativeBackend(CpuBackend):
         self._library.quire_rotary(byref(arguments), torch.get_num_threads())
         return out_THD
 
-    def argmax(self, x_SV: Tensor) -> Tensor:
-        if x_SV.dtype != torch.float32 or x_SV.stride(1) != 1:
-            return super().argmax(x_SV)
-        out_S = torch.empty(len(x_SV), dtype=torch.int64)
-        arguments = native_abi.ArgmaxArgs(
-            x=x_SV.data_ptr(),
-            stride=x_SV.stride(0),
-            out=out_S.data_ptr(),
-            num_rows=len(x_SV),
-            num_columns=x_SV.shape[1],
-        )
-        self._library.quire_argmax(byref(arguments), torch.get_num_threads())
-        return out_S
-
 
 def _can_attend(dtype: torch.dtype, head_size: int) -> bool:
     """Else PyTorch attends: the two lay out a block's tokens in different ways."""

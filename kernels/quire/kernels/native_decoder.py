@@ -83,6 +83,8 @@ class NativeDecoder:
             assert v_cache.is_contiguous()
             assert k_cache.dtype == v_cache.dtype == self._dtype
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+            for cache in (k_cache, v_cache):
+                self._library.quire_huge_pages(cache.data_ptr(), cache.nbytes)
         self._arguments.block_size = kv[0][0].shape[1]
         self._kv = kv
 

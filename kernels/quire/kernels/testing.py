@@ -71,6 +71,31 @@ class PagedBatch:
             self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
         )
 
+    def stored_by(self, backend: AttentionBackend) -> "PagedBatch":
+        """The batch with its caches as this backend lays them out, NaN where no token is."""
+        k_cache = torch.full_like(self.k_cache, float("nan"))
+        v_cache = k_cache.clone()
+        block_size = k_cache.shape[1]
+        for (tokens, _), (k, v), blocks in zip(
+            self.rows, self.dense_kv, self.block_tables, strict=True
+        ):
+            token = torch.arange(tokens, device=blocks.device)
+            slots = blocks[token // block_size].long() * block_size + token % block_size
+            backend.write_kv(k, v, k_cache, v_cache, slots)
+        return replace(self, k_cache=k_cache, v_cache=v_cache)
+
+    def with_shared_prefix(self, first: int, other: int, num_blocks: int) -> "PagedBatch":
+        """The batch in which row ``other`` begins with row ``first``'s blocks, by reference."""
+        tables, dense = self.block_tables.clone(), list(self.dense_kv)
+        tables[other, :num_blocks] = tables[first, :num_blocks]
+        shared = num_blocks * self.k_cache.shape[1]
+        k, v = (
+            torch.cat([theirs[:shared], own[shared:]])
+            for theirs, own in zip(dense[first], dense[other], strict=True)
+        )
+        dense[other] = (k, v)
+        return replace(self, block_tables=tables, dense_kv=dense)
+
     def only(self, row: int) -> "PagedBatch":
         """The batch in which this row is alone."""
         return self.cut(row, 0, self.rows[row][1])

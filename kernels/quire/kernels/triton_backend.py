@@ -97,6 +97,3 @@ class TritonBackend:
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         del weights, shape
         return None
-
-    def argmax(self, x_SV: Tensor) -> Tensor:
-        return x_SV.argmax(dim=-1)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.decoder import Linear, PlainGatedLinear, PlainLinear
+from quire.kernels.native import library
 from quire.worker.checkpoint import open_checkpoint
+from quire.worker.config import EngineConfig
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import read_model_config
 from quire.worker.model_runner import ModelRunner
+from quire.worker.step import StepInput
 from quire.worker.tensor_parallel import TensorParallel
 
 CASES = [
@@ -59,10 +64,15 @@ def test_ranks_together_compute_what_one_does(
     row: Any,
 ) -> None:
     path: Path = request.getfixturevalue(name)
-    config = config_of(path, tensor_parallel_size=size)
+    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    logits = _run_ranks(config_of(path), size, step)
+    torch.testing.assert_close(logits, runner_of(path).forward(step), atol=1e-4, rtol=0)
+
+
+def _run_ranks(config: EngineConfig, size: int, step: StepInput) -> Tensor:
     group: list[Tensor | None] = [None] * size
     barrier = threading.Barrier(size)
-    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    config = replace(config, tensor_parallel_size=size)
 
     def run(rank: int) -> Tensor | None:
         tp = ThreadRank(rank, group, barrier)
@@ -74,7 +84,18 @@ def test_ranks_together_compute_what_one_does(
         logits, *others = pool.map(run, range(size))
     assert logits is not None
     assert others == [None] * (size - 1)
-    torch.testing.assert_close(logits, runner_of(path).forward(step), atol=1e-4, rtol=0)
+    return logits
+
+
+@pytest.mark.skipif(library() is None, reason="plain PyTorch sums in an order of its own")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_compute_the_bits_of_one(
+    dtype: str, tiny_llama: Path, config_of: Callable[..., Any], driver: Any, row: Any
+) -> None:
+    step = driver.step([row(range(3, 40), [2, 0, 1]), row([5, 9, 1], [4])])
+    config = config_of(tiny_llama, dtype=dtype)
+    logits = [_run_ranks(config, size, step) for size in (1, 2)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -100,24 +121,29 @@ def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3
         prefix = f"model.layers.{index}"
         q_size = model.num_heads // size * model.head_size
         kv_size = model.num_kv_heads // size * model.head_size
-        q, k, v = zip(
-            *(torch.split(layer.qkv.weight_OI, [q_size, kv_size, kv_size]) for layer in layers),
-            strict=True,
-        )
-        gate, up = zip(*(layer.gate_up.gate_up.weight_OI.chunk(2) for layer in layers), strict=True)
+        qkv = [_weight(layer.qkv) for layer in layers]
+        gate_up = [_weight(layer.gate_up) for layer in layers]
+        q, k, v = zip(*(torch.split(x, [q_size, kv_size, kv_size]) for x in qkv), strict=True)
+        gate, up = zip(*(x.chunk(2) for x in gate_up), strict=True)
         for name, whole in {
             "self_attn.q_proj": torch.cat(q),
             "self_attn.k_proj": torch.cat(k),
             "self_attn.v_proj": torch.cat(v),
-            "self_attn.o_proj": torch.cat([layer.o.weight_OI for layer in layers], dim=1),
+            "self_attn.o_proj": torch.cat([_weight(layer.o) for layer in layers], dim=1),
             "mlp.gate_proj": torch.cat(gate),
             "mlp.up_proj": torch.cat(up),
-            "mlp.down_proj": torch.cat([layer.down.weight_OI for layer in layers], dim=1),
+            "mlp.down_proj": torch.cat([_weight(layer.down) for layer in layers], dim=1),
         }.items():
             assert torch.equal(whole, stored[f"{prefix}.{name}.weight"]), name
-    head = torch.cat([shard.lm_head.weight_OI for shard in shards])
+    head = torch.cat([_weight(shard.lm_head) for shard in shards])
     assert torch.equal(head, stored["model.embed_tokens.weight"]), "tied"
     for shard in shards:
-        assert shard.lm_head.weight_OI.untyped_storage().data_ptr() == (
+        assert _weight(shard.lm_head).untyped_storage().data_ptr() == (
             shard.embedding_VC.untyped_storage().data_ptr()
         ), "a tied head takes no memory of its own"
+
+
+def _weight(linear: Linear) -> Tensor:
+    plain = linear.gate_up if isinstance(linear, PlainGatedLinear) else linear
+    assert isinstance(plain, PlainLinear)
+    return plain.weight_OI

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.greedy import argmax
 from quire.worker.logprobs import token_logprobs
 from quire.worker.step import Floats, Longs, Penalties, SamplingBatch, StepOutput
 
@@ -45,7 +46,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> StepOutput:
     if num_rows == 0:
         return StepOutput(np.empty(0, np.int64))
     adjusted_SV = _adjust(logits_SV, batch)
-    token_ids_S = adjusted_SV.argmax(dim=-1).cpu().numpy()  # the first, so lowest, of equals
+    token_ids_S = argmax(adjusted_SV).cpu().numpy()  # the first, so lowest, of equals
     random_rows = np.flatnonzero(batch.temperature_S > 0)
     for start in range(0, len(random_rows), _ROWS_AT_ONCE):
         rows = random_rows[start : start + _ROWS_AT_ONCE]

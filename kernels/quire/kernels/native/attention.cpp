@@ -14,13 +14,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
+#include "attention_cache.h"
 #include "attention_tile.h"
 
 namespace quire {
 namespace {
-
-constexpr int64_t kPadLanes = kLanes;  // rows' maxima and sums are read 16 at a time
 
 // Grown when needed, one per thread, never given back.
 struct Scratch {
@@ -39,8 +39,8 @@ struct Scratch {
 
 // A running softmax of some rows: the maximum of their scores, and the sums relative to it.
 struct Rows {
-  float* max;
-  float* sum;
+  float* max;     // [rows], read 16 at a time
+  float* sum;     // [rows, 16], to be added up
   float* values;  // [rows, D]
 };
 
@@ -53,7 +53,7 @@ template <class Dot, class Element>
 class Attention {
  public:
   Attention(const AttendArgs& args, AttendPlan& plan, Scratch& scratch)
-      : args_(args), plan_(plan), head_size_(args.head_size),
+      : args_(args), plan_(plan), cache_(args), head_size_(args.head_size),
         group_(args.num_heads / args.num_kv_heads), log2_scale_(args.scale * 1.44269504f),
         scratch_(scratch) {}
 
@@ -61,21 +61,21 @@ class Attention {
     unit_ = &unit;
     take_scratch();
     pack_queries();
-    int now = 0;
-    Step step = first_step(), next;
-    if (step.split < unit.end_split) point_at(step, tiles_[now]);
+    Tiles tiles[2];
+    Tiles *now = &tiles[0], *next = &tiles[1];
+    Step step = first_step();
+    if (step.split < unit.end_split) {
+      find(step, *now);
+      cache_.fetch(*now);
+    }
     while (step.split < unit.end_split) {
-      next = following(step);
-      const bool more = next.split < unit.end_split;
-      if (more && kDirect && args_.block_size >= kTileTokens) {
-        point_at(next, tiles_[!now]);
-        attend(step, tiles_[now], tiles_[!now].k);
-      } else {
-        attend(step, tiles_[now], tiles_[now].k);
-        if (more) point_at(next, tiles_[!now]);
-      }
-      step = next;
-      now = !now;
+      const Step after = following(step);
+      const bool more = after.split < unit.end_split;
+      if (more) find(after, *next);
+      attend(step, *now, more ? *next : *now);
+      if (more) cache_.fetch(*next);
+      step = after;
+      std::swap(now, next);
     }
     if (unit.merge < 0) return write_out(unit, rows_);
     const Merge& merge = plan_.merges[unit.merge];
@@ -85,37 +85,28 @@ class Attention {
   }
 
  private:
-  // The cache's tiles feed the dot products as they are; else they are converted to floats.
-  static constexpr bool kDirect = Dot::kPack == 4 / sizeof(Element);
+  static constexpr bool kDirect = CacheReader<Dot, Element>::kDirect;
 
-  struct Tiles {
-    const char* k[kSplitTiles];
-    const char* v[kSplitTiles];
-    int count;
-  };
+  void find(const Step& step, Tiles& tiles) const {
+    cache_.find(plan_.queries[step.first].row, step.head, step.split, tiles);
+  }
 
   int num_queries() const { return unit_->end_query - unit_->first_query; }
-  int num_rows() const {
-    return num_queries() * (unit_->end_head - unit_->first_head) * group_;
-  }
+  int num_rows() const { return num_queries() * (unit_->end_head - unit_->first_head) * group_; }
   int row_of(int head, int query) const {
     return ((head - unit_->first_head) * num_queries() + query - unit_->first_query) * group_;
   }
-  int64_t tile_bytes() const { return int64_t{head_size_} * kTileTokens * 4 / Dot::kPack; }
 
   void take_scratch() {
     const int64_t rows = num_rows();
-    const int64_t tiles = 4 * kSplitTiles * tile_bytes();  // K and V of this step and the next
     const int64_t work = kMaxRows * kSplitTokens * 8;
-    const int64_t state = (rows * (head_size_ + 2) + 2 * kPadLanes) * 4;
-    char* at = scratch_.at_least(rows * kQueryStride + tiles + work + state);
+    const int64_t state = rows * floats_per_row(head_size_) * 4;
+    char* at = scratch_.at_least(rows * kQueryStride + cache_.room() + work + state);
     queries_ = at, at += rows * kQueryStride;
-    gathered_ = at, at += tiles;
+    cache_.use_room(at), at += cache_.room();
     scores_ = reinterpret_cast<float*>(at), at += kMaxRows * kSplitTokens * 4;
     weights_ = at, at += kMaxRows * kSplitTokens * 4;
-    rows_.values = reinterpret_cast<float*>(at);
-    rows_.max = rows_.values + rows * head_size_;
-    rows_.sum = rows_.max + rows + kPadLanes;
+    rows_ = rows_at(reinterpret_cast<float*>(at));
   }
 
   void pack_queries() {
@@ -161,98 +152,17 @@ class Attention {
     return step;
   }
 
-  // Finds the step's tiles in the cache, and copies those that the loops cannot read there.
-  void point_at(const Step& step, Tiles& tiles) {
-    const int row = plan_.queries[step.first].row;
-    const int32_t* table = args_.block_tables + row * args_.bt_stride;
-    const int first = step.split * kSplitTokens;
-    const int tokens = std::min(kSplitTokens, args_.seq_lens[row] - first);
-    const int64_t head_bytes = int64_t{args_.block_size} * head_size_ * sizeof(Element);
-    const int64_t token_bytes = head_size_ * sizeof(Element);
-    const auto* k = static_cast<const char*>(args_.k_cache);
-    const auto* v = static_cast<const char*>(args_.v_cache);
-    const int lines_per_token = head_size_ / kLanes;
-    char* copy = gathered_ + (&tiles - tiles_) * 2 * kSplitTiles * tile_bytes();
-    tiles.count = (tokens + kTileTokens - 1) / kTileTokens;
-    for (int i = 0; i < tiles.count; ++i) {
-      const int token = first + i * kTileTokens;
-      const int valid = std::min(kTileTokens, tokens - i * kTileTokens);
-      char* k_copy = copy + i * tile_bytes();
-      char* v_copy = k_copy + kSplitTiles * tile_bytes();
-      if (args_.block_size >= kTileTokens) {
-        const int64_t block = table[token / args_.block_size];
-        const int64_t at = (block * args_.num_kv_heads + step.head) * head_bytes +
-                           token % args_.block_size * token_bytes;
-        tiles.k[i] = kDirect ? k + at : widened(k + at, k_copy, 1);
-        tiles.v[i] = kDirect ? v + at : widened(v + at, v_copy, lines_per_token);
-        if (valid < kTileTokens) tiles.v[i] = without_rest(tiles.v[i], valid, v_copy);
-        continue;
-      }
-      // Small blocks. A tile of floats is put together from the cache's type in the upper half.
-      const int64_t gap = kDirect ? 0 : tile_bytes() / 2;
-      for (int slot = 0; slot < valid; slot += args_.block_size) {
-        const int64_t block = table[(token + slot) / args_.block_size];
-        const int64_t at = (block * args_.num_kv_heads + step.head) * head_bytes;
-        insert_keys(k + at, slot, k_copy + gap);
-        memcpy(v_copy + gap + slot * token_bytes, v + at, head_bytes);
-      }
-      tiles.k[i] = kDirect ? k_copy : widened(k_copy + gap, k_copy, 1);
-      tiles.v[i] = kDirect ? v_copy : widened(v_copy + gap, v_copy, lines_per_token);
-      if (valid < kTileTokens) tiles.v[i] = without_rest(tiles.v[i], valid, v_copy);
-    }
-  }
-
-  // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16].
-  void insert_keys(const char* from, int slot, char* to) const {
-    const int bytes = args_.block_size * 4;
-    const int num_lines = head_size_ * int(sizeof(Element)) / 4;
-    to += slot * 4;
-    if (bytes == 16)
-      for (int line = 0; line < num_lines; ++line)
-        memcpy(to + line * kLineBytes, from + line * 16, 16);
-    else
-      for (int line = 0; line < num_lines; ++line)
-        memcpy(to + line * kLineBytes, from + line * 32, 32);
-  }
-
-  // A bf16 tile as a tile of floats. In each `lines` lines stand, word by word, two rows of the
-  // result: two channels of K, or two tokens of V. `from` may be the upper half of `to`.
-  const char* widened(const char* from, char* to, int lines) const {
-    Vec even[kMaxHeadSize / kLanes], odd[kMaxHeadSize / kLanes];
-    for (char* end = to + tile_bytes(); to < end;) {
-      for (int i = 0; i < lines; ++i, from += kLineBytes)
-        even[i] = even_bf16(from), odd[i] = odd_bf16(from);
-      for (int i = 0; i < lines; ++i, to += kLineBytes) store(to, even[i]);
-      for (int i = 0; i < lines; ++i, to += kLineBytes) store(to, odd[i]);
-    }
-    return to - tile_bytes();
-  }
-
-  // The tile's first `valid` tokens and zeros: a weight of 0 times an unused slot's NaN is NaN.
-  const char* without_rest(const char* from, int valid, char* to) const {
-    const int64_t row_bytes = int64_t{head_size_} * 4;
-    const int whole = valid / Dot::kPack;
-    if (to != from) memmove(to, from, whole * row_bytes);
-    char* rest = to + whole * row_bytes;
-    int64_t kept = 0;
-    if (valid % Dot::kPack) {  // the first of a pair of bf16
-      for (; kept < row_bytes; kept += 4) {
-        memcpy(rest + kept, from + whole * row_bytes + kept, 2);
-        memset(rest + kept + 2, 0, 2);
-      }
-    }
-    memset(rest + kept, 0, tile_bytes() - whole * row_bytes - kept);
-    return to;
-  }
-
-  void attend(const Step& step, const Tiles& tiles, const char* const* next_k) {
+  // While K is read, this step's V is fetched ahead, and while V is read, the next step's K.
+  void attend(const Step& step, const Tiles& tiles, const Tiles& next) {
     const int num_rows = (step.end - step.first) * group_;
     const int num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+    const bool in_place = kDirect && cache_.part_tokens() == kTileTokens;
     for (int i = 0; i < num_blocks; ++i) {
       const int first = num_rows * i / num_blocks;
       const int count = num_rows * (i + 1) / num_blocks - first;
-      attend_block<kMaxRows>(step, tiles, first, count, i ? tiles.k : tiles.v,
-                             i ? tiles.v : next_k);
+      attend_block<kMaxRows>(step, tiles, first, count,
+                             i == 0 && in_place ? tiles.v_part : tiles.k,
+                             i == 0 && kDirect ? next.k_part : tiles.v);
     }
   }
 
@@ -272,49 +182,44 @@ class Attention {
     }
     if (most <= 0) return;
     const int num_tiles = (most + kTileTokens - 1) / kTileTokens;
-    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride,
-                           int(tile_bytes() / kLineBytes), tiles.k, ahead_of_scores, num_tiles,
-                           scores_);
-    float max[kLanes], sum[kLanes];
-    for (int i = 0; i < kRows; ++i)
-      weigh<Dot>(scores_ + i * kSplitTokens, weights_ + i * kWeightStride<Dot>, num_tiles,
-                 visible[i], log2_scale_, max + i, sum + i);
-    Blend blend;
-    Rows to = rows_;
+    const int num_lines = int(cache_.tile_bytes() / kLineBytes);
+    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride, num_lines, tiles.k,
+                           ahead_of_scores, num_tiles, scores_);
+    Vec sums[kRows];
+    const Vec max = weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, sums);
     const bool starts = step.split == 0 || unit_->merge >= 0;
-    if (unit_->merge >= 0) to = saved(plan_.merges[unit_->merge], step.split);
+    const Rows to = unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
+    Blend blend;
     if (starts) {
-      std::copy_n(max, kRows, to.max + row);
-      std::copy_n(sum, kRows, to.sum + row);
+      store_first(to.max + row, kRows, max);
+      for (int i = 0; i < kRows; ++i) store(to.sum + (row + i) * kLanes, sums[i]);
     } else {
-      blend_rows(max, sum, to.max + row, to.sum + row, kRows, blend);
+      join_maxima(max, to.max + row, kRows, blend);
+      for (int i = 0; i < kRows; ++i) join_sum(sums[i], to.sum + (row + i) * kLanes, blend, i);
     }
-    sum_value_rows<Dot, kRows>(weights_, num_tiles, tiles.v, head_size_, ahead_of_values,
-                               starts ? nullptr : &blend, to.values + int64_t{row} * head_size_);
+    sum_value_rows<Dot, kRows>(weights_, num_tiles, cache_.part_tokens(), tiles.v, head_size_,
+                               ahead_of_values, starts ? nullptr : &blend,
+                               to.values + int64_t{row} * head_size_);
   }
 
-  // Joins a split's maxima and sums to the running ones, and says how its values enter.
-  void blend_rows(const float* split_max, const float* split_sum, float* max_of, float* sum_of,
-                  int count, Blend& blend) const {
-    const Vec scale = splat(log2_scale_);
-    const Vec old_max = load(max_of), new_max = load(split_max);
-    const Vec most = max(old_max, new_max);
-    const Vec keep = exp2_of<Dot::kShortExp>(mul(sub(old_max, most), scale));
-    const Vec take = exp2_of<Dot::kShortExp>(mul(sub(new_max, most), scale));
-    float lanes[kLanes];
-    store(lanes, most);
-    std::copy_n(lanes, count, max_of);
-    store(lanes, fma(load(sum_of), keep, mul(load(split_sum), take)));
-    std::copy_n(lanes, count, sum_of);
-    store(blend.keep, keep);
-    store(blend.take, take);
+  // Joins a split's maxima to the running ones, and says how its sums enter.
+  void join_maxima(Vec split_max, float* running, int count, Blend& blend) const {
+    const Vec scale = splat(log2_scale_), before = load(running);
+    const Vec most = max(before, split_max);
+    store_first(running, count, most);
+    store(blend.keep, exp2_of<Dot::kShortExp>(mul(sub(before, most), scale)));
+    store(blend.take, exp2_of<Dot::kShortExp>(mul(sub(split_max, most), scale)));
+  }
+
+  Rows rows_at(float* at) const {
+    const int64_t rows = num_rows();
+    return {at + rows * kLanes, at, at + rows * (kLanes + 1)};
   }
 
   // A split's place in the workspace of a merge.
   Rows saved(const Merge& merge, int split) const {
-    const int64_t rows = num_rows();
-    float* at = plan_.workspace.data() + merge.offset + split * rows * (head_size_ + 2);
-    return {at, at + rows, at + 2 * rows};
+    return rows_at(plan_.workspace.data() + merge.offset +
+                   int64_t{split} * num_rows() * floats_per_row(head_size_));
   }
 
   void join(const Merge& merge) {
@@ -325,17 +230,12 @@ class Attention {
       for (int row = 0; row < count; ++row) {
         const int query = merge.whole.first_query + row / group_ % num_queries();
         if (plan_.queries[query].visible <= split * kSplitTokens) continue;
-        float max[kLanes] = {}, total[kLanes] = {}, max_of[kLanes] = {}, sum_of[kLanes] = {};
-        max[0] = part.max[row], total[0] = part.sum[row];
-        max_of[0] = sum.max[row], sum_of[0] = sum.sum[row];
         Blend blend;
-        blend_rows(max, total, max_of, sum_of, 1, blend);
-        sum.max[row] = max_of[0], sum.sum[row] = sum_of[0];
-        for (int d = 0; d < head_size_; d += kLanes) {
-          float* to = sum.values + int64_t{row} * head_size_ + d;
-          const Vec x = load(part.values + int64_t{row} * head_size_ + d);
-          store(to, fma(load(to), splat(blend.keep[0]), mul(x, splat(blend.take[0]))));
-        }
+        join_maxima(splat(part.max[row]), sum.max + row, 1, blend);
+        join_sum(load(part.sum + row * kLanes), sum.sum + row * kLanes, blend, 0);
+        for (int d = 0; d < head_size_; d += kLanes)
+          join_sum(load(part.values + int64_t{row} * head_size_ + d),
+                   sum.values + int64_t{row} * head_size_ + d, blend, 0);
       }
     }
     write_out(merge.whole, sum);
@@ -349,7 +249,7 @@ class Attention {
                              int64_t{head} * group_) * head_size_;
         const int row = row_of(head, query);
         for (int i = row; i < row + group_; ++i) {
-          const Vec inverse = splat(1 / rows.sum[i]);
+          const Vec inverse = splat(1 / sum_of_lanes(load(rows.sum + i * kLanes)));
           for (int d = 0; d < head_size_; d += kLanes, to += kLanes) {
             const Vec x = mul(load(rows.values + int64_t{i} * head_size_ + d), inverse);
             sizeof(Element) == 2 ? store_bf16(to, x) : store(to, x);
@@ -360,17 +260,16 @@ class Attention {
 
   const AttendArgs& args_;
   AttendPlan& plan_;
+  CacheReader<Dot, Element> cache_;
   const int head_size_;
   const int group_;
   const float log2_scale_;
   Scratch& scratch_;
   const Unit* unit_ = nullptr;
   char* queries_ = nullptr;   // [rows], kQueryStride apart
-  char* gathered_ = nullptr;  // tiles that were copied
   float* scores_ = nullptr;   // [kMaxRows, kSplitTokens]
   char* weights_ = nullptr;
   Rows rows_{};
-  Tiles tiles_[2];
 };
 
 #if defined(QUIRE_BF16_DOT)

@@ -117,7 +117,7 @@ struct Planner {
     const int64_t num_rows = int64_t{whole.end_query - whole.first_query} *
                              (whole.end_head - whole.first_head) * group;
     plan.merges.push_back({whole, num_parts, offset});
-    plan.workspace.resize(offset + whole.end_split * num_rows * (args.head_size + 2));
+    plan.workspace.resize(offset + whole.end_split * num_rows * floats_per_row(args.head_size));
     return int(plan.merges.size()) - 1;
   }
 };

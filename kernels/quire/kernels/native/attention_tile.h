@@ -11,6 +11,8 @@
 // loop nor on how many tiles it takes at once.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace quire {
@@ -18,6 +20,7 @@ namespace quire {
 constexpr int kTileTokens = 16;
 constexpr int kSplitTokens = 128;
 constexpr int kSplitTiles = kSplitTokens / kTileTokens;
+constexpr int kMaxParts = kSplitTokens / 4;  // of the smallest blocks
 constexpr int kMaxHeadSize = 256;
 constexpr int kLineBytes = 64;
 constexpr int kQueryStride = kMaxHeadSize * 4;  // bytes of a packed query row
@@ -30,6 +33,9 @@ constexpr int kMaxRows = 6, kMaxTiles = 1;
 #else
 constexpr int kMaxRows = 3, kMaxTiles = 1;
 #endif
+
+// What a row's running result takes: its values, 16 partial sums of weights, and its maximum.
+constexpr int floats_per_row(int head_size) { return head_size + kLanes + 1; }
 
 struct DotF32 {
   static constexpr int kPack = 1;
@@ -67,6 +73,9 @@ struct DotBf16 {
 // A row's weights of one split; the bytes of a broadcast word are the same for both types.
 template <class Dot>
 constexpr int kWeightStride = kSplitTokens * 4 / Dot::kPack;
+
+template <int kCount>
+using Count = std::integral_constant<int, kCount>;
 
 // scores[row][tile * 16 + lane] = q[row] . k[tile][lane], for `kRows` rows and `kTiles` tiles.
 // `ahead` are tiles of the same size that are wanted soon.
@@ -107,50 +116,61 @@ inline void score_tiles(const char* q, int num_lines, const char* const* k,
 template <class Dot, int kRows>
 inline void score_rows(const char* q, int num_lines, const char* const* k,
                        const char* const* ahead, int num_tiles, float* scores) {
+  const auto score = [&](auto tiles, int tile) {
+    score_tiles<Dot, kRows, tiles>(q, num_lines, k + tile, ahead + tile,
+                                   scores + tile * kTileTokens);
+  };
   int tile = 0;
-  for (; tile + kMaxTiles <= num_tiles; tile += kMaxTiles)
-    score_tiles<Dot, kRows, kMaxTiles>(q, num_lines, k + tile, ahead + tile,
-                                       scores + tile * kTileTokens);
-  k += tile, ahead += tile, scores += tile * kTileTokens;
-  switch (num_tiles - tile) {
-    case 1: return score_tiles<Dot, kRows, 1>(q, num_lines, k, ahead, scores);
-    case 2: return score_tiles<Dot, kRows, 2>(q, num_lines, k, ahead, scores);
-    case 3: return score_tiles<Dot, kRows, 3>(q, num_lines, k, ahead, scores);
-  }
+  for (; tile + kMaxTiles <= num_tiles; tile += kMaxTiles) score(Count<kMaxTiles>(), tile);
+  if constexpr (kMaxTiles > 1) switch (num_tiles - tile) {
+      case 1: return score(Count<1>(), tile);
+      case 2: return score(Count<2>(), tile);
+      case 3: return score(Count<3>(), tile);
+    }
 }
 
-// One row's softmax over a split, relative to the split's own maximum. `visible` tokens count, of
-// the `num_tiles * 16` scores; the weights of the others are zero.
-template <class Dot>
-inline void weigh(float* scores, char* weights, int num_tiles, int visible, float log2_scale,
-                  float* max_out, float* sum_out) {
+// The rows' softmax over a split, relative to each row's maximum in the split, of the `num_tiles *
+// 16` scores of each. Row i's first `visible[i]` tokens count; the weights of the others are zero.
+// Lane i of the result is row i's maximum (-inf where nothing is visible), and sums[i] has a lane
+// for every 16th token.
+template <class Dot, int kRows>
+inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visible)[kRows],
+                 float log2_scale, Vec (&sums)[kRows]) {
   constexpr int kTileBytes = kTileTokens * 4 / Dot::kPack;
-  if (visible <= 0) {
-    memset(weights, 0, num_tiles * kTileBytes);
-    *max_out = -__builtin_inff();
-    *sum_out = 0;
-    return;
-  }
   const Vec hidden = splat(-__builtin_inff());
-  for (int tile = visible / kTileTokens; tile < num_tiles; ++tile) {
-    const int count = visible - tile * kTileTokens;
-    float* at = scores + tile * kTileTokens;
-    store(at, count > 0 ? first_lanes(load(at), count, hidden) : hidden);
+  Vec most[kRows];
+  for (int row = 0; row < kRows; ++row) {
+    float* at = scores + row * kSplitTokens;
+    const int whole = visible[row] > 0 ? visible[row] / kTileTokens : 0;
+    for (int tile = whole; tile < num_tiles; ++tile) {
+      const int count = visible[row] - tile * kTileTokens;
+      float* cut = at + tile * kTileTokens;
+      store(cut, count > 0 ? first_lanes(load(cut), count, hidden) : hidden);
+    }
+    most[row] = load(at);
+    for (int tile = 1; tile < num_tiles; ++tile)
+      most[row] = max(most[row], load(at + tile * kTileTokens));
   }
-  Vec most = load(scores);
-  for (int tile = 1; tile < num_tiles; ++tile)
-    most = max(most, load(scores + tile * kTileTokens));
-  const float max_score = max_of_lanes(most);
-  const Vec scale = splat(log2_scale), offset = splat(-max_score * log2_scale);
-  Vec sum = zero();
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const Vec weight =
-        exp2_of<Dot::kShortExp>(fma(load(scores + tile * kTileTokens), scale, offset));
-    sum = add(sum, weight);
-    Dot::store_weights(weights + tile * kTileBytes, weight);
+  const Vec max_scores = max_of_each(most);
+  // A row that sees nothing has 2^-inf everywhere, not 2^(-inf + inf).
+  const Vec finite = max(max_scores, splat(-1e30f));
+  float offsets[kLanes];
+  store(offsets, mul(finite, splat(-log2_scale)));
+  const Vec scale = splat(log2_scale);
+  for (int row = 0; row < kRows; ++row) {
+    const Vec offset = splat(offsets[row]);
+    const float* at = scores + row * kSplitTokens;
+    char* to = weights + row * kWeightStride<Dot>;
+    Vec sum = zero();
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const Vec weight =
+          exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
+      sum = add(sum, weight);
+      Dot::store_weights(to + tile * kTileBytes, weight);
+    }
+    sums[row] = sum;
   }
-  *max_out = max_score;
-  *sum_out = sum_of_lanes(sum);
+  return max_scores;
 }
 
 // How a split's result enters a row's running one: `result = result * keep + split * take`.
@@ -159,21 +179,26 @@ struct Blend {
   float take[kLanes];
 };
 
+inline void join_sum(const Vec& split, float* running, const Blend& blend, int row) {
+  store(running,
+        fma(load(running), splat(blend.keep[row]), mul(split, splat(blend.take[row]))));
+}
+
 // result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].
+// A tile of V may come in parts of `num_lines` rows of words each.
 template <class Dot, int kRows, int kCols>
-inline void sum_values(const char* weights, int num_tiles, const char* const* v, int64_t row_bytes,
-                       int64_t col_bytes, const char* const* ahead, const Blend* blend,
-                       float* result, int64_t result_stride) {
+inline void sum_values(const char* weights, int num_parts, int num_lines, const char* const* v,
+                       int64_t row_bytes, int64_t col_bytes, const char* const* ahead,
+                       const Blend* blend, float* result, int64_t result_stride) {
   Vec sum[kRows][kCols];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
     for (int col = 0; col < kCols; ++col) sum[row][col] = zero();
-  constexpr int kLines = kTileTokens / Dot::kPack;
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const char* at = v[tile] + col_bytes;
-    const char* next = ahead[tile] + col_bytes;
-    for (int line = 0; line < kLines; ++line, at += row_bytes, next += row_bytes, weights += 4) {
+  for (int part = 0; part < num_parts; ++part) {
+    const char* at = v[part] + col_bytes;
+    const char* next = ahead[part] + col_bytes;
+    for (int line = 0; line < num_lines; ++line, at += row_bytes, next += row_bytes, weights += 4) {
       typename Dot::Line values[kCols];
 #pragma GCC unroll 4
       for (int col = 0; col < kCols; ++col) {
@@ -194,34 +219,30 @@ inline void sum_values(const char* weights, int num_tiles, const char* const* v,
 #pragma GCC unroll 4
     for (int col = 0; col < kCols; ++col) {
       float* to = result + row * result_stride + col * kLanes;
-      Vec x = sum[row][col];
-      if (blend) x = fma(load(to), splat(blend->keep[row]), mul(x, splat(blend->take[row])));
-      store(to, x);
+      blend ? join_sum(sum[row][col], to, *blend, row) : store(to, sum[row][col]);
     }
 }
 
 template <class Dot, int kRows>
-inline void sum_value_rows(const char* weights, int num_tiles, const char* const* v, int head_size,
-                           const char* const* ahead, const Blend* blend, float* result) {
+inline void sum_value_rows(const char* weights, int num_tiles, int part_tokens,
+                           const char* const* v, int head_size, const char* const* ahead,
+                           const Blend* blend, float* result) {
   const int num_cols = head_size / kLanes;
+  const int num_parts = num_tiles * (kTileTokens / part_tokens);
+  const int num_lines = part_tokens / Dot::kPack;
   const int64_t row_bytes = int64_t{num_cols} * kLineBytes;
+  const auto sum = [&](auto cols, int col) {
+    sum_values<Dot, kRows, cols>(weights, num_parts, num_lines, v, row_bytes,
+                                 int64_t{col} * kLineBytes, ahead, blend, result + col * kLanes,
+                                 head_size);
+  };
   int col = 0;
-  for (; col + kMaxTiles <= num_cols; col += kMaxTiles)
-    sum_values<Dot, kRows, kMaxTiles>(weights, num_tiles, v, row_bytes, col * kLineBytes, ahead,
-                                      blend, result + col * kLanes, head_size);
-  const int64_t at = col * kLineBytes;
-  result += col * kLanes;
-  switch (num_cols - col) {
-    case 1:
-      return sum_values<Dot, kRows, 1>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-    case 2:
-      return sum_values<Dot, kRows, 2>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-    case 3:
-      return sum_values<Dot, kRows, 3>(weights, num_tiles, v, row_bytes, at, ahead, blend, result,
-                                       head_size);
-  }
+  for (; col + kMaxTiles <= num_cols; col += kMaxTiles) sum(Count<kMaxTiles>(), col);
+  if constexpr (kMaxTiles > 1) switch (num_cols - col) {
+      case 1: return sum(Count<1>(), col);
+      case 2: return sum(Count<2>(), col);
+      case 3: return sum(Count<3>(), col);
+    }
 }
 
 }  // namespace quire

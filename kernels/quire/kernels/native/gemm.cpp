@@ -14,6 +14,7 @@
 // vdpbf16ps a cycle.
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "elements.h"
@@ -137,39 +138,37 @@ void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t*
 }
 
 inline Vec silu(Vec x) {
-  const Vec e = exp2_of<false>(max(mul(x, splat(-1.44269504f)), splat(-126)));
-  return div(x, add(e, splat(1)));
+  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below, 1e-36 and not -0
+  return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
 }
 
-template <class T>
-inline void write_pair(T* out, Vec lo, Vec hi, int64_t count) {
-  write(out, lo, count);
-  if (count > kLanes) write(out + kLanes, hi, count - kLanes);
-}
-
-// Puts a row's sums where `mode` says.
-template <class T>
-void finish_row(const LinearArgs& args, int64_t row, int64_t panel, Vec lo, Vec hi) {
+// Puts the sums of some rows where `kMode` says.
+template <class T, int kMode>
+void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
+            int num_rows) {
+  using Out = std::conditional_t<kMode == QUIRE_STORE_F32, float, T>;
   const LinearWeights& weights = *args.weights;
-  if (weights.bias) {
-    const float* bias = weights.bias + panel * kPanelColumns;
-    lo = add(lo, load(bias));
-    hi = add(hi, load(bias + kLanes));
+  const int64_t width = kMode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
+  const int64_t column = panel * (kMode == QUIRE_GATED ? kLanes : kPanelColumns);
+  const int64_t left = width - column;
+  Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
+  Vec bias[2] = {zero(), zero()};
+  if (weights.bias)
+    for (int v = 0; v < 2; ++v) bias[v] = load(weights.bias + panel * kPanelColumns + v * kLanes);
+  for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
+    Vec lo = sums[r][0], hi = sums[r][1];
+    if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
+    if (kMode == QUIRE_GATED) {
+      const Vec gate = rounded<T>(silu(rounded<T>(lo)));
+      write(out, mul(gate, rounded<T>(hi)), left);
+      continue;
+    }
+    if (kMode == QUIRE_ADD) lo = add(read(out, left), rounded<T>(lo));
+    write(out, lo, left);
+    if (left <= kLanes) continue;
+    if (kMode == QUIRE_ADD) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
+    write(out + kLanes, hi, left - kLanes);
   }
-  int64_t column = panel * (args.mode == QUIRE_GATED ? kLanes : kPanelColumns);
-  int64_t width = args.mode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
-  const int64_t left = width - column, at = row * args.out_stride + column;
-  if (args.mode == QUIRE_STORE_F32) return write_pair(static_cast<float*>(args.out) + at, lo, hi, left);
-  T* out = static_cast<T*>(args.out) + at;
-  if (args.mode == QUIRE_GATED) {
-    const Vec gate = rounded<T>(silu(rounded<T>(lo)));
-    return write(out, mul(gate, rounded<T>(hi)), left);
-  }
-  if (args.mode == QUIRE_ADD) {
-    lo = add(read(out, left), rounded<T>(lo));
-    if (left > kLanes) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
-  }
-  write_pair(out, lo, hi, left);
 }
 
 template <class T, int R>
@@ -182,7 +181,12 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
   Sums<R> sums;
   ahead ? add_tree<T, R, true>(sums, x, x_stride, w, ahead, lanes, splits)
         : add_tree<T, R, false>(sums, x, x_stride, w, nullptr, lanes, splits);
-  for (int r = 0; r < R; ++r) finish_row<T>(args, row + r, panel, sums.at[r][0], sums.at[r][1]);
+  switch (args.mode) {
+    case QUIRE_STORE: return finish<T, QUIRE_STORE>(args, row, panel, sums.at, R);
+    case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums.at, R);
+    case QUIRE_ADD: return finish<T, QUIRE_ADD>(args, row, panel, sums.at, R);
+    case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums.at, R);
+  }
 }
 
 using Tile = void (*)(const LinearArgs&, int64_t, int64_t, const uint32_t*, const uint32_t*);

@@ -42,6 +42,8 @@ enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
 
 extern "C" {
 
+// The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at most;
+// a block 4, 8 or a multiple of 16 tokens.
 struct AttendArgs {
   int32_t dtype;            // of q, out and the caches
   const void* q;            // [T, H, D]; a token's heads are contiguous
@@ -59,7 +61,7 @@ struct AttendArgs {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
-  float scale;
+  float scale;              // above 0
 };
 
 struct WriteKvArgs {

@@ -37,8 +37,34 @@ inline Vec first_lanes(Vec x, int count, Vec other) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>((1u << count) - 1), x);
 }
 
+inline void store_first(void* at, int count, Vec x) {
+  _mm512_mask_storeu_ps(at, static_cast<__mmask16>((1u << count) - 1), x);
+}
+
 inline float sum_of_lanes(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float max_of_lanes(Vec x) { return _mm512_reduce_max_ps(x); }
+
+// Lane i of the result is the greatest lane of x[i], for up to 8 of them.
+template <int kCount>
+inline Vec max_of_each(const Vec (&x)[kCount]) {
+  static_assert(kCount <= 8);
+  constexpr int k1 = 1 < kCount ? 1 : 0, k2 = 2 < kCount ? 2 : 0, k3 = 3 < kCount ? 3 : 0,
+                k4 = 4 < kCount ? 4 : 0, k5 = 5 < kCount ? 5 : 0, k6 = 6 < kCount ? 6 : 0,
+                k7 = 7 < kCount ? 7 : 0;
+  const auto halve = [](Vec a, Vec b) {
+    return max(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  };
+  const auto quarter = [](Vec ab, Vec cd) {
+    const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    return max(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+               _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  };
+  const Vec low = quarter(halve(x[0], x[k1]), halve(x[k2], x[k3]));  // 4 candidates of each
+  const Vec high = kCount <= 4 ? low : quarter(halve(x[k4], x[k5]), halve(x[k6], x[k7]));
+  const Vec two = max(_mm512_shuffle_f32x4(low, high, 0x44), _mm512_shuffle_f32x4(low, high, 0xee));
+  const Vec one = max(two, _mm512_shuffle_f32x4(two, two, 0xb1));
+  return _mm512_shuffle_f32x4(one, one, 0x08);  // lanes 0-3 and 8-11 first
+}
 
 // 16 pairs of bf16: their first halves and their second halves, as floats.
 inline Vec even_bf16(const void* pairs) {
@@ -62,7 +88,8 @@ inline void store_bf16(void* at, Vec x) {
       _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  _mm256_storeu_si256(static_cast<__m256i*>(at), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+  const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+  _mm256_storeu_si256(static_cast<__m256i*>(at), halves);
 #endif
 }
 
@@ -158,6 +185,13 @@ inline float max_of_lanes(const Vec& x) {
   float most = lanes[0];
   for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
   return most;
+}
+inline void store_first(void* at, int count, const Vec& x) { memcpy(at, &x, 4 * count); }
+template <int kCount>
+inline Vec max_of_each(const Vec (&x)[kCount]) {
+  float most[kLanes] = {};
+  for (int row = 0; row < kCount; ++row) most[row] = max_of_lanes(x[row]);
+  return load(most);
 }
 inline Vec even_bf16(const void* pairs) {
   const Vec bits = load(pairs);

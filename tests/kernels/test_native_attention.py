@@ -1,0 +1,228 @@
+"""The native attention against its twin, and its promise that a row's bits are the row's alone."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.kernels import native
+from quire.kernels.native_backend import NativeBackend
+from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
+
+SPLIT = 128  # kSplitTokens of native/attention_tile.h
+RAGGED = [
+    *[(1, 1), (300, 1), (SPLIT, 1), (SPLIT + 1, 1), (0, 0), (9, 0)],
+    *[(5, 5), (2 * SPLIT, 70), (333, 333), (2 * SPLIT + 16, 2)],
+]
+
+
+@pytest.fixture(params=native.available_isas())
+def any_isa(request: pytest.FixtureRequest) -> NativeBackend:
+    return _backend(request.param)
+
+
+@pytest.fixture
+def best() -> NativeBackend:
+    return _backend(native.available_isas()[0])
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_the_twin(
+    any_isa: NativeBackend, dtype: torch.dtype, block_size: int
+) -> None:
+    for num_heads, num_kv_heads, head_size in [(6, 2, 64), (4, 1, 80), (2, 2, 16), (8, 1, 32)]:
+        batch = paged_batch(
+            RAGGED,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        assert_near_twin(batch.stored_by(any_isa).attend(any_isa), batch.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (20, 4), (3, 3)])
+def test_a_head_of_256_channels_and_odd_groups_are_the_twins(
+    best: NativeBackend, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    batch = paged_batch(
+        RAGGED,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=256,
+        block_size=16,
+        dtype=dtype,
+    )
+    assert_near_twin(batch.stored_by(best).attend(best), batch.expected())
+
+
+def test_bfloat16_loses_no_more_than_its_own_rounding(best: NativeBackend) -> None:
+    batch = paged_batch(
+        [(700, 64)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=64,
+        block_size=16,
+        dtype=torch.bfloat16,
+    )
+    dense = [(k.double(), v.double()) for k, v in batch.dense_kv]
+    exact = _dense_attention(replace(batch, q=batch.q.double(), dense_kv=dense))
+    rounding = (exact.bfloat16() - exact).square().mean().sqrt()
+    error = (batch.stored_by(best).attend(best) - exact).square().mean().sqrt()
+    assert error < 2 * rounding
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (8, 1)])
+def test_a_row_has_the_same_bits_whoever_shares_the_batch(
+    best: NativeBackend, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    batch = paged_batch(
+        RAGGED,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=64,
+        block_size=16,
+        dtype=dtype,
+    ).stored_by(best)
+    _assert_rows_are_as_if_alone(batch, best)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_a_shared_prefix_does_not_change_a_bit(
+    any_isa: NativeBackend, block_size: int, dtype: torch.dtype
+) -> None:
+    # Rows 3 and 1 share 5 splits and more, 0 shares 3 of them, 4 less than one, 2 nothing; row 5
+    # is a prompt behind a cached prefix, and row 6 ends where its prefix does.
+    batch = paged_batch(
+        [(700, 1), (800, 1), (500, 1), (900, 1), (300, 1), (420, 20), (2 * SPLIT, 1)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    for row, shared in [(3, 704), (0, 448), (4, 64), (5, 384), (6, 2 * SPLIT)]:
+        batch = batch.with_shared_prefix(1, row, shared // block_size)
+    batch = batch.stored_by(any_isa)
+    _assert_rows_are_as_if_alone(batch, any_isa)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size"), [(6, 2, 64), (3, 3, 32), (2, 1, 128)]
+)
+def test_a_token_has_the_same_bits_in_any_chunk_and_as_a_decode(
+    any_isa: NativeBackend, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> None:
+    batch = paged_batch(
+        [(400, 390)],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=16,
+        dtype=dtype,
+    ).stored_by(any_isa)
+    whole = batch.attend(any_isa)
+    for cuts in ([0, 7, 118, 119, 246, 247, 390], [0, 389, 390], [0, 128, 256, 384, 390]):
+        for first, end in itertools.pairwise(cuts):
+            chunk = batch.cut(0, first, end).attend(any_isa)
+            assert torch.equal(chunk, whole[first:end]), (first, end)
+    for token in range(0, 390, 31):
+        decode = batch.cut(0, token, token + 1).attend(any_isa)
+        assert torch.equal(decode, whole[token : token + 1])
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_threads_that_share_one_long_row_give_its_bits(best: NativeBackend, queries: int) -> None:
+    batch = paged_batch(
+        [(5000, queries)], num_heads=3, num_kv_heads=1, head_size=64, block_size=16
+    ).stored_by(best)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = batch.attend(best)
+        for num_threads in (2, 7):
+            torch.set_num_threads(num_threads)
+            for _ in range(3):  # whoever comes last adds up
+                assert torch.equal(batch.attend(best), alone)
+    finally:
+        torch.set_num_threads(before)
+    assert_near_twin(alone, _dense_attention(batch))
+
+
+def test_a_step_without_rows_and_a_row_without_queries_are_fine(any_isa: NativeBackend) -> None:
+    for rows in ([], [(0, 0), (9, 2), (5, 0)]):
+        batch = paged_batch(rows, num_heads=4, num_kv_heads=2, head_size=16, block_size=4)
+        torch.testing.assert_close(batch.stored_by(any_isa).attend(any_isa), batch.expected())
+
+
+def test_queries_may_be_views_into_a_fused_projection(any_isa: NativeBackend) -> None:
+    batch = paged_batch([(40, 3)], num_heads=6, num_kv_heads=2, head_size=16, block_size=4)
+    batch = batch.stored_by(any_isa)
+    fused = torch.randn(3, 10, 16)
+    fused[:, :6] = batch.q
+    want = batch.attend(any_isa)
+    assert torch.equal(replace(batch, q=fused[:, :6]).attend(any_isa), want)
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_kv_stores_each_value_once_and_touches_nothing_else(
+    best: NativeBackend, dtype: torch.dtype, block_size: int
+) -> None:
+    slots = torch.tensor([31, 0, 9, 8, 17])
+    values = torch.arange(2 * 5 * 2 * 16).to(dtype).view(5, 4, 16)  # a fused projection
+    k, v = values[:, :2], values[:, 2:]
+    k_cache = torch.full((64 // block_size, block_size, 2, 16), float("nan"), dtype=dtype)
+    v_cache = k_cache.clone()
+    best.write_kv(k, v, k_cache, v_cache, slots)
+    for cache, written in ((k_cache, k), (v_cache, v)):
+        stored = cache[~cache.isnan()]
+        assert torch.equal(stored.sort().values, written.flatten().sort().values)
+    touched = (~k_cache.isnan()).flatten(1).any(1).nonzero().flatten()
+    assert touched.tolist() == sorted({slot // block_size for slot in slots.tolist()})
+
+
+def _backend(isa: str) -> NativeBackend:
+    try:
+        return NativeBackend(native.load(isa))
+    except native.BuildError as error:
+        pytest.skip(str(error))
+
+
+def _assert_rows_are_as_if_alone(batch: PagedBatch, backend: NativeBackend) -> None:
+    together = batch.attend(backend)
+    for row, (_, queries) in enumerate(batch.rows):
+        start = batch.query_starts[row]
+        alone = batch.only(row).attend(backend)
+        assert torch.equal(alone, together[start : start + queries]), row
+
+
+def _dense_attention(batch: PagedBatch) -> torch.Tensor:
+    """A batch of one row without paging, in the dtype of its inputs."""
+    ((tokens, queries),) = batch.rows
+    ((k, v),) = batch.dense_kv
+    group = batch.q.shape[1] // k.shape[1]
+    k_HLD, v_HLD = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores_HQL = batch.q.transpose(0, 1) @ k_HLD.transpose(1, 2) * batch.scale
+    hidden_QL = torch.ones(queries, tokens, dtype=torch.bool).triu(tokens - queries + 1)
+    weights_HQL = scores_HQL.masked_fill(hidden_QL, float("-inf")).softmax(-1)
+    return (weights_HQL @ v_HLD).transpose(0, 1)
