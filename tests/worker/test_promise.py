@@ -1,0 +1,63 @@
+"""A request's tokens depend on model, prompt, parameters and seed only: in bfloat16, sampled.
+
+In bfloat16 logits that differ in a last bit soon give other tokens, so that equal tokens here say
+that all logits had equal bits. The native library promises that; plain PyTorch, whose products
+change with the number of rows, promises it in float32 only.
+"""
+
+import pytest
+
+from quire import demo_model
+from quire.kernels import native
+from quire.llm import LLM, SamplingParams
+
+PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=40, ignore_eos=True)
+
+needs_native = pytest.mark.skipif(
+    native.library() is None, reason="there is no native library on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Each request by itself, one rank, nothing cached."""
+    with _llm(enable_prefix_caching=False) as llm:
+        return [_tokens(llm, [chat])[0] for chat in _chats()]
+
+
+@needs_native
+def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]]) -> None:
+    for settings in ({}, {"max_num_batched_tokens": 40}, {"block_size": 64}, {"num_threads": 2}):
+        with _llm(**settings) as llm:
+            assert _tokens(llm, _chats()) == expected
+            assert _tokens(llm, _chats()) == expected  # From the cache.
+            assert llm.engine.stats().num_hit_tokens > 0
+
+
+@needs_native
+def test_when_preempted(expected: list[list[int]]) -> None:
+    with _llm(num_blocks=24, max_model_len=384) as llm:
+        assert _tokens(llm, _chats()) == expected
+        assert llm.engine.stats().num_preemptions > 0
+
+
+@needs_native
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_any_number_of_ranks(expected: list[list[int]], ranks: int) -> None:
+    with _llm(tensor_parallel_size=ranks) as llm:
+        assert _tokens(llm, _chats()) == expected
+
+
+def _chats() -> list[list[dict[str, str]]]:
+    system = {"role": "system", "content": demo_model.SYSTEM_PROMPT}
+    return [[system, {"role": "user", "content": text}] for text in demo_model.QUESTIONS[:6]]
+
+
+def _llm(**settings: object) -> LLM:
+    base = {"dtype": "bfloat16", "num_blocks": 256, "num_threads": 1, "max_num_seqs": 16}
+    return LLM(demo_model.PATH, **(base | settings))  # type: ignore[arg-type]
+
+
+def _tokens(llm: LLM, chats: list[list[dict[str, str]]]) -> list[list[int]]:
+    outputs = llm.chat(chats, PARAMS, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
