@@ -3,9 +3,8 @@
     python bench/cpu_linear.py [--threads N] [--model S|M|L] [--dtype bfloat16|float32]
 
 Times all linear layers of one model, one after the other as a step runs them, for several numbers
-of rows. Each line's contenders take turns; a figure is the median of the rounds. The limits are
-measured the same way: the read rate of memory by a sum over 512 MB, the arithmetic rate by the
-best that any of the products here reaches on 256 rows and weights that stay in cache.
+of rows. The contenders take turns; a figure is the median of the rounds. Beside them stands the
+rate at which this machine sums 512 MB, which no layer of one row can beat.
 """
 
 import argparse

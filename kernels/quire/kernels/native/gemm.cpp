@@ -90,44 +90,48 @@ struct Sums {
   Vec at[R][2];
 };
 
-// Sums of R rows over `lanes` lanes of k. Fetches `ahead` as it goes, where told to.
-template <class T, int R, bool kFetch>
+// Sums of R rows over `lanes` lanes of k. Fetches as much of `ahead` as it goes.
+template <class T, int R>
 inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_t* x,
                                                      int64_t x_stride, const uint32_t* w,
                                                      const uint32_t* ahead, int64_t lanes) {
   Vec sums[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
-  for (int64_t k = 0; k < lanes; ++k) {
+  // A pointer for every third row, as a machine's address reaches base, base + stride and
+  // base + 2 stride: a pointer for each row would not fit the registers.
+  const uint32_t* rows[(R + 2) / 3];
+#pragma GCC unroll 4
+  for (int i = 0; i < (R + 2) / 3; ++i) rows[i] = x + 3 * i * x_stride;
+  const int64_t fetch = ahead - w;
+  for (const uint32_t* end = w + lanes * kPanelColumns; w != end; w += kPanelColumns) {
     const auto lo = Lane<T>::weights(w), hi = Lane<T>::weights(w + kLanes);
-    if (kFetch) {
-      __builtin_prefetch(ahead, 0, 2);
-      __builtin_prefetch(ahead + kLanes, 0, 2);
-      ahead += kPanelColumns;
-    }
+    __builtin_prefetch(w + fetch, 0, 2);
+    __builtin_prefetch(w + fetch + kLanes, 0, 2);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const uint32_t values = load_lane(x + r * x_stride + k);
+      const uint32_t values = load_lane(rows[r / 3] + r % 3 * x_stride);
       sums[r][0] = Lane<T>::dot(sums[r][0], lo, values);
       sums[r][1] = Lane<T>::dot(sums[r][1], hi, values);
     }
-    w += kPanelColumns;
+#pragma GCC unroll 4
+    for (int i = 0; i < (R + 2) / 3; ++i) ++rows[i];
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) out.at[r][0] = sums[r][0], out.at[r][1] = sums[r][1];
 }
 
-template <class T, int R, bool kFetch>
+template <class T, int R>
 void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t* w,
               const uint32_t* ahead, int64_t lanes, int splits) {
-  if (splits == 1) return add_chain<T, R, kFetch>(out, x, x_stride, w, ahead, lanes);
+  if (splits == 1) return add_chain<T, R>(out, x, x_stride, w, ahead, lanes);
   const int64_t part = lanes / splits;
   Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
   int num_open = 0;
   for (int i = 0; i < splits; ++i) {
     const int64_t k = i * part;
-    add_chain<T, R, kFetch>(out, x + k, x_stride, w + k * kPanelColumns,
-                            kFetch ? ahead + k * kPanelColumns : nullptr, part);
+    add_chain<T, R>(out, x + k, x_stride, w + k * kPanelColumns,
+                    ahead + k * kPanelColumns, part);
     for (int bits = i; bits & 1; bits >>= 1) {
       --num_open;
       for (int r = 0; r < R; ++r)
@@ -179,8 +183,7 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
   const uint32_t* x = static_cast<const uint32_t*>(args.x) + row * x_stride;
   int splits = args.weights->splits;
   Sums<R> sums;
-  ahead ? add_tree<T, R, true>(sums, x, x_stride, w, ahead, lanes, splits)
-        : add_tree<T, R, false>(sums, x, x_stride, w, nullptr, lanes, splits);
+  add_tree<T, R>(sums, x, x_stride, w, ahead, lanes, splits);
   switch (args.mode) {
     case QUIRE_STORE: return finish<T, QUIRE_STORE>(args, row, panel, sums.at, R);
     case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums.at, R);
@@ -235,13 +238,13 @@ void run(const LinearArgs& args, Team team) {
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
     for (int64_t panel = first; panel < end; ++panel) {
       int64_t following = panel + 1 < end ? panel + 1 : next_first;
-      const uint32_t* ahead =
-          following != panel && following < pieces.num_panels ? weights + following * panel_size
-                                                              : nullptr;
+      if (following >= pieces.num_panels) following = panel;
       for (int64_t i = 0; i < num_tiles; ++i) {
         int64_t row = begin + num_rows * i / num_tiles;
         int64_t size = begin + num_rows * (i + 1) / num_tiles - row;
-        kTiles<T>[size - 1](args, row, panel, weights + panel * panel_size, i ? nullptr : ahead);
+        const int64_t ahead = i == 0 ? following : panel;
+        kTiles<T>[size - 1](args, row, panel, weights + panel * panel_size,
+                            weights + ahead * panel_size);
       }
     }
   }
