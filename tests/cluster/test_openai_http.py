@@ -159,7 +159,12 @@ async def test_stop_and_vllms_extensions_reach_the_engine(start_cluster: Any) ->
 async def test_logprobs_have_the_form_of_each_endpoint(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
         completion = await cluster.openai.completions.create(
-            model="hash", prompt="a", logprobs=2, max_tokens=4, extra_body={"ignore_eos": True}
+            model="hash",
+            prompt="a",
+            logprobs=2,
+            max_tokens=4,
+            seed=3,
+            extra_body={"ignore_eos": True},
         )
         chat = await cluster.openai.chat.completions.create(
             model="hash",
@@ -167,6 +172,7 @@ async def test_logprobs_have_the_form_of_each_endpoint(start_cluster: Any) -> No
             logprobs=True,
             top_logprobs=3,
             max_tokens=4,
+            seed=3,
             extra_body={"ignore_eos": True},
         )
     logprobs = completion.choices[0].logprobs
