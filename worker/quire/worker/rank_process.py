@@ -17,6 +17,9 @@ from pathlib import Path
 
 from quire.worker.config import EngineConfig
 
+RANK_MODULE = "quire.worker.rank"
+"""What a rank's process runs; the step profile puts one there that also tells the time."""
+
 _STATES = {
     "R": "running",
     "S": "waiting",
@@ -88,7 +91,7 @@ class RankProcesses:
                 fds = (theirs.fileno(), self._lifeline_read)
                 process = subprocess.Popen(
                     # -P: the working directory is no place to import from unasked.
-                    [sys.executable, "-P", "-m", "quire.worker.rank", *map(str, fds)],
+                    [sys.executable, "-P", "-m", RANK_MODULE, *map(str, fds)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
