@@ -1,37 +1,25 @@
-"""Requests that share a system prompt: the same batch with prefix caching and without.
+"""Chats that share a system prompt: what each of them found in the prefix cache.
 
 python examples/shared_system_prompt.py [CHECKPOINT]
+
+`quire bench prefix` measures what that is worth, on a workload of your own.
 """
 
 import sys
-import time
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
 
 
 def main(model: str) -> None:
-    """Prints, for each of the two, tokens per second and the share of the prompts reused."""
+    """Prints, for each chat, how much of its prompt was reused."""
     params = SamplingParams(temperature=0, max_tokens=16)
     system = {"role": "system", "content": demo_model.SYSTEM_PROMPT}
-    chats = [
-        [system, {"role": "user", "content": question}] for question in demo_model.QUESTIONS * 4
-    ]
-    for caching in (False, True):
-        with LLM(model, enable_prefix_caching=caching, kv_cache_memory_bytes=64 * 2**20) as llm:
-            llm.chat(chats[0], params, use_tqdm=False)  # Warm up: first calls are slower.
-            llm.reset_prefix_cache()
-            began_s = time.perf_counter()
-            outputs = llm.chat(chats, params, use_tqdm=False)
-            took_s = time.perf_counter() - began_s
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        num_cached = sum(output.num_cached_tokens for output in outputs)
-        num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(
-            f"prefix caching {'on ' if caching else 'off'}: "
-            f"{(num_prompt + num_output) / took_s:7.0f} tokens/s, "
-            f"{num_cached / num_prompt:4.0%} of {num_prompt} prompt tokens reused"
-        )
+    chats = [[system, {"role": "user", "content": question}] for question in demo_model.QUESTIONS]
+    with LLM(model, kv_cache_memory_bytes=64 * 2**20) as llm:
+        for question, output in zip(demo_model.QUESTIONS, llm.chat(chats, params), strict=True):
+            num_prompt = len(output.prompt_token_ids)
+            print(f"{output.num_cached_tokens:5d} of {num_prompt:4d} tokens reused  {question}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: flags are read here and nowhere else.
+"""The command line: flags are read here and in `quire.cluster.cli_bench`, nowhere else.
 
 Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
 once.
@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
+from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.config import ClusterConfig
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 from quire.worker.errors import QuireError
@@ -70,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--seed", type=int, help="for the same text again")
     generate.set_defaults(run=_generate)
+
+    add_bench_parser(commands)
     return parser
 
 

@@ -20,6 +20,9 @@ from quire.worker.config import EngineConfig
 SHARED_BYTES_PER_RANK = 4 << 20
 """Of memory that all ranks map for their collectives; what is not touched costs nothing."""
 
+RANK_MODULE = "quire.worker.rank"
+"""What a rank's process runs; the step profile puts one there that also tells the time."""
+
 _STATES = {
     "R": "running",
     "S": "waiting",
@@ -94,7 +97,7 @@ class RankProcesses:
                 fds = (theirs.fileno(), self._lifeline_read, self._shared_fd)
                 process = subprocess.Popen(
                     # -P: the working directory is no place to import from unasked.
-                    [sys.executable, "-P", "-m", "quire.worker.rank", *map(str, fds)],
+                    [sys.executable, "-P", "-m", RANK_MODULE, *map(str, fds)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,

@@ -1,0 +1,77 @@
+"""The commands behind ``quire bench prefix`` and ``quire bench blocksize``."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.worker.bench import plot, report
+from quire.worker.bench.summary import Row, summarize
+from quire.worker.bench.sweep import SweepConfig, run_sweep
+from quire.worker.bench.workload import Workload
+
+PlotFormat = Literal["png", "svg"]
+
+
+def bench_prefix(
+    config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
+) -> int:
+    """Measures prefix caching on against off; prints a table, writes JSON and a plot."""
+    rows = _sweep(config, workload)
+    print(report.prefix_table(rows))
+    _finish("prefix", config, workload, rows, output=output, plot_format=plot_format)
+    return 0
+
+
+def bench_block_sizes(
+    config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
+) -> int:
+    """Measures block sizes against each other; prints a table, writes JSON and a plot."""
+    rows = _sweep(config, workload)
+    print(report.block_size_table(rows))
+    _finish("blocksize", config, workload, rows, output=output, plot_format=plot_format)
+    return 0
+
+
+def _sweep(config: SweepConfig, workload: Workload) -> list[Row]:
+    print(f"{_title(config, workload)}\nall KV unshared: {workload.num_tokens} tokens = 100%")
+    runs = run_sweep(config, workload, progress=lambda line: print(line, file=sys.stderr))
+    return summarize(runs, workload)
+
+
+def _title(config: SweepConfig, workload: Workload) -> str:
+    return f"{config.engine.model.resolve().name}, {workload.title}"
+
+
+def _finish(
+    kind: str,
+    config: SweepConfig,
+    workload: Workload,
+    rows: Sequence[Row],
+    *,
+    output: Path,
+    plot_format: PlotFormat,
+) -> None:
+    print("\n" + "\n".join(report.closing_lines(rows)))
+    settings: dict[str, Any] = {
+        "benchmark": kind,
+        "workload": {
+            "title": workload.title,
+            "num_requests": len(workload.items),
+            "num_tokens": workload.num_tokens,
+        },
+        "repeats": config.repeats,
+        "concurrency": config.concurrency,
+        "engine": {**asdict(config.engine), "model": str(config.engine.model)},
+    }
+    json_file = output.with_name(f"{output.name}.json")
+    report.write_json(json_file, settings=settings, rows=rows)
+    print(f"wrote {json_file}")
+    if not plot.has_matplotlib():
+        print(f"no plot: that needs matplotlib ({plot.INSTALL})")
+        return
+    picture = output.with_name(f"{output.name}.{plot_format}")
+    draw = plot.plot_prefix if kind == "prefix" else plot.plot_block_sizes
+    draw(rows, picture, title=_title(config, workload))
+    print(f"wrote {picture}")

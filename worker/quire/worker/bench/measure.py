@@ -1,0 +1,151 @@
+"""One run of a workload through an engine, and everything that can be told of it afterwards.
+
+Time is that spent in `Engine.add_request` and `Engine.step`: reading the statistics between the
+steps is not counted. Each run has an engine of its own, so it begins with an empty cache; the
+executor below, with the model, is shared.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.worker.bench.workload import Workload
+from quire.worker.config import EngineConfig
+from quire.worker.engine import Engine
+from quire.worker.events import BlockEvent, BlocksRemoved
+from quire.worker.hashing import TokenIds, as_token_ids
+from quire.worker.model_facts import ModelFacts
+from quire.worker.request import Request
+from quire.worker.sampling_params import SamplingParams
+from quire.worker.step import Executor, StepInput, StepOutput
+
+
+class StepSample(NamedTuple):
+    """What one step computed, and how long it took, scheduling and bookkeeping included."""
+
+    num_prefill_tokens: int
+    num_decodes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What one run of a workload did and cost."""
+
+    seconds: float
+    steps: tuple[StepSample, ...]
+    ttft_s: tuple[float, ...]
+    """From each request's submission to its first token, the wait in the queue included."""
+    outputs: tuple[TokenIds, ...]
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_evictions: int
+    """Cached blocks that were given up for new ones."""
+    num_peak_blocks: int
+    """The most blocks that running requests held after a step."""
+    num_wasted_slots: int
+    """Slots of held blocks without a token, summed over the steps; so is the next."""
+    num_held_slots: int
+
+
+class ExecutorView:
+    """An executor with a smaller cache than its own, that notes the shape of the last step."""
+
+    def __init__(self, executor: Executor, *, num_blocks: int) -> None:
+        assert num_blocks <= executor.num_blocks
+        self._executor = executor
+        self.num_blocks = num_blocks
+        self.num_prefill_tokens = 0
+        self.num_decodes = 0
+
+    def execute(self, step: StepInput) -> StepOutput:
+        self.num_decodes = step.num_decodes
+        self.num_prefill_tokens = len(step.token_ids_T) - step.num_decodes
+        return self._executor.execute(step)
+
+    def close(self) -> None:
+        """Leaves the executor open, for the next run."""
+
+
+def run_workload(
+    workload: Workload,
+    executor: Executor,
+    facts: ModelFacts,
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    concurrency: int | None = None,
+) -> Run:
+    """Runs all of ``workload`` on a fresh engine with ``num_blocks`` blocks of the executor's.
+
+    At most ``concurrency`` requests are in the engine at a time; ``None`` submits all at once.
+    """
+    view = ExecutorView(executor, num_blocks=num_blocks)
+    engine = Engine(config, facts, view)
+    evictions = _EvictionCount(engine)
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=item.token_ids,
+            params=SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True),
+        )
+        for index, item in enumerate(workload.items)
+    ]
+    waiting = deque(requests)
+    limit = min(concurrency or config.max_num_waiting, config.max_num_waiting)
+    submitted_s = [0.0] * len(requests)
+    ttft_s = [0.0] * len(requests)
+    outputs: list[list[int]] = [[] for _ in requests]
+    steps: list[StepSample] = []
+    num_peak_blocks = num_wasted = num_held = num_inside = 0
+    elapsed_s = 0.0
+    while waiting or num_inside:
+        begin_s = time.perf_counter()
+        while waiting and num_inside < limit:
+            request = waiting.popleft()
+            submitted_s[int(request.request_id)] = elapsed_s
+            engine.add_request(request)
+            num_inside += 1
+        step_begin_s = time.perf_counter()
+        deltas = engine.step()
+        end_s = time.perf_counter()
+        elapsed_s += end_s - begin_s
+        steps.append(StepSample(view.num_prefill_tokens, view.num_decodes, end_s - step_begin_s))
+        for delta in deltas:
+            index = int(delta.request_id)
+            if not outputs[index]:
+                ttft_s[index] = elapsed_s - submitted_s[index]
+            outputs[index] += delta.token_ids
+            num_inside -= delta.finish_reason is not None
+        stats = engine.stats()
+        num_peak_blocks = max(num_peak_blocks, stats.num_held_blocks)
+        num_wasted += stats.num_wasted_slots
+        num_held += stats.num_held_slots
+    stats = engine.stats()
+    return Run(
+        seconds=elapsed_s,
+        steps=tuple(steps),
+        ttft_s=tuple(ttft_s),
+        outputs=tuple(as_token_ids(output) for output in outputs),
+        num_prompt_tokens=stats.num_prompt_tokens,
+        num_hit_tokens=stats.num_hit_tokens,
+        num_output_tokens=stats.num_output_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_evictions=evictions.count,
+        num_peak_blocks=num_peak_blocks,
+        num_wasted_slots=num_wasted,
+        num_held_slots=num_held,
+    )
+
+
+class _EvictionCount:
+    def __init__(self, engine: Engine) -> None:
+        self.count = 0
+        engine.events.subscribe(self._on_event)
+
+    def _on_event(self, seq: int, event: BlockEvent) -> None:
+        if isinstance(event, BlocksRemoved):
+            self.count += len(event.hashes)

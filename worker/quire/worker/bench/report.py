@@ -1,0 +1,128 @@
+"""What a sweep prints, and what it writes as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quire.worker.bench.summary import Figures, Row
+from quire.worker.errors import ConfigError
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; figures stand to the right."""
+    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def prefix_table(rows: Sequence[Row]) -> str:
+    """Two lines a row: without prefix caching, and with it beside its bounds."""
+    header = (
+        *("block", "cache", "caching", "out tok/s", "all tok/s", "speedup", "bound", "reached"),
+        *("hits", "hits ∞", "evicted", "preempted", "wasted", "TTFT ms mean", "p50", "p99"),
+    )
+    lines: list[list[str]] = []
+    for row in rows:
+        assert row.uncached is not None
+        assert row.speedup is not None
+        cell, speedup = row.cell, row.speedup
+        first = [str(cell.block_size), cell.cache_size, "off"]
+        lines.append(first + _throughput(row.uncached) + [""] * 5 + _rest(row.uncached))
+        middle = [
+            f"{speedup.measured:.2f}x",
+            f"{speedup.bound:.2f}x",
+            f"{speedup.reached:.0%}",
+            f"{row.cached.hit_rate:.1%}",
+            f"{row.infinite_hit_rate:.1%}",
+        ]
+        lines.append(
+            [
+                str(cell.block_size),
+                cell.cache_size,
+                "on",
+                *_throughput(row.cached),
+                *middle,
+                *_rest(row.cached),
+            ]
+        )
+    return format_table(header, lines)
+
+
+def block_size_table(rows: Sequence[Row]) -> str:
+    """One line a row, and throughput as a share of the best."""
+    header = (
+        *("block", "cache", "out tok/s", "all tok/s", "of best", "hits", "hits ∞", "peak blocks"),
+        *("of cache", "evicted", "preempted", "wasted", "TTFT ms mean", "p50", "p99"),
+    )
+    best = max(row.cached.output_tokens_per_s for row in rows)
+    lines = [
+        [
+            str(row.cell.block_size),
+            row.cell.cache_size,
+            *_throughput(row.cached),
+            f"{row.cached.output_tokens_per_s / best:.0%}",
+            f"{row.cached.hit_rate:.1%}",
+            f"{row.infinite_hit_rate:.1%}",
+            f"{row.cached.num_peak_blocks:.0f}",
+            f"{row.cached.num_peak_blocks / row.cell.num_blocks:.0%}",
+            *_rest(row.cached),
+        ]
+        for row in rows
+    ]
+    return format_table(header, lines)
+
+
+def closing_lines(rows: Sequence[Row]) -> list[str]:
+    """What the table's words mean, and whether caching changed any token."""
+    lines = [
+        "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts",
+        "wasted: slots of held blocks without a token (fragmentation), over all steps",
+    ]
+    speedups = [row.speedup for row in rows if row.speedup is not None]
+    if speedups:
+        lines.insert(0, "bound: the speedup if these hits cost nothing and the rest as without")
+        num_different = max(speedup.num_different_outputs for speedup in speedups)
+        lines.append(
+            "every request's tokens are the same with and without prefix caching"
+            if num_different == 0
+            else f"WARNING: the tokens of up to {num_different} requests differ between runs"
+        )
+    return lines
+
+
+def write_json(file: Path, *, settings: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Everything that the table shows, unrounded, and the settings that led to it.
+
+    Each of ``rows`` is a dataclass.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    write_text(file, json.dumps({**settings, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+def write_text(file: Path, text: str) -> None:
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}: give another --output") from None
+
+
+def _throughput(figures: Figures) -> list[str]:
+    return [f"{figures.output_tokens_per_s:.0f}", f"{figures.total_tokens_per_s:.0f}"]
+
+
+def _rest(figures: Figures) -> list[str]:
+    return [
+        f"{figures.num_evictions:.0f}",
+        f"{figures.num_preemptions:.0f}",
+        f"{figures.fragmentation:.1%}",
+        f"{figures.ttft_mean_ms:.0f}",
+        f"{figures.ttft_p50_ms:.0f}",
+        f"{figures.ttft_p99_ms:.0f}",
+    ]

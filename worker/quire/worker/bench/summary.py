@@ -1,0 +1,157 @@
+"""Runs made into figures: medians over the repeats, and the theoretical bounds beside them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import numpy as np
+
+from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
+from quire.worker.bench.measure import Run, StepSample
+from quire.worker.bench.sweep import Cell, Runs
+from quire.worker.bench.workload import Workload, infinite_cache_hit_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """One combination of block size, cache size and caching; each the median of the repeats."""
+
+    seconds: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    """Prompt and output."""
+    hit_rate: float
+    """Prompt tokens found in the cache, of all prompt tokens."""
+    num_evictions: float
+    num_preemptions: float
+    fragmentation: float
+    """Slots of held blocks that no token fills, of all slots of held blocks, over all steps."""
+    num_peak_blocks: float
+    """The most blocks held at the same time."""
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speedup:
+    """Cached against uncached throughput, and what it could be."""
+
+    measured: float
+    """Uncached ÷ cached time; the median over the repeats, each a pair run back to back."""
+    bound: float
+    """With hits that cost nothing, at the hit rate measured; see `quire.worker.bench.bound`."""
+    infinite_bound: float
+    """The same at the hit rate of a cache that never evicts."""
+    reached: float
+    """``measured / bound``."""
+    cost: StepCost
+    num_different_outputs: int
+    """Requests whose tokens differ between any two runs, cached or not. Should be 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """All that there is to say of one block size and one cache size."""
+
+    cell: Cell
+    uncached: Figures | None
+    cached: Figures
+    infinite_hit_rate: float
+    """Of a cache that never evicts, at this block size."""
+    speedup: Speedup | None
+    """``None`` where caching was not switched off for comparison."""
+
+
+def summarize(runs: Runs, workload: Workload) -> list[Row]:
+    """A row for each cell, in their order."""
+    return [_row(cell, of_cell, workload) for cell, of_cell in runs.items()]
+
+
+def figures(runs: Sequence[Run]) -> Figures:
+    """The medians of some repeats of one combination."""
+
+    def middle(figure: Callable[[Run], float]) -> float:
+        return float(median(figure(run) for run in runs))
+
+    def ttft_ms(percent: float) -> float:
+        return 1e3 * middle(lambda run: float(np.percentile(run.ttft_s, percent)))
+
+    return Figures(
+        seconds=middle(lambda run: run.seconds),
+        output_tokens_per_s=middle(lambda run: run.num_output_tokens / run.seconds),
+        total_tokens_per_s=middle(
+            lambda run: (run.num_prompt_tokens + run.num_output_tokens) / run.seconds
+        ),
+        hit_rate=middle(lambda run: run.num_hit_tokens / run.num_prompt_tokens),
+        num_evictions=middle(lambda run: run.num_evictions),
+        num_preemptions=middle(lambda run: run.num_preemptions),
+        fragmentation=middle(lambda run: run.num_wasted_slots / max(1, run.num_held_slots)),
+        num_peak_blocks=middle(lambda run: run.num_peak_blocks),
+        ttft_mean_ms=1e3 * middle(lambda run: mean(run.ttft_s)),
+        ttft_p50_ms=ttft_ms(50),
+        ttft_p99_ms=ttft_ms(99),
+    )
+
+
+def _row(cell: Cell, runs: dict[bool, list[Run]], workload: Workload) -> Row:
+    cached = runs[True]
+    prompts = [item.token_ids for item in workload.items]
+    requests = zip(prompts, cached[0].outputs, strict=True)
+    hits = infinite_cache_hit_tokens(requests, block_size=cell.block_size)
+    infinite_hit_rate = hits / sum(map(len, prompts))
+    uncached = runs.get(False)
+    return Row(
+        cell=cell,
+        uncached=figures(uncached) if uncached else None,
+        cached=figures(cached),
+        infinite_hit_rate=infinite_hit_rate,
+        speedup=_speedup(uncached, cached, infinite_hit_rate) if uncached else None,
+    )
+
+
+def _speedup(uncached: list[Run], cached: list[Run], infinite_hit_rate: float) -> Speedup:
+    cost = fit_step_cost(_typical_steps(uncached))
+    example = cached[0]
+    num_steps = round(median(len(run.steps) for run in cached))
+
+    def bound(hit_rate: float) -> float:
+        return speedup_bound(
+            cost,
+            uncached_s=median(run.seconds for run in uncached),
+            hit_rate=hit_rate,
+            num_steps=num_steps,
+            num_prompt_tokens=example.num_prompt_tokens,
+            # The first token of each request comes with its prompt's last chunk.
+            num_decodes=example.num_output_tokens - len(example.outputs),
+        )
+
+    measured = median(off.seconds / on.seconds for off, on in zip(uncached, cached, strict=True))
+    measured_bound = bound(figures(cached).hit_rate)
+    return Speedup(
+        measured=measured,
+        bound=measured_bound,
+        infinite_bound=bound(infinite_hit_rate),
+        reached=measured / measured_bound,
+        cost=cost,
+        num_different_outputs=_num_different(uncached + cached),
+    )
+
+
+def _typical_steps(runs: list[Run]) -> list[StepSample]:
+    """The steps of one run, each as long as its median over all.
+
+    The same requests make the same steps in every repeat, so that a step that something else on
+    the machine disturbed in one repeat does not bend the fit.
+    """
+    return [
+        alike[0]._replace(seconds=median(step.seconds for step in alike))
+        for alike in zip(*(run.steps for run in runs), strict=True)
+    ]
+
+
+def _num_different(runs: list[Run]) -> int:
+    first, *others = [[output.tobytes() for output in run.outputs] for run in runs]
+    return sum(
+        any(other[index] != output for other in others) for index, output in enumerate(first)
+    )

@@ -1,0 +1,182 @@
+"""A workload over block sizes, cache sizes, and prefix caching off and on.
+
+Each repeat goes through every combination, off and on directly after each other, so that a
+machine that warms up or is busy for a while treats all alike. The model is loaded once per
+repeat and block size, which is also how little memory this takes: one model, one KV cache.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from quire.worker.bench.cache_size import CacheSize
+from quire.worker.bench.measure import Run, run_workload
+from quire.worker.bench.workload import WorkItem, Workload
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError
+from quire.worker.executor import make_executor
+from quire.worker.model_config import LlamaConfig, read_model_config, resolve_dtype
+
+_WARM_UP_REQUESTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """What to run. ``engine``'s block size, cache size and prefix caching are replaced.
+
+    Raises:
+        ConfigError: There is nothing to run.
+    """
+
+    engine: EngineConfig
+    block_sizes: tuple[int, ...]
+    cache_sizes: tuple[CacheSize, ...]
+    caching: tuple[bool, ...] = (False, True)
+    repeats: int = 3
+    concurrency: int | None = None
+    """Requests in the engine at a time; ``None`` submits all at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_sizes", "cache_sizes", "caching"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty: at least one")
+        for name in ("repeats", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One block size and one cache size, and what they are in blocks and bytes."""
+
+    block_size: int
+    cache_size: str
+    num_blocks: int
+    cache_bytes: int
+
+
+Runs = dict[Cell, dict[bool, list[Run]]]
+"""By cell, then by whether prefix caching was on, a run for each repeat."""
+
+
+def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[str], None]) -> Runs:
+    """Runs everything; ``progress`` is told before each repeat of a block size.
+
+    Raises:
+        ConfigError: The workload does not fit the model or a cache size. Nothing was run.
+    """
+    check_workload(workload, read_model_config(config.engine.model))
+    cells = plan_cells(config, workload, token_bytes=token_bytes(config.engine))
+    runs: Runs = {cell: {caching: [] for caching in config.caching} for cell in cells}
+    for repeat in range(config.repeats):
+        for block_size in config.block_sizes:
+            progress(f"repeat {repeat + 1} of {config.repeats}, block size {block_size}")
+            mine = [cell for cell in cells if cell.block_size == block_size]
+            for cell, caching, run in _run_block_size(config, workload, mine):
+                runs[cell][caching].append(run)
+    return runs
+
+
+def check_workload(workload: Workload, model: LlamaConfig) -> None:
+    """Checks every request before anything is loaded.
+
+    Raises:
+        ConfigError: The model cannot take one.
+    """
+    for number, item in enumerate(workload.items, 1):
+        if item.num_tokens > model.max_position_embeddings:
+            raise ConfigError(
+                f"request {number} has {len(item.token_ids)} tokens and {item.max_tokens} of "
+                f"output, the model was trained for {model.max_position_embeddings}: shorten "
+                "one of the two"
+            )
+        if item.token_ids.max() >= model.vocab_size:
+            raise ConfigError(
+                f"request {number} has token id {item.token_ids.max()}, the model's are 0 to "
+                f"{model.vocab_size - 1}: is it tokenized for another model?"
+            )
+
+
+def plan_cells(config: SweepConfig, workload: Workload, *, token_bytes: int) -> list[Cell]:
+    """The combinations of block size and cache size, each checked to hold the longest request.
+
+    Raises:
+        ConfigError: One does not; the message says what would.
+    """
+    cells = []
+    for block_size in config.block_sizes:
+        needed = -(-workload.longest // block_size)
+        for size in config.cache_sizes:
+            num_blocks = size.num_blocks(
+                block_size=block_size,
+                token_bytes=token_bytes,
+                workload_tokens=workload.num_tokens,
+            )
+            if num_blocks < needed:
+                share = 100 * needed * block_size / workload.num_tokens
+                raise ConfigError(
+                    f"cache size {size.text} is {num_blocks} blocks of {block_size} tokens, the "
+                    f"longest request needs {needed}: at least {share:.1f}% or "
+                    f"{needed * block_size}tokens"
+                )
+            cells.append(
+                Cell(
+                    block_size=block_size,
+                    cache_size=size.text,
+                    num_blocks=num_blocks,
+                    cache_bytes=num_blocks * block_size * token_bytes,
+                )
+            )
+    return cells
+
+
+def token_bytes(engine: EngineConfig) -> int:
+    """KV of one token on all ranks of a group."""
+    import torch
+
+    from quire.worker.kv_cache import kv_layout
+
+    model = read_model_config(engine.model)
+    layout = kv_layout(engine, model, dtype=getattr(torch, resolve_dtype(engine, model)))
+    return layout.block_bytes // layout.block_size * engine.tensor_parallel_size
+
+
+def _run_block_size(
+    config: SweepConfig, workload: Workload, cells: list[Cell]
+) -> Iterator[tuple[Cell, bool, Run]]:
+    """One repeat of one block size: all cache sizes, with one model and the largest cache."""
+    largest = max(cell.num_blocks for cell in cells)
+    engine = replace(
+        config.engine,
+        block_size=cells[0].block_size,
+        num_blocks=largest,
+        gpu_memory_utilization=None,
+        kv_cache_memory_bytes=None,
+        max_model_len=workload.longest,
+        max_num_waiting=len(workload.items),
+    )
+    executor, facts = make_executor(engine)
+    try:
+        run_workload(_warm_up(workload), executor, facts, engine, num_blocks=largest)
+        for cell in cells:
+            for caching in config.caching:
+                run = run_workload(
+                    workload,
+                    executor,
+                    facts,
+                    replace(engine, enable_prefix_caching=caching),
+                    num_blocks=cell.num_blocks,
+                    concurrency=config.concurrency,
+                )
+                yield cell, caching, run
+    finally:
+        executor.close()
+
+
+def _warm_up(workload: Workload) -> Workload:
+    """The first few requests, two tokens each: first calls allocate and compile."""
+    items = tuple(
+        WorkItem(token_ids=item.token_ids, max_tokens=min(2, item.max_tokens))
+        for item in workload.items[:_WARM_UP_REQUESTS]
+    )
+    return Workload(title="warm-up", items=items)
