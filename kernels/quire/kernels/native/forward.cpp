@@ -19,7 +19,7 @@ constexpr int kTicketsPerPhase = 4;
 
 // Where threads wait for each other. Spins for some microseconds, as the others are mostly there
 // by then; after that it gives up its core in turns, as the one that is missing may need it.
-// OpenMP's barrier spins for milliseconds first, and with a busy neighbour a pass took 7 times as
+// OpenMP's barrier spins for milliseconds first, and with busy neighbours a pass took twice as
 // long.
 class Barrier {
  public:
