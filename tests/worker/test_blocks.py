@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.worker.blocks import BlockId, BlockPool
 from quire.worker.errors import NoFreeBlocks
 from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
-from quire.worker.eviction import BlockUse, worth_until
+from quire.worker.eviction import LowestUtility, PolicyFactory
+from quire.worker.eviction_baselines import S3Fifo, by_score, gdsf, lru, turnovers
 from quire.worker.hashing import BlockHash
 
 Chain = tuple[int, ...]
@@ -56,8 +56,9 @@ def test_of_two_prefixes_used_alike_the_one_used_longer_ago_goes_first() -> None
     assert len(pool.match(names((3, 4)))) == 2
 
 
-def test_a_prefix_that_was_hit_outlives_newer_ones_that_were_not() -> None:
-    pool = make_pool(4)
+def test_a_policy_can_let_a_prefix_that_was_hit_outlive_newer_ones_that_were_not() -> None:
+    log = EventLog(epoch=0)
+    pool = BlockPool(num_blocks=4, block_size=4, log=log, policy=by_score(turnovers))
     pool.release(compute(pool, (1, 2)))
     pool.release(compute(pool, (1, 2)))
     pool.release(compute(pool, (3, 4)))
@@ -67,9 +68,8 @@ def test_a_prefix_that_was_hit_outlives_newer_ones_that_were_not() -> None:
 
 
 def test_a_chain_loses_its_end_first_whatever_the_policy_says() -> None:
-    pool = BlockPool(
-        num_blocks=3, block_size=4, log=EventLog(epoch=0), policy=lambda use: use.position
-    )
+    first_is_worst = by_score(lambda use: use.position)
+    pool = BlockPool(num_blocks=3, block_size=4, log=EventLog(epoch=0), policy=first_is_worst)
     pool.release(compute(pool, (1, 2, 3)))
     for length in (2, 1, 0):
         pool.allocate(1)
@@ -130,11 +130,15 @@ def test_a_pool_of_a_million_blocks_needs_no_object_per_block() -> None:
     assert pool.num_free == 999_997
 
 
-def test_a_block_is_worth_more_when_used_later_hit_more_often_or_harder_to_compute() -> None:
-    use = BlockUse(last_used=10, num_hits=0, position=0, num_blocks=100)
-    for better in ({"last_used": 11}, {"num_hits": 1}, {"position": 4}):
-        assert worth_until(use._replace(**better)) > worth_until(use)
-    assert worth_until(use._replace(num_hits=255)) < 10 + 100 * 5  # Nothing stays for good.
+POLICIES: dict[str, PolicyFactory] = {
+    "default": LowestUtility,
+    "S3-FIFO": S3Fifo,
+    "LRU": by_score(lru),
+    "GDSF": by_score(gdsf),
+    "turnovers": by_score(turnovers),
+    "odd": by_score(lambda use: hash(use) % 7),
+    "newest": by_score(lambda use: -use.last_used),
+}
 
 
 class Holder(NamedTuple):
@@ -146,16 +150,11 @@ class Holder(NamedTuple):
 class PoolMachine(RuleBasedStateMachine):
     """Sequences that share, extend and let go of chains, beside a model of sets and counts."""
 
-    @initialize(num_blocks=st.integers(1, 10), policy=st.sampled_from(["default", "odd", "newest"]))
+    @initialize(num_blocks=st.integers(1, 10), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, num_blocks: int, policy: str) -> None:
-        policies: dict[str, Callable[[BlockUse], float]] = {
-            "default": worth_until,
-            "odd": lambda use: hash(use) % 7,
-            "newest": lambda use: -use.last_used,
-        }
         self.log = EventLog(epoch=0)
         self.pool = BlockPool(
-            num_blocks=num_blocks, block_size=4, log=self.log, policy=policies[policy]
+            num_blocks=num_blocks, block_size=4, log=self.log, policy=POLICIES[policy]
         )
         self.holders: list[Holder] = []
         self.content: dict[BlockId, Chain] = {}  # What was last written to each block.
@@ -261,4 +260,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,14 +1,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.worker.eviction import EvictionQueue
+from quire.worker.eviction import EvictionQueue, LowestUtility
+from quire.worker.hashing import BlockHash
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=400))
 def test_the_lowest_score_is_popped_however_often_blocks_came_and_went(
     changes: list[tuple[int, int, bool]],
 ) -> None:
-    queue, model = EvictionQueue(), dict[int, float]()
+    queue, model = EvictionQueue[int](), dict[int, int]()
     for block_id, score, is_push in changes:
         queue.remove(block_id)
         model.pop(block_id, None)
@@ -19,3 +20,45 @@ def test_the_lowest_score_is_popped_however_often_blocks_came_and_went(
     while model:
         lowest = min(model.values())
         assert model.pop(queue.pop()) == lowest
+
+
+def store(policy: LowestUtility, block_id: int, name: str, *, now: int) -> None:
+    policy.stored(block_id, BlockHash(name.encode()), position=0, now=now)
+    policy.released(block_id, now=now)
+    policy.offer(block_id)
+
+
+def hit(policy: LowestUtility, block_id: int, *, now: int) -> None:
+    policy.held(block_id, now=now)
+    policy.hit(block_id)
+    policy.released(block_id, now=now)
+    policy.offer(block_id)
+
+
+def test_before_anything_is_learnt_the_block_used_longest_ago_goes() -> None:
+    policy = LowestUtility(4)
+    for now, block_id in enumerate((2, 0, 3, 1)):
+        store(policy, block_id, f"block {block_id}", now=now)
+    assert [policy.evict(now=4) for _ in range(4)] == [2, 0, 3, 1]
+
+
+def test_a_block_that_comes_back_after_its_eviction_learns_to_stay() -> None:
+    policy = LowestUtility(100)
+    for block_id in range(99):
+        store(policy, block_id, f"once, {block_id}", now=block_id)
+    now, is_resident, num_hits = 99, False, 0
+    for number in range(6000):
+        if number % 150 == 0:  # Later than LRU would keep it.
+            if is_resident:
+                num_hits += 1
+                hit(policy, 99, now=now)
+            else:
+                store(policy, 99, "comes back", now=now)
+                is_resident = True
+        block_id = policy.evict(now=now)
+        now += 1
+        if block_id == 99:
+            is_resident = False
+        else:
+            store(policy, block_id, f"once, {now}", now=now)
+    assert num_hits > 20

@@ -17,13 +17,12 @@ from typing import NewType
 
 from quire.worker.errors import NoFreeBlocks
 from quire.worker.events import EventLog
-from quire.worker.eviction import BlockUse, EvictionPolicy, EvictionQueue, worth_until
+from quire.worker.eviction import LowestUtility, PolicyFactory
 from quire.worker.hashing import BlockHash
 
 BlockId = NewType("BlockId", int)
 
 _NO_PARENT = -1
-_MAX_HITS = 255
 
 
 class BlockPool:
@@ -35,17 +34,15 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         log: EventLog,
-        policy: EvictionPolicy = worth_until,
+        policy: PolicyFactory = LowestUtility,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._log = log
-        self._policy = policy
+        self._policy = policy(num_blocks)
 
         # Flat arrays by block id: a pool may have millions of blocks.
         self._refs = array("i", bytes(4 * num_blocks))
-        self._hits = bytearray(num_blocks)
-        self._last_used = array("q", bytes(8 * num_blocks))
         self._index = array("i", bytes(4 * num_blocks))  # In its chain, as are the next two.
         self._parent = array("i", bytes(4 * num_blocks))
         self._num_children = array("i", bytes(4 * num_blocks))
@@ -55,8 +52,7 @@ class BlockPool:
         self._returned: list[BlockId] = []  # Free, and used before.
         self._num_ever_used = 0  # Blocks from here on were never taken.
         self._num_cached = 0
-        self._evictable = EvictionQueue()  # Cached blocks without children.
-        self._clock = 0
+        self._clock = 0  # Ticks once per block allocated.
 
     @property
     def num_free(self) -> int:
@@ -97,7 +93,7 @@ class BlockPool:
         """
         for block_id in block_ids:
             self._hold(block_id)
-            self._hits[block_id] = min(self._hits[block_id] + 1, _MAX_HITS)
+            self._policy.hit(block_id)
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Takes blocks for one holder to write: free ones first, then evicted ones.
@@ -162,9 +158,9 @@ class BlockPool:
                 self._returned.append(block_id)
                 continue
             self._num_cached += 1
-            self._last_used[block_id] = self._clock
+            self._policy.released(block_id, now=self._clock)
             if self._num_children[block_id] == 0:
-                self._offer(block_id)
+                self._policy.offer(block_id)
 
     def reset(self) -> bool:
         """Forgets every cached block. Refused (false, nothing done) while any block is held."""
@@ -179,14 +175,13 @@ class BlockPool:
         """Adds a reference to a registered block."""
         if self._refs[block_id] == 0:
             self._num_cached -= 1
-            self._evictable.remove(block_id)
+            self._policy.held(block_id, now=self._clock)
         self._refs[block_id] += 1
 
     def _name(self, block_id: BlockId, block_hash: BlockHash, parent: BlockId | None) -> None:
         assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
-        self._hits[block_id] = 0
         if parent is None:
             self._parent[block_id] = _NO_PARENT
             self._index[block_id] = 0
@@ -195,6 +190,8 @@ class BlockPool:
             self._parent[block_id] = parent
             self._index[block_id] = self._index[parent] + 1
             self._num_children[parent] += 1
+        position = self._index[block_id] * self.block_size
+        self._policy.stored(block_id, block_hash, position=position, now=self._clock)
 
     def _take_free(self) -> BlockId:
         if self._returned:
@@ -203,8 +200,8 @@ class BlockPool:
         return BlockId(self._num_ever_used - 1)
 
     def _evict(self) -> tuple[BlockId, BlockHash]:
-        """Takes the cached block of lowest score away from its name."""
-        block_id = BlockId(self._evictable.pop())
+        """Takes the cached block that the policy gives up away from its name."""
+        block_id = BlockId(self._policy.evict(now=self._clock))
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         self._hash_of[block_id] = None
@@ -214,14 +211,5 @@ class BlockPool:
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1
             if self._num_children[parent] == 0 and self._refs[parent] == 0:
-                self._offer(BlockId(parent))
+                self._policy.offer(parent)
         return block_id, block_hash
-
-    def _offer(self, block_id: BlockId) -> None:
-        use = BlockUse(
-            last_used=self._last_used[block_id],
-            num_hits=self._hits[block_id],
-            position=self._index[block_id] * self.block_size,
-            num_blocks=self.num_blocks,
-        )
-        self._evictable.push(block_id, self._policy(use))

@@ -1,62 +1,225 @@
 """Which cached block goes first when a new one is needed.
 
-A *policy* is a pure function: from what a block was used for to a score, and the block with the
-lowest score goes. It is asked when a block becomes evictable, so a score must not depend on the
-present: say until when a block is worth its place, not how much it is worth now. The pool only
-offers blocks without cached children, so that no policy can cut a chain in its middle.
+A *policy* is told what happens to the registered blocks of one pool and chooses which one goes.
+It only chooses among blocks that the pool offers, those that nobody holds and that have no
+children, so that no policy can cut a chain in its middle or keep its end longer than its
+beginning. A policy sees neither clock nor randomness: the same events give the same choices.
+
+`now` is the pool's clock: it ticks once per block allocated. An *age* is the ticks since the last
+holder let go; after as many ticks as the pool has blocks, plain LRU would have evicted it.
 """
 
 import heapq
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, Protocol, TypeVar
+
+from quire.worker.hashing import BlockHash
 
 
-class BlockUse(NamedTuple):
-    """What is known of a cached block when it becomes evictable."""
+class EvictionPolicy(Protocol):
+    """Block ids are below the pool's ``num_blocks``, and stand for a block while it has a name."""
 
-    last_used: int
-    """When its last holder let go, on a clock that ticks once per block allocated."""
-    num_hits: int
-    """How often requests found it in the cache; 255 is "at least"."""
-    position: int
-    """Index of its first token in the sequence."""
-    num_blocks: int
-    """Size of the pool: so many ticks after its last use, plain LRU would have evicted it."""
+    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+        """The block has got its name. ``position`` is its first token's index in the sequence."""
+
+    def hit(self, block_id: int) -> None:
+        """A request found the block, cached or held by others."""
+
+    def held(self, block_id: int, *, now: int) -> None:
+        """The block was cached and is so no longer: somebody holds it; it is not on offer."""
+
+    def released(self, block_id: int, *, now: int) -> None:
+        """Its last holder let go: the block is cached."""
+
+    def offer(self, block_id: int) -> None:
+        """The cached block has no children, or lost the last one: it may be evicted."""
+
+    def evict(self, *, now: int) -> int:
+        """Takes one of the blocks on offer, of which there is one at least: it loses its name."""
 
 
-EvictionPolicy = Callable[[BlockUse], float]
+PolicyFactory = Callable[[int], EvictionPolicy]
+"""From a pool's number of blocks to a policy of its own."""
 
-# Hits beyond this do not make a block stay longer: what was popular once must be able to go.
-_MAX_HITS = 4
-# Tokens of context at which computing a token takes twice as long as it does at the beginning,
-# from the prefill times of an 8B model: d/dn (0.015175 n + 4.23e-7 n²).
-_DOUBLING_POSITION = 18_000
+_NUM_CLASSES = 7
+"""By hits: 0, 1, 2–3, 4–7, 8–15, 16–31, more. More of them would learn more slowly."""
+_MAX_HITS = 255
+_BUCKETS_PER_POOL = 16
+"""The youngest bucket of ages is this part of the pool wide; each next one is twice as wide."""
+_NUM_BUCKETS = 7
+"""Up to 8 turnovers of the pool: as long as a ghost is remembered, and a bit."""
+_GHOSTS_PER_BLOCK = 4
+_MAX_GHOSTS = 2_000_000
+_DECAY = 0.9
+"""What half a turnover of the pool leaves of what was learnt before it."""
+_RISE = 1.5
+"""A class is evicted from its newest block on if its oldest is worth so many times as much."""
+_CHOICES_PER_POOL = 64
+"""Classes are compared again when so small a part of the pool was allocated, or sooner."""
 
 
-def worth_until(use: BlockUse) -> float:
-    """Each hit is worth one more turnover of the pool, the cost to compute the block again at
-    most a quarter of one; among blocks alike in both, this is LRU.
+class LowestUtility:
+    """Evicts the block from which the fewest hits are to be expected for the room it takes.
 
-    Multiplying by the cost instead lost to LRU where most long contexts are never seen again: on
-    the Mooncake conversation trace with 8,000 blocks of 512 tokens it found 12.8 % of blocks in
-    the cache, LRU 17.8 %, this 18.9 %.
+    Blocks that were hit alike often form a class. Of each class it learns how many blocks come
+    back at which age, also after they were evicted: *ghosts* are the names of evicted blocks,
+    with their hits. From that follows what a block of some age is worth, hits per block and tick
+    if kept for the best time from now on (its Gittins index; the same quantity, without the choice
+    of time, is the hit density of LHD, NSDI'18). Of the class worth least the oldest block goes, or
+    the newest where age makes them worth more, as with what comes back in a fixed period.
+
+    O(log n) per event; remembers `_GHOSTS_PER_BLOCK` evicted blocks for each block of the pool.
     """
-    hits = min(use.num_hits, _MAX_HITS)
-    cost = use.position / (use.position + _DOUBLING_POSITION)
-    return use.last_used + use.num_blocks * (hits + 0.25 * cost)
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._hits = bytearray(num_blocks)
+        self._class_of = bytearray(num_blocks)
+        self._since = array("q", bytes(8 * num_blocks))
+        self._queues = [EvictionQueue[int]() for _ in range(_NUM_CLASSES)]
+        # Evicted blocks, oldest first: hits, class and the tick at which they were released.
+        self._ghosts: OrderedDict[BlockHash, tuple[int, int, int]] = OrderedDict()
+        self._max_ghosts = min(_GHOSTS_PER_BLOCK * num_blocks, _MAX_GHOSTS)
+        self._released = [0.0] * _NUM_CLASSES
+        self._returned = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
+        self._worth = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
+        self._sign = [1] * _NUM_CLASSES  # -1 where the newest goes first; scores are sign × since.
+        self._next_learning = 0
+        self._choice = 0, -1  # The class worth least, and the age bucket that made it so.
+        self._next_choice = 0
+
+    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+        self._hash_of[block_id] = block_hash
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is None:
+            self._hits[block_id] = 0
+        else:
+            hits, class_id, since = ghost
+            self._returned[class_id][self._bucket(now - since)] += 1
+            self._hits[block_id] = min(hits + 1, _MAX_HITS)
+
+    def hit(self, block_id: int) -> None:
+        self._hits[block_id] = min(self._hits[block_id] + 1, _MAX_HITS)
+
+    def held(self, block_id: int, *, now: int) -> None:
+        class_id = self._class_of[block_id]
+        self._returned[class_id][self._bucket(now - self._since[block_id])] += 1
+        self._queues[class_id].remove(block_id)
+
+    def released(self, block_id: int, *, now: int) -> None:
+        class_id = min(self._hits[block_id].bit_length(), _NUM_CLASSES - 1)
+        self._class_of[block_id] = class_id
+        self._since[block_id] = now
+        self._released[class_id] += 1
+
+    def offer(self, block_id: int) -> None:
+        class_id = self._class_of[block_id]
+        self._queues[class_id].push(block_id, self._sign[class_id] * self._since[block_id])
+
+    def evict(self, *, now: int) -> int:
+        class_id, bucket = self._choice
+        head = self._queues[class_id].lowest()
+        if now >= self._next_choice or head is None or self._bucket(now - abs(head)) != bucket:
+            class_id = self._choose(now)
+        block_id = self._queues[class_id].pop()
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        self._hash_of[block_id] = None
+        self._ghosts[block_hash] = (self._hits[block_id], class_id, self._since[block_id])
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        return block_id
+
+    def _choose(self, now: int) -> int:
+        """The class whose next block is worth least; of equals, the one that waits longest."""
+        if now >= self._next_learning:
+            self._learn(now)
+            self._next_learning = now + max(self._num_blocks // 2, 64)
+        candidates: list[tuple[float, int, int, int]] = []
+        for class_id, queue in enumerate(self._queues):
+            head = queue.lowest()
+            if head is not None:
+                bucket = self._bucket(now - abs(head))
+                candidates.append((self._worth[class_id][bucket], abs(head), class_id, bucket))
+        _, _, class_id, bucket = min(candidates)
+        self._choice = class_id, bucket
+        self._next_choice = now + self._num_blocks // _CHOICES_PER_POOL + 1
+        return class_id
+
+    def _bucket(self, age: int) -> int:
+        bucket = (age * _BUCKETS_PER_POOL // self._num_blocks + 1).bit_length() - 1
+        return bucket if bucket < _NUM_BUCKETS else _NUM_BUCKETS - 1
+
+    def _learn(self, now: int) -> None:
+        """Computes what blocks are worth from what was counted, and lets the counts fade.
+
+        Blocks released and blocks returned fade alike, so that in a steady state their ratio is
+        the share that returns, without waiting for the fate of those still out. Until then a
+        class looks worse than it is, and one of many hits fills last: hence more hits are never
+        worth less.
+        """
+        floor = [0.0] * _NUM_BUCKETS
+        for class_id, returned in enumerate(self._returned):
+            worth = _worth_by_age(self._released[class_id], returned)
+            self._worth[class_id] = floor = [max(pair) for pair in zip(worth, floor, strict=True)]
+            self._released[class_id] *= _DECAY
+            self._returned[class_id] = [_DECAY * count for count in returned]
+            self._turn(class_id, now)
+
+    def _turn(self, class_id: int, now: int) -> None:
+        """Puts the class in the order in which its blocks are to go; O(n) when that changes."""
+        queue, worth, sign = self._queues[class_id], self._worth[class_id], self._sign[class_id]
+        head = queue.lowest()
+        if head is None:
+            return
+        highest = worth[self._bucket(now - head)] if sign > 0 else max(worth)
+        wanted = -1 if highest > _RISE * worth[0] else 1
+        if wanted != sign:
+            self._sign[class_id] = wanted
+            self._queues[class_id] = EvictionQueue[int]()
+            for block_id in queue.block_ids():
+                self.offer(block_id)
 
 
-class EvictionQueue:
+def _worth_by_age(num_released: float, returned: list[float]) -> list[float]:
+    """Per bucket of ages, the hits per block and tick of a block that has got so old.
+
+    A block is kept until the end of whichever later bucket makes that ratio the largest: hits
+    that come late count only as far as they pay for the wait.
+    """
+    hits: list[float] = []
+    ticks: list[float] = []
+    num_left = num_released + 1  # One that never comes back: few samples promise nothing.
+    for bucket, count in enumerate(returned):
+        hits.append(count)
+        ticks.append((num_left - count / 2) * 2**bucket)
+        num_left = max(num_left - count, 1.0)
+    return [
+        max(
+            sum(hits[bucket:end]) / sum(ticks[bucket:end])
+            for end in range(bucket + 1, len(hits) + 1)
+        )
+        for bucket in range(len(hits))
+    ]
+
+
+Score = TypeVar("Score", int, float)
+
+
+class EvictionQueue(Generic[Score]):
     """Blocks by score. Each operation is O(log n); removing marks, popping skips what is marked."""
 
     def __init__(self) -> None:
-        self._scores: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []
+        self._scores: dict[int, Score] = {}
+        self._heap: list[tuple[Score, int]] = []
 
     def __len__(self) -> int:
         return len(self._scores)
 
-    def push(self, block_id: int, score: float) -> None:
+    def push(self, block_id: int, score: Score) -> None:
         self._scores[block_id] = score
         heapq.heappush(self._heap, (score, block_id))
         if len(self._heap) > 2 * len(self._scores) + 64:
@@ -66,6 +229,19 @@ class EvictionQueue:
     def remove(self, block_id: int) -> None:
         """Takes ``block_id`` out of the queue, if it is there."""
         self._scores.pop(block_id, None)
+
+    def block_ids(self) -> list[int]:
+        return list(self._scores)
+
+    def lowest(self) -> Score | None:
+        """The lowest score; ``None`` for an empty queue."""
+        heap, scores = self._heap, self._scores
+        while heap:
+            score, block_id = heap[0]
+            if scores.get(block_id) == score:
+                return score
+            heapq.heappop(heap)
+        return None
 
     def pop(self) -> int:
         """Takes out the block of lowest score. The queue must not be empty."""
