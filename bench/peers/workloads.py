@@ -1,0 +1,110 @@
+"""What the engines are asked to do: prompts as token ids, greedy, a fixed number of new tokens.
+
+Prompts are a function of workload, model and seed, so that every engine is given the same. A
+repetition takes another seed: no engine can find in a cache what an earlier one left there.
+"""
+
+import random
+from dataclasses import dataclass
+
+from bench.peers.checkpoints import VOCAB_SIZE, Shape
+
+SHARED = 768
+OWN = 48
+SHORT = 16
+NEW_TOKENS = 64
+FIRST_TOKEN_ID = 3  # After the special tokens.
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One row of the table for each model."""
+
+    name: str
+    title: str
+    shared: int
+    """Tokens that all prompts begin with."""
+    own: int
+    """Tokens of each prompt behind them."""
+    alone: bool = False
+    """One request instead of the model's ``num_requests``."""
+    new_tokens: int = NEW_TOKENS
+    cached: bool = False
+    """A prompt with the same beginning ran before; otherwise the prefix cache is empty."""
+    dtype: str = "bfloat16"
+    fresh_process: bool = False
+    """Timed from the start of the process to the first token."""
+
+    @property
+    def unit(self) -> str:
+        """Of the figure in the table: output tokens a second, or how long the first token takes."""
+        if self.fresh_process:
+            return "s"
+        return "ms" if self.new_tokens == 1 else "tokens/s"
+
+    def num_requests(self, shape: Shape) -> int:
+        return 1 if self.alone else shape.num_requests
+
+    def figure(self, seconds: float, shape: Shape) -> float:
+        """The time that the whole took, in `unit`."""
+        if self.unit == "tokens/s":
+            return self.num_requests(shape) * self.new_tokens / seconds
+        return seconds * 1e3 if self.unit == "ms" else seconds
+
+    def prompts(self, shape: Shape, *, seed: int) -> tuple[list[Prompt], Prompt | None]:
+        """The prompts to time, and the one to run before them if any."""
+        rng = random.Random(f"{self.name} {shape.name} {seed}")
+        shared = _tokens(rng, self.shared)
+        prompts = [shared + _tokens(rng, self.own) for _ in range(self.num_requests(shape))]
+        return prompts, shared + _tokens(rng, self.own) if self.cached else None
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="cold", title="all at once, cache empty", shared=SHARED, own=OWN),
+        Workload(name="cached", title="prefix cached", shared=SHARED, own=OWN, cached=True),
+        Workload(name="unshared", title="nothing shared", shared=0, own=SHARED + OWN),
+        Workload(name="decode", title="decode batch, 16-token prompts", shared=0, own=SHORT),
+        Workload(name="stream", title="one stream", shared=0, own=SHORT, alone=True),
+        Workload(
+            name="ttft",
+            title="TTFT, 816 tokens cold",
+            shared=SHARED,
+            own=OWN,
+            alone=True,
+            new_tokens=1,
+        ),
+        Workload(
+            name="ttft-cached",
+            title="TTFT, 816 tokens after a hit of 768",
+            shared=SHARED,
+            own=OWN,
+            alone=True,
+            new_tokens=1,
+            cached=True,
+        ),
+        Workload(
+            name="start",
+            title="start to first token",
+            shared=0,
+            own=SHORT,
+            alone=True,
+            new_tokens=1,
+            fresh_process=True,
+        ),
+        Workload(
+            name="fp32",
+            title="fp32, all at once, cache empty",
+            shared=SHARED,
+            own=OWN,
+            dtype="float32",
+        ),
+    )
+}
+
+
+def _tokens(rng: random.Random, count: int) -> Prompt:
+    return [rng.randrange(FIRST_TOKEN_ID, VOCAB_SIZE) for _ in range(count)]
