@@ -81,3 +81,16 @@ def test_silu_and_mul_takes_the_gate_from_the_first_half() -> None:
     gate, up = torch.randn(2, 5, 6)
     got = reference.silu_and_mul(torch.cat([gate, up], -1))
     torch.testing.assert_close(got, gate / (1 + torch.exp(-gate)) * up)
+
+
+def test_rotating_and_writing_at_once_is_one_after_the_other() -> None:
+    qkv = torch.randn(3, 6 + 2 * 2, 8)
+    angles = torch.randn(3, 4)
+    cos, sin = angles.cos(), angles.sin()
+    k_cache, v_cache = torch.full((2, 5, 4, 2, 8), 7.0)
+    slots = torch.tensor([19, 0, 6])
+    q = reference.rotate_and_write_kv(qkv, cos, sin, k_cache, v_cache, slots)
+    assert torch.equal(q, reference.rotary_embedding(qkv[:, :6], cos, sin))
+    rotated = reference.rotary_embedding(qkv[:, 6:8], cos, sin)
+    assert torch.equal(k_cache.flatten(0, 1)[slots], rotated)
+    assert torch.equal(v_cache.flatten(0, 1)[slots], qkv[:, 8:])

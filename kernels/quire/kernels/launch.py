@@ -15,6 +15,8 @@ from torch import Tensor
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+MAX_CHANNELS = 32768
+"""Of a norm: a program holds a whole row in its registers."""
 
 SPLIT_TOKENS = 256
 """Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
@@ -72,6 +74,25 @@ def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | 
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
+def norm_options(num_channels: int) -> dict[str, int | bool]:
+    """How the norm of a row is compiled: more warps for longer rows.
+
+    Raises:
+        ValueError: A row does not fit the registers.
+    """
+    for limit, num_warps in _NORM_WARPS:
+        if num_channels <= limit:
+            return compiler_options(num_warps=num_warps)
+    raise ValueError(
+        f"num_channels={num_channels}: the Triton norm supports at most {MAX_CHANNELS}"
+    )
+
+
+def rotary_heads(head_size: int) -> int:
+    """Heads in one program of the rotary kernel."""
+    return max(1, _ROTARY_BLOCK >> (head_size - 1).bit_length())
+
+
 def block_shift(cache: Tensor) -> int:
     """log2 of the cache's block size: kernels find a token's block with a shift."""
     block_size = cache.shape[1]
@@ -124,3 +145,7 @@ _FLOAT = {
 
 MERGE_OPTIONS = compiler_options(num_warps=1)
 WRITE_OPTIONS = compiler_options(num_warps=4)
+ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
+ACTIVATION_BLOCK = 1024
+_ROTARY_BLOCK = 1024
+_NORM_WARPS = ((2048, 4), (8192, 8), (MAX_CHANNELS, 16))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
-# C channels   F channels of the MLP
+# C channels   F channels of the MLP   A heads of Q, K and V together
 
 
 def write_kv(
@@ -96,6 +96,25 @@ def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     x2_THR = x_THD[..., half : 2 * half].float()
     rotated = (x1_THR * cos_T1R - x2_THR * sin_T1R, x2_THR * cos_T1R + x1_THR * sin_T1R)
     return torch.cat([*(r.to(x_THD.dtype) for r in rotated), x_THD[..., 2 * half :]], dim=-1)
+
+
+def rotate_and_write_kv(
+    qkv_TAD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+) -> Tensor:
+    """Rotates Q and K of a fused product, stores K and V in their slots; returns Q, ``[T, H, D]``.
+
+    The A heads of the product are those of Q, then K, then V.
+    """
+    num_kv_heads = k_cache.shape[2]
+    qk_TAD, v_TKD = qkv_TAD[:, :-num_kv_heads], qkv_TAD[:, -num_kv_heads:]
+    qk_TAD = rotary_embedding(qk_TAD, cos_TR, sin_TR)
+    write_kv(qk_TAD[:, -num_kv_heads:], v_TKD, k_cache, v_cache, slot_mapping_T)
+    return qk_TAD[:, :-num_kv_heads]
 
 
 def silu_and_mul(gate_up_TG: Tensor) -> Tensor:

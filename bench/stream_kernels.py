@@ -1,0 +1,78 @@
+"""The Triton kernels that memory limits, each beside its twin, for `bench.kernels` and
+`bench.gpu.run`: what they compute is checked against the twin, and their time against the bytes
+that they must move.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamCase:
+    """A kernel on its input. Kernel and twin return what they wrote, on tensors of their own."""
+
+    name: str
+    kernel: Callable[[], tuple[Tensor, ...]]
+    twin: Callable[[], tuple[Tensor, ...]]
+    num_bytes: int
+    """What must be read and written, once."""
+
+
+def stream_cases(
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[StreamCase]:
+    """One case for each kernel, of a model with ``num_heads * head_size`` channels."""
+    from quire.kernels import triton_elementwise, triton_rotary
+
+    num_channels = num_heads * head_size
+    rng = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, device=device)
+
+    x, residual = randn(2, num_tokens, num_channels).to(dtype)
+    weight = randn(num_channels).to(dtype)
+    yield StreamCase(
+        name=f"rms_norm {num_tokens}",
+        kernel=lambda: triton_elementwise.rms_norm(x, weight, eps=1e-5, residual_TC=residual),
+        twin=lambda: reference.rms_norm(x, weight, eps=1e-5, residual_TC=residual),
+        num_bytes=4 * x.nbytes,
+    )
+    gate_up = randn(num_tokens, 7 * num_channels).to(dtype)
+    yield StreamCase(
+        name=f"silu_and_mul {num_tokens}",
+        kernel=lambda: (triton_elementwise.silu_and_mul(gate_up),),
+        twin=lambda: (reference.silu_and_mul(gate_up),),
+        num_bytes=gate_up.nbytes * 3 // 2,
+    )
+    qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_size).to(dtype)
+    angles = randn(num_tokens, head_size // 2)
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(2 * num_tokens, device=device)[:num_tokens]
+    # In blocks of one token, any number of which is a cache of whole blocks.
+    caches = torch.zeros(
+        4, 2 * num_tokens, 1, num_kv_heads, head_size, dtype=dtype, device=device
+    ).unbind()
+
+    def rotate(
+        function: Callable[..., Tensor], k_cache: Tensor, v_cache: Tensor
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: (function(qkv, cos, sin, k_cache, v_cache, slots), k_cache, v_cache)
+
+    yield StreamCase(
+        name=f"rotate_and_write_kv {num_tokens}",
+        kernel=rotate(triton_rotary.rotate_and_write_kv, caches[0], caches[1]),
+        twin=rotate(reference.rotate_and_write_kv, caches[2], caches[3]),
+        num_bytes=2 * qkv.nbytes + 2 * cos.nbytes + slots.nbytes,
+    )
