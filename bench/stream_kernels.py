@@ -5,6 +5,7 @@ that they must move.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,3 +77,37 @@ def stream_cases(
         twin=rotate(reference.rotate_and_write_kv, caches[2], caches[3]),
         num_bytes=2 * qkv.nbytes + 2 * cos.nbytes + slots.nbytes,
     )
+
+
+def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:
+    """Sampling of rows that are greedy, that keep all tokens, and that are limited."""
+    from quire.kernels import triton_sample
+
+    rng = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=rng, device=device) * 3
+    ones = torch.ones(num_rows, device=device)
+    positions = torch.arange(num_rows, device=device)
+    for name, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("no limits", 1.0, 0, 1.0),
+        ("top-k 50", 1.0, 50, 1.0),
+        ("top-p 0.95", 1.0, 0, 0.95),
+    ):
+        parameters = {
+            "temperature_S": ones * temperature,
+            "top_k_S": (ones * top_k).int(),
+            "top_p_S": ones * top_p,
+            "min_p_S": ones * 0,
+            "seed_S": positions,
+            "position_S": positions,
+        }
+        yield StreamCase(
+            name=f"sample {num_rows}, {name}",
+            kernel=partial(_in_tuple, partial(triton_sample.sample, logits, **parameters)),
+            twin=partial(_in_tuple, partial(reference.sample, logits, **parameters)),
+            num_bytes=logits.nbytes,
+        )
+
+
+def _in_tuple(function: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    return (function(),)

@@ -22,6 +22,7 @@ CASES = [
     case
     for case in shipped_cases(head_sizes=(64, 128, 256), dtypes=(torch.bfloat16, torch.float32))
     if case.name in ("decode", "prefill")
+    or case.name == "sample"
     or (case.size in (128, 8192, 14336) and case.dtype == torch.bfloat16)
 ]
 

@@ -14,6 +14,8 @@ from quire.kernels.launch import (
     ELEMENTWISE_OPTIONS,
     HEAD_SIZES,
     MERGE_OPTIONS,
+    SAMPLE_BLOCK,
+    SAMPLE_OPTIONS,
     SPLIT_TOKENS,
     WRITE_OPTIONS,
     launch_config,
@@ -25,6 +27,7 @@ from quire.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kerne
 from quire.kernels.triton_kv_write import write_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 from quire.kernels.triton_rotary import rotary_kernel
+from quire.kernels.triton_sample import sample_kernel
 
 CAPABILITIES = (80, 90)
 """A100 and H100/H200."""
@@ -59,6 +62,7 @@ def shipped_cases(
         yield from _head_cases(dtype, head_size, capability)
     for dtype, capability in itertools.product(dtypes, capabilities):
         yield from _row_cases(dtype, capability)
+    yield from map(_sample_case, capabilities)
 
 
 def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator[KernelCase]:
@@ -114,4 +118,23 @@ def _row_cases(dtype: torch.dtype, capability: int) -> Iterator[KernelCase]:
         capability=capability,
         constants={"SIZE": 14336, "BLOCK": ACTIVATION_BLOCK},
         options=ELEMENTWISE_OPTIONS,
+    )
+
+
+def _sample_case(capability: int) -> KernelCase:
+    return KernelCase(
+        name="sample",
+        kernel=sample_kernel,
+        dtype=torch.float32,
+        size=SAMPLE_BLOCK,
+        capability=capability,
+        constants={"BLOCK": SAMPLE_BLOCK},
+        options=SAMPLE_OPTIONS,
+        types={
+            "top_k_ptr": "*i32",
+            "drop_ptr": "*fp64",
+            "seed_ptr": "*i64",
+            "position_ptr": "*i64",
+            "token_ids_ptr": "*i64",
+        },
     )

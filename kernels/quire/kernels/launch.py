@@ -146,6 +146,8 @@ _FLOAT = {
 MERGE_OPTIONS = compiler_options(num_warps=1)
 WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
+SAMPLE_OPTIONS = compiler_options(num_warps=16)
 ACTIVATION_BLOCK = 1024
+SAMPLE_BLOCK = 4096
 _ROTARY_BLOCK = 1024
 _NORM_WARPS = ((2048, 4), (8192, 8), (MAX_CHANNELS, 16))
