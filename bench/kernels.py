@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench.stream_kernels import StreamCase, sample_cases, stream_cases
+from bench.stream_kernels import StreamCase, decode_cases, sample_cases, stream_cases
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -179,6 +179,13 @@ def gpu_stream_cases(shape: Shape, device: torch.device) -> Iterator[StreamCase]
             dtype=shape.dtype,
             device=device,
         )
+    yield from decode_cases(
+        num_rows=64,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        device=device,
+    )
     for num_rows in (1, 64):
         yield from sample_cases(num_rows=num_rows, vocab_size=128256, device=device)
 

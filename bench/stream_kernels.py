@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.testing import paged_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,44 @@ def stream_cases(
         twin=rotate(reference.rotate_and_write_kv, caches[2], caches[3]),
         num_bytes=2 * qkv.nbytes + 2 * cos.nbytes + slots.nbytes,
     )
+
+
+def decode_cases(
+    *, num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+) -> Iterator[StreamCase]:
+    """Decodes after 4096 tokens in bfloat16: over a float8 cache, in a window, with a soft cap."""
+    from quire.kernels.triton_backend import TritonBackend
+
+    batch = paged_batch(
+        [(4096, 1)] * num_rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=16,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    attend: Callable[..., Tensor] = TritonBackend().attend
+    twin: Callable[..., Tensor] = reference.paged_attention
+    for name, options, cache_dtype in (
+        ("float8", AttentionOptions(k_scale=0.02, v_scale=0.02), torch.float8_e4m3fn),
+        ("window 1024", AttentionOptions(window=1024), torch.bfloat16),
+        ("soft cap 50", AttentionOptions(soft_cap=50.0), torch.bfloat16),
+    ):
+        arguments = (
+            batch.q,
+            (batch.k_cache.float() / options.k_scale).to(cache_dtype),
+            (batch.v_cache.float() / options.v_scale).to(cache_dtype),
+        )
+        shared = {**batch.tables(), "scale": batch.scale, "options": options}
+        maxima = {"num_decodes": num_rows, "max_query_len": 1, "max_seq_len": 4096}
+        tokens = num_rows * (options.window or 4096)
+        yield StreamCase(
+            name=f"decode {num_rows} x 4096, {name}",
+            kernel=partial(_in_tuple, partial(attend, *arguments, **shared, **maxima)),
+            twin=partial(_in_tuple, partial(twin, *arguments, **shared)),
+            num_bytes=2 * tokens * num_kv_heads * head_size * cache_dtype.itemsize,
+        )
 
 
 def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:

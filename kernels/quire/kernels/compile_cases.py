@@ -69,7 +69,10 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
     # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
     sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
     heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
-    split = {"SPLIT": SPLIT_TOKENS}
+    split = {"SPLIT": SPLIT_TOKENS, "WINDOWED": False}
+    plain = {"WINDOWED": False, "CAPPED": False}
+    full = {"WINDOWED": True, "CAPPED": True}
+    fp8 = {"k_ptr": "*u8", "v_ptr": "*u8", "k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
     decode, prefill = (
         launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
         for kernel in ("decode", "prefill")
@@ -78,14 +81,33 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
     written_sizes = {"SIZE": written, "BLOCK": triton.next_power_of_2(written)}
     fused = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_size // 2, **sizes}
     fused["BLOCK_H"] = rotary_heads(head_size)
+    decode_sizes = {**heads, **decode.tile(), **split}
+    prefill_sizes = {**heads, **prefill.tile()}
     kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
-        ("decode", decode_kernel, {**heads, **decode.tile(), **split}, decode.options()),
-        ("prefill", prefill_kernel, {**heads, **prefill.tile()}, prefill.options()),
+        ("decode", decode_kernel, {**decode_sizes, **plain}, decode.options()),
+        ("prefill", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
+        ("decode_full", decode_kernel, {**decode_sizes, **full}, decode.options()),
+        ("prefill_full", prefill_kernel, {**prefill_sizes, **full}, prefill.options()),
         ("merge", merge_kernel, {**sizes, **split}, MERGE_OPTIONS),
         ("write_kv", write_kernel, written_sizes, WRITE_OPTIONS),
         ("rotary", rotary_kernel, {**fused, "NUM_KV_HEADS": 0}, ELEMENTWISE_OPTIONS),
         ("rotary_kv", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
+        ("write_fp8", write_kernel, written_sizes, WRITE_OPTIONS),
+        ("rotary_fp8", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
     ]
+    if dtype != torch.float32:
+        decode_fp8 = launch_config(
+            "decode",
+            head_size=head_size,
+            dtype=dtype,
+            capability=capability,
+            cache_dtype=torch.float8_e4m3fn,
+        )
+        sizes_fp8 = {**decode_sizes, **decode_fp8.tile(), **plain}
+        kernels += [
+            ("decode_fp8", decode_kernel, sizes_fp8, decode_fp8.options()),
+            ("prefill_fp8", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
+        ]
     for name, kernel, constants, options in kernels:
         yield KernelCase(
             name=name,
@@ -95,6 +117,7 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
             capability=capability,
             constants=constants,
             options=options,
+            types=fp8 if name.endswith("_fp8") else {},
         )
 
 

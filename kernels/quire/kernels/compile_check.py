@@ -36,7 +36,7 @@ _INDEX_TYPES = {
     "stats_ptr": "*fp32",
     "cos_ptr": "*fp32",
     "sin_ptr": "*fp32",
-    "scale_log2": "fp32",
+    **dict.fromkeys(("scale_log2", "cap_scale", "v_scale", "k_factor", "v_factor"), "fp32"),
 }
 _ALIGNED_STRIDES = (
     *("q_stride", "k_stride", "v_stride"),

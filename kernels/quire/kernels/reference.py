@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
 # C channels   F channels of the MLP   A heads of Q, K and V together
@@ -21,9 +23,21 @@ from torch import Tensor
 
 
 def write_kv(
-    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
 ) -> None:
-    """Stores the step's K and V in their slots. Slots are distinct and valid."""
+    """Stores the step's K and V in their slots. Slots are distinct and valid.
+
+    A cache of float8_e4m3fn gets them divided by their scales, and limited to its 448.
+    """
+    if k_cache.dtype == torch.float8_e4m3fn:
+        k_TKD = (k_TKD.float() * (1 / options.k_scale)).clamp(-448, 448).to(k_cache.dtype)
+        v_TKD = (v_TKD.float() * (1 / options.v_scale)).clamp(-448, 448).to(v_cache.dtype)
     for token, slot in enumerate(slot_mapping_T.tolist()):
         block, offset = divmod(slot, k_cache.shape[1])
         k_cache[block, offset] = k_TKD[token]
@@ -39,6 +53,7 @@ def paged_attention(
     seq_lens_B: Tensor,
     query_starts_B1: Tensor,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Causal attention of each row's new tokens over all of its tokens, from the paged cache.
 
@@ -47,7 +62,8 @@ def paged_attention(
     is a row with one query. The KV of the new tokens is in the cache already. ``H`` is a multiple
     of ``K``: query head h reads KV head ``h // (H // K)``.
 
-    Returns ``[T, H, D]`` in q's dtype. Rows without tokens add nothing.
+    ``options`` says what the layer does beyond that. Returns ``[T, H, D]`` in q's dtype. Rows
+    without tokens add nothing.
     """
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -56,11 +72,18 @@ def paged_attention(
         start, end = starts[row], starts[row + 1]
         k_HLD = _gather(k_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
         v_HLD = _gather(v_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
+        if k_cache.dtype == torch.float8_e4m3fn:
+            k_HLD, v_HLD = k_HLD * options.k_scale, v_HLD * options.v_scale
         q_HQD = q_THD[start:end].transpose(0, 1).float()
         positions_Q = torch.arange(seq_len - (end - start), seq_len, device=q_THD.device)
         tokens_L = torch.arange(seq_len, device=q_THD.device)
         scores_HQL = (q_HQD @ k_HLD.transpose(1, 2)) * scale
-        scores_HQL = scores_HQL.masked_fill(tokens_L > positions_Q[:, None], float("-inf"))
+        if options.soft_cap is not None:
+            scores_HQL = options.soft_cap * torch.tanh(scores_HQL / options.soft_cap)
+        unseen_QL = tokens_L > positions_Q[:, None]
+        if options.window is not None:
+            unseen_QL |= tokens_L <= positions_Q[:, None] - options.window
+        scores_HQL = scores_HQL.masked_fill(unseen_QL, float("-inf"))
         out_HQD = torch.softmax(scores_HQL, dim=-1) @ v_HLD
         out_THD[start:end] = out_HQD.transpose(0, 1).to(q_THD.dtype)
     return out_THD
@@ -108,6 +131,8 @@ def rotate_and_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Rotates Q and K of a fused product, stores K and V in their slots; returns Q, ``[T, H, D]``.
 
@@ -116,7 +141,7 @@ def rotate_and_write_kv(
     num_kv_heads = k_cache.shape[2]
     qk_TAD, v_TKD = qkv_TAD[:, :-num_kv_heads], qkv_TAD[:, -num_kv_heads:]
     qk_TAD = rotary_embedding(qk_TAD, cos_TR, sin_TR)
-    write_kv(qk_TAD[:, -num_kv_heads:], v_TKD, k_cache, v_cache, slot_mapping_T)
+    write_kv(qk_TAD[:, -num_kv_heads:], v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
     return qk_TAD[:, :-num_kv_heads]
 
 

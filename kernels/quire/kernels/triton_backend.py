@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear, PlainLinear
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention
@@ -31,8 +32,10 @@ class TritonBackend:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
-        triton_kv_write.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+        triton_kv_write.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
 
     def attend(
         self,
@@ -47,6 +50,7 @@ class TritonBackend:
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         decode_attention(
@@ -58,6 +62,7 @@ class TritonBackend:
             seq_lens_B=seq_lens_B,
             max_seq_len=max_seq_len,
             scale=scale,
+            options=options,
         )
         prefill_attention(
             q_THD,
@@ -70,6 +75,7 @@ class TritonBackend:
             first_row=num_decodes,
             max_query_len=max_query_len,
             scale=scale,
+            options=options,
         )
         return out_THD
 
@@ -89,10 +95,12 @@ class TritonBackend:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """`rotary_embedding` of Q and K and `write_kv` of K and V in one kernel; returns Q."""
         return triton_rotary.rotate_and_write_kv(
-            qkv_TAD, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T
+            qkv_TAD, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, options=options
         )
 
     def pack_linear(

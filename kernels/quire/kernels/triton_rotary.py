@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.launch import ELEMENTWISE_OPTIONS, rotary_heads
+from quire.kernels.triton_fp8 import cache_view, to_e4m3
 
 # T tokens of the step, packed   A heads of the fused product: H query heads and twice K KV heads
 # D head size   R half of the rotated size
@@ -33,13 +35,15 @@ def rotate_and_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """`reference.rotate_and_write_kv`; a token's heads are one piece, tokens may lie apart."""
     num_tokens, num_all_heads, head_size = qkv_TAD.shape
     num_heads = num_all_heads - 2 * k_cache.shape[2]
     q_THD = qkv_TAD.new_empty(num_tokens, num_heads, head_size)
-    cache = (k_cache, v_cache, slot_mapping_T)
-    _launch(qkv_TAD, q_THD, cos_TR, sin_TR, num_heads=num_heads, cache=cache)
+    cache = (cache_view(k_cache), cache_view(v_cache), slot_mapping_T)
+    _launch(qkv_TAD, q_THD, cos_TR, sin_TR, num_heads=num_heads, cache=cache, options=options)
     return q_THD
 
 
@@ -51,6 +55,7 @@ def _launch(
     *,
     num_heads: int,
     cache: tuple[Tensor, Tensor, Tensor] | None,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     num_tokens, num_all_heads, head_size = x_TAD.shape
     if num_tokens == 0:
@@ -66,6 +71,8 @@ def _launch(
         k_cache,
         v_cache,
         slots,
+        1 / options.k_scale,
+        1 / options.v_scale,
         x_TAD.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=0 if cache is None else k_cache.shape[2],
@@ -86,6 +93,8 @@ def rotary_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slots_ptr,
+    k_factor,
+    v_factor,
     x_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -123,6 +132,9 @@ def rotary_kernel(
         v_heads = k_heads - NUM_KV_HEADS
         k_offsets = (slot * NUM_KV_HEADS + k_heads) * HEAD_SIZE + channels
         v_offsets = (slot * NUM_KV_HEADS + v_heads) * HEAD_SIZE + channels
+        if k_cache_ptr.dtype.element_ty == tl.uint8:
+            factor = tl.where(v_heads < 0, k_factor, v_factor)
+            out = to_e4m3(out.to(tl.float32) * factor)
         is_k = inside & (k_heads >= 0) & (v_heads < 0)
         tl.store(k_cache_ptr + k_offsets, out, mask=is_k)
         tl.store(v_cache_ptr + v_offsets, out, mask=inside & (v_heads >= 0))

@@ -4,6 +4,7 @@ Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def logits(num_rows: int, vocab_size: int, *, scale: float = 3.0) -> Tensor:
 
 
 def by_engine(logits_SV: Tensor, params: dict[str, Tensor]) -> list[int]:
-    columns = {name: values.numpy() for name, values in params.items()}
+    columns: dict[str, Any] = {name: values.numpy() for name, values in params.items()}
     batch = SamplingBatch(**columns, num_logprobs_S=np.full(len(logits_SV), -1, np.int32))
     return [int(token) for token in sampler.sample(logits_SV, batch).token_ids_S]
 
