@@ -11,10 +11,11 @@ measured in the same run.
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from bench.stream_kernels import StreamCase, decode_cases, sample_cases, stream_cases
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -167,6 +168,28 @@ def write_kv_seconds(
     return duration, 4 * k.nbytes + slots.nbytes
 
 
+def gpu_stream_cases(shape: Shape, device: torch.device) -> Iterator[StreamCase]:
+    """The kernels that memory limits, for a decode batch and for a chunk of a prompt."""
+    for num_tokens in (64, 2048):
+        yield from stream_cases(
+            num_tokens=num_tokens,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+            device=device,
+        )
+    yield from decode_cases(
+        num_rows=64,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        device=device,
+    )
+    for num_rows in (1, 64):
+        yield from sample_cases(num_rows=num_rows, vocab_size=128256, device=device)
+
+
 def report(device: torch.device, shape: Shape, cases: Sequence[Case]) -> None:
     ceilings = measure_ceilings(device, dtype=shape.dtype)
     backend = backend_for(device)
@@ -202,6 +225,13 @@ def report(device: torch.device, shape: Shape, cases: Sequence[Case]) -> None:
         print(
             f"{f'write_kv {num_tokens}':<26}{write_s * 1e3:>10.3f}{size / write_s / 1e9:>8.1f} "
             f"{'GB/s':<7}{size / write_s / ceilings.copy_bytes_per_s:>9.1%}"
+        )
+    for stream in gpu_stream_cases(shape, device) if _is_gpu(device) else ():
+        kernel_s, twin_s = (seconds(call, device=device) for call in (stream.kernel, stream.twin))
+        rate = stream.num_bytes / kernel_s
+        print(
+            f"{stream.name:<26}{kernel_s * 1e3:>10.3f}{rate / 1e9:>8.1f} {'GB/s':<7}"
+            f"{rate / ceilings.copy_bytes_per_s:>9.1%}{twin_s * 1e3:>11.3f}"
         )
 
 

@@ -30,12 +30,14 @@ from bench.kernels import (
     Case,
     Ceilings,
     Shape,
+    gpu_stream_cases,
     make_batch,
     measure_ceilings,
     sdpa_call,
     seconds,
     write_kv_seconds,
 )
+from bench.stream_kernels import StreamCase
 from torch import Tensor
 
 from quire.kernels import reference
@@ -80,6 +82,9 @@ def check_kernels(device: torch.device) -> Iterator[tuple[str, str]]:
         yield f"twin, {what}", _fault(partial(_check_twin, batch, backend))
         yield f"bits, {what}", _fault(partial(_check_bits, batch, backend))
         yield f"write, {what}", _fault(partial(_check_write, batch, backend))
+    for name, shape in SHAPES.items():
+        for case in gpu_stream_cases(shape, device):
+            yield f"twin, {case.name}, {name}", _fault(partial(_check_stream, case))
 
 
 def _fault(check: Callable[[], None]) -> str:
@@ -120,6 +125,11 @@ def _check_write(batch: PagedBatch, backend: AttentionBackend) -> None:
     reference.write_kv(k, v, *want, slots)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)), "the caches differ"
+
+
+def _check_stream(case: StreamCase) -> None:
+    for got, want in zip(case.kernel(), case.twin(), strict=True):
+        assert_near_twin(got, want)
 
 
 def time_kernels(
@@ -168,6 +178,19 @@ def time_kernels(
             rate=size / duration,
             share_of_limit=size / duration / ceilings.copy_bytes_per_s,
         )
+    for name, shape in SHAPES.items():
+        for stream in gpu_stream_cases(shape, device):
+            for implementation, call in {"quire": stream.kernel, "twin": stream.twin}.items():
+                duration = seconds(call, device=device)
+                rate = stream.num_bytes / duration
+                yield Timing(
+                    shape=name,
+                    case=stream.name,
+                    implementation=implementation,
+                    ms=duration * 1e3,
+                    rate=rate,
+                    share_of_limit=rate / ceilings.copy_bytes_per_s,
+                )
 
 
 def flashinfer_call(case: Case, batch: PagedBatch) -> Callable[[], Any] | None:

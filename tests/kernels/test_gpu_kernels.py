@@ -1,5 +1,7 @@
 """The Triton backend against the twins on a real GPU, and its promise about a row's bits."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ def test_slots_past_two_to_the_31_elements_are_found(triton: AttentionBackend) -
     triton.write_kv(k, v, k_cache, v_cache, torch.arange(last, last + 16, device="cuda"))
     assert torch.equal(k_cache[-1], k)
     assert torch.equal(v_cache[-1], v)
-    tables = {
+    tables: dict[str, Any] = {
         "block_tables_BM": torch.tensor([[num_blocks - 1]], dtype=torch.int32, device="cuda"),
         "seq_lens_B": torch.tensor([16], dtype=torch.int32, device="cuda"),
     }

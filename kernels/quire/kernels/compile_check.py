@@ -9,35 +9,21 @@ The exit status is 1 where a kernel has such a fault.
 """
 
 import argparse
-import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.kernels.launch import (
-    DTYPES,
-    HEAD_SIZES,
-    MERGE_OPTIONS,
-    SPLIT_TOKENS,
-    WRITE_OPTIONS,
-    launch_config,
-)
-from quire.kernels.triton_decode import decode_kernel, merge_kernel
-from quire.kernels.triton_kv_write import write_kernel
+from quire.kernels.compile_cases import KernelCase, shipped_cases
+from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
-
-CAPABILITIES = (80, 90)
-"""A100 and H100/H200."""
 
 _SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
 _TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -48,23 +34,15 @@ _INDEX_TYPES = {
     "slots_ptr": "*i64",
     "parts_ptr": "*fp32",
     "stats_ptr": "*fp32",
-    "scale_log2": "fp32",
+    "cos_ptr": "*fp32",
+    "sin_ptr": "*fp32",
+    **dict.fromkeys(("scale_log2", "cap_scale", "v_scale", "k_factor", "v_factor"), "fp32"),
 }
-_ALIGNED_STRIDES = ("q_stride", "k_stride", "v_stride")
+_ALIGNED_STRIDES = (
+    *("q_stride", "k_stride", "v_stride"),
+    *("x_stride", "residual_stride", "gate_up_stride"),
+)
 _UNALIGNED = ("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelCase:
-    """One kernel as it is launched for one model shape."""
-
-    name: str
-    kernel: Any
-    dtype: torch.dtype
-    head_size: int
-    capability: int
-    constants: dict[str, int]
-    options: dict[str, int | bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,50 +74,6 @@ class CompiledCase:
         elif halves and self.case.kernel in (decode_kernel, prefill_kernel) and not self.mma:
             faults.append("no tensor-core instructions")
         return faults
-
-
-def shipped_cases(
-    *,
-    head_sizes: Sequence[int] = HEAD_SIZES,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    capabilities: Sequence[int] = CAPABILITIES,
-) -> Iterator[KernelCase]:
-    """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
-    for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
-        # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
-        sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
-        heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
-        decode, prefill = (
-            launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
-            for kernel in ("decode", "prefill")
-        )
-        size = 8 * head_size
-        kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
-            (
-                "decode",
-                decode_kernel,
-                {**heads, **decode.tile(), "SPLIT": SPLIT_TOKENS},
-                decode.options(),
-            ),
-            ("prefill", prefill_kernel, {**heads, **prefill.tile()}, prefill.options()),
-            ("merge", merge_kernel, {**sizes, "SPLIT": SPLIT_TOKENS}, MERGE_OPTIONS),
-            (
-                "write_kv",
-                write_kernel,
-                {"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
-                WRITE_OPTIONS,
-            ),
-        ]
-        for name, kernel, constants, options in kernels:
-            yield KernelCase(
-                name=name,
-                kernel=kernel,
-                dtype=dtype,
-                head_size=head_size,
-                capability=capability,
-                constants=constants,
-                options=options,
-            )
 
 
 def compile_case(case: KernelCase) -> CompiledCase:
@@ -175,6 +109,8 @@ def compile_case(case: KernelCase) -> CompiledCase:
 def _argument_type(name: str, case: KernelCase) -> str:
     if name in case.constants:
         return "constexpr"
+    if name in case.types:
+        return case.types[name]
     if name in _INDEX_TYPES:
         return _INDEX_TYPES[name]
     return "*" + _TRITON_TYPES[case.dtype] if name.endswith("_ptr") else "i32"
@@ -199,14 +135,14 @@ def main() -> int:
         cases = shipped_cases(head_sizes=(64, 128), dtypes=(torch.bfloat16,))
     else:
         cases = shipped_cases()
-    print("kernel    head  dtype   sm  warps  registers  stack  shared  wgmma  mma")
+    print("kernel         size  dtype   sm  warps  registers  stack  shared  wgmma  mma")
     failed = False
     for case in cases:
         result = compile_case(case)
         faults = result.faults()
         failed |= bool(faults)
         print(
-            f"{case.name:<8} {case.head_size:>5}  {_TRITON_TYPES[case.dtype]:<5} "
+            f"{case.name:<13} {case.size:>5}  {_TRITON_TYPES[case.dtype]:<5} "
             f"{case.capability:>4} {case.options['num_warps']:>6} {result.registers:>10} "
             f"{result.stack_bytes:>6} {result.shared_bytes:>7} {result.wgmma:>6} "
             f"{result.mma:>4}  {'; '.join(faults)}",

@@ -14,7 +14,10 @@ from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOG2_E = 1.4426950408889634
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+MAX_CHANNELS = 32768
+"""Of a norm: a program holds a whole row in its registers."""
 
 SPLIT_TOKENS = 256
 """Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
@@ -47,19 +50,30 @@ def launch_config(
     head_size: int,
     dtype: torch.dtype,
     capability: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> LaunchConfig:
     """The one configuration of a kernel; ``capability`` is 80 for an A100, 90 for an H100.
 
+    ``dtype`` is that of the queries, and of the cache where ``cache_dtype`` does not say else.
+
     Raises:
-        ValueError: No kernel is shipped for the head size or the dtype.
+        ValueError: No kernel is shipped for the head size, the dtype, or the two dtypes together.
     """
     if head_size not in HEAD_SIZES:
         raise ValueError(f"head_size={head_size}: the Triton kernels support {HEAD_SIZES}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: the Triton kernels support {DTYPES}")
     width = "narrow" if head_size <= 64 else "middle" if head_size <= 128 else "wide"
+    is_float8 = cache_dtype == torch.float8_e4m3fn
+    if is_float8 and dtype == torch.float32:
+        raise ValueError(
+            "a float8_e4m3fn KV cache with float32 queries: the Triton kernels read such a cache "
+            "with bfloat16 and float16 ones"
+        )
     if dtype == torch.float32:
         return _FLOAT[kernel, width]
+    if is_float8 and (kernel, width) == ("decode", "wide"):
+        return _WIDE_FLOAT8_DECODE
     return (_HALF_SM90 if capability >= 90 else _HALF_SM80)[kernel, width]
 
 
@@ -70,6 +84,32 @@ def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | 
     not in another, and its versions differ in the default.
     """
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+
+
+def capped_scales(scale: float, *, soft_cap: float | None) -> tuple[float, float]:
+    """``scale_log2`` and ``cap_scale`` of `triton_tile.attend_tile`."""
+    if soft_cap is None:
+        return scale * LOG2_E, 0.0
+    return soft_cap * LOG2_E, 2 * LOG2_E * scale / soft_cap
+
+
+def norm_options(num_channels: int) -> dict[str, int | bool]:
+    """How the norm of a row is compiled: more warps for longer rows.
+
+    Raises:
+        ValueError: A row does not fit the registers.
+    """
+    for limit, num_warps in _NORM_WARPS:
+        if num_channels <= limit:
+            return compiler_options(num_warps=num_warps)
+    raise ValueError(
+        f"num_channels={num_channels}: the Triton norm supports at most {MAX_CHANNELS}"
+    )
+
+
+def rotary_heads(head_size: int) -> int:
+    """Heads in one program of the rotary kernel."""
+    return max(1, _ROTARY_BLOCK >> (head_size - 1).bit_length())
 
 
 def block_shift(cache: Tensor) -> int:
@@ -112,6 +152,8 @@ _HALF_SM80 = {
     ("prefill", "middle"): _config(128, 32, 8, 3),
     ("prefill", "wide"): _config(64, 32, 8, 2),
 }
+# A third stage spills on sm_90.
+_WIDE_FLOAT8_DECODE = _config(16, 32, 4, 2)
 # The FMA units, not the tensor cores, whose float32 has 10 bits of mantissa.
 _FLOAT = {
     ("decode", "narrow"): _config(16, 32, 4, 2),
@@ -124,3 +166,9 @@ _FLOAT = {
 
 MERGE_OPTIONS = compiler_options(num_warps=1)
 WRITE_OPTIONS = compiler_options(num_warps=4)
+ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
+SAMPLE_OPTIONS = compiler_options(num_warps=16)
+ACTIVATION_BLOCK = 1024
+SAMPLE_BLOCK = 4096
+_ROTARY_BLOCK = 1024
+_NORM_WARPS = ((2048, 4), (8192, 8), (MAX_CHANNELS, 16))

@@ -9,18 +9,35 @@ together are its slot, ``block * block_size + offset``. Slots that no token was 
 hold anything, NaN included.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
-# C channels   F channels of the MLP
+# C channels   F channels of the MLP   A heads of Q, K and V together
+# S rows that sample   V vocabulary
 
 
 def write_kv(
-    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
 ) -> None:
-    """Stores the step's K and V in their slots. Slots are distinct and valid."""
+    """Stores the step's K and V in their slots. Slots are distinct and valid.
+
+    A cache of float8_e4m3fn gets them divided by their scales, and limited to its 448.
+    """
+    if k_cache.dtype == torch.float8_e4m3fn:
+        k_TKD = (k_TKD.float() * (1 / options.k_scale)).clamp(-448, 448).to(k_cache.dtype)
+        v_TKD = (v_TKD.float() * (1 / options.v_scale)).clamp(-448, 448).to(v_cache.dtype)
     for token, slot in enumerate(slot_mapping_T.tolist()):
         block, offset = divmod(slot, k_cache.shape[1])
         k_cache[block, offset] = k_TKD[token]
@@ -36,6 +53,7 @@ def paged_attention(
     seq_lens_B: Tensor,
     query_starts_B1: Tensor,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Causal attention of each row's new tokens over all of its tokens, from the paged cache.
 
@@ -44,7 +62,8 @@ def paged_attention(
     is a row with one query. The KV of the new tokens is in the cache already. ``H`` is a multiple
     of ``K``: query head h reads KV head ``h // (H // K)``.
 
-    Returns ``[T, H, D]`` in q's dtype. Rows without tokens add nothing.
+    ``options`` says what the layer does beyond that. Returns ``[T, H, D]`` in q's dtype. Rows
+    without tokens add nothing.
     """
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -53,11 +72,18 @@ def paged_attention(
         start, end = starts[row], starts[row + 1]
         k_HLD = _gather(k_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
         v_HLD = _gather(v_cache, block_tables_BM[row], seq_len, num_heads // num_kv_heads)
+        if k_cache.dtype == torch.float8_e4m3fn:
+            k_HLD, v_HLD = k_HLD * options.k_scale, v_HLD * options.v_scale
         q_HQD = q_THD[start:end].transpose(0, 1).float()
         positions_Q = torch.arange(seq_len - (end - start), seq_len, device=q_THD.device)
         tokens_L = torch.arange(seq_len, device=q_THD.device)
         scores_HQL = (q_HQD @ k_HLD.transpose(1, 2)) * scale
-        scores_HQL = scores_HQL.masked_fill(tokens_L > positions_Q[:, None], float("-inf"))
+        if options.soft_cap is not None:
+            scores_HQL = options.soft_cap * torch.tanh(scores_HQL / options.soft_cap)
+        unseen_QL = tokens_L > positions_Q[:, None]
+        if options.window is not None:
+            unseen_QL |= tokens_L <= positions_Q[:, None] - options.window
+        scores_HQL = scores_HQL.masked_fill(unseen_QL, float("-inf"))
         out_HQD = torch.softmax(scores_HQL, dim=-1) @ v_HLD
         out_THD[start:end] = out_HQD.transpose(0, 1).to(q_THD.dtype)
     return out_THD
@@ -98,7 +124,103 @@ def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat([*(r.to(x_THD.dtype) for r in rotated), x_THD[..., 2 * half :]], dim=-1)
 
 
+def rotate_and_write_kv(
+    qkv_TAD: Tensor,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
+) -> Tensor:
+    """Rotates Q and K of a fused product, stores K and V in their slots; returns Q, ``[T, H, D]``.
+
+    The A heads of the product are those of Q, then K, then V.
+    """
+    num_kv_heads = k_cache.shape[2]
+    qk_TAD, v_TKD = qkv_TAD[:, :-num_kv_heads], qkv_TAD[:, -num_kv_heads:]
+    qk_TAD = rotary_embedding(qk_TAD, cos_TR, sin_TR)
+    write_kv(qk_TAD[:, -num_kv_heads:], v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
+    return qk_TAD[:, :-num_kv_heads]
+
+
 def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
+
+
+def sample(
+    logits_SV: Tensor,
+    *,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    position_S: Tensor,
+) -> Tensor:
+    """Draws a token of each row of float32 logits; int64 ids, of the lowest id among equals.
+
+    ``temperature``, ``top_p`` and ``min_p`` are float32, ``top_k`` is int32, 0 for no limit,
+    ``seed`` and ``position`` are int64. Temperature 0 takes the greatest logit. Else top-k and
+    min-p limit the row, then top-p what they have left; the row's one random number, a hash of
+    (seed, position), picks among the rest in the order of their ids, by integer weights.
+    """
+    token_ids_S = logits_SV.argmax(dim=-1)
+    for row in torch.nonzero(temperature_S > 0)[:, 0].tolist():
+        logits_V, temperature = logits_SV[row], temperature_S[row]
+        values_V, ids_V = logits_V.sort(descending=True, stable=True)
+        floor = values_V[0].double() + temperature.double() * min_p_S[row].double().log()
+        size = min(int(top_k_S[row]) or len(ids_V), int((values_V.double() >= floor).sum()))
+        weights_V = sampling_weights(values_V[:size], temperature=temperature)
+        before_V = weights_V.cumsum(0) - weights_V
+        if top_p_S[row] < 1:
+            wanted = float(top_p_S[row]) * int(weights_V.sum())
+            weights_V = weights_V[before_V < wanted]
+        kept_V = torch.zeros_like(logits_V, dtype=torch.int64)
+        kept_V[ids_V[: len(weights_V)]] = weights_V
+        uniform = random_uniform(int(seed_S[row]), int(position_S[row]))
+        total = int(kept_V.sum())
+        target = min(int(uniform * total), total - 1)
+        token_ids_S[row] = torch.searchsorted(kept_V.cumsum(0), target, right=True)
+    return token_ids_S
+
+
+def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
+    """``floor(2**32 * exp((logit - greatest) / temperature))`` as int64, the same everywhere.
+
+    The exponential is a polynomial of its own, each operation rounded to float32: the ones that
+    devices bring differ in their last bits.
+    """
+    exponents_V = (logits_V - logits_V.max()) / (temperature * math.log(2))
+    exponents_V = exponents_V.clamp_min(-40.0)
+    whole_V = (exponents_V + 0.5).floor()
+    x_V = exponents_V - whole_V
+    power_V = torch.full_like(x_V, _EXP2[0])
+    for coefficient in _EXP2[1:]:
+        power_V = power_V * x_V
+        power_V = power_V + coefficient
+    scale_V = ((whole_V.int() + 159) << 23).view(torch.float32)
+    return (power_V * scale_V).long()
+
+
+_EXP2 = (
+    *(1.5252734e-05, 1.5403530e-04, 1.3333558e-03, 9.6181291e-03),
+    *(5.5504109e-02, 2.4022651e-01, 6.9314718e-01, 1.0),
+)
+"""``2**x`` from -1/2 to 1/2, ``ln(2)**n / n!`` for n from 7 to 0: wrong by 5e-9."""
+
+
+def random_uniform(seed: int, position: int) -> float:
+    """A number in [0, 1): SplitMix64 (Steele, Lea, Flood 2014), begun from the hashed seed."""
+    golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    state = mix((seed + golden) & mask)
+    return (mix((state + golden * (position + 1)) & mask) >> 11) * 2.0**-53

@@ -7,6 +7,7 @@ so does the whole of block 0, with which block tables are padded.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
 
-_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""A few roundings of the dtype, of results of size 1."""
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}
+"""A few roundings of the dtype, of results of size 1; integers are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class PagedBatch:
             starts.append(starts[-1] + num_queries)
         return starts
 
-    def tables(self) -> dict[str, Tensor]:
+    def tables(self) -> dict[str, Any]:
         return {
             "block_tables_BM": self.block_tables,
             "seq_lens_B": self._ints([tokens for tokens, _ in self.rows]),
@@ -49,6 +50,7 @@ class PagedBatch:
         }
 
     def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+        """What a backend says."""
         return self.call(backend, num_decodes=num_decodes)()
 
     def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:

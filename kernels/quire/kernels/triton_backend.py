@@ -1,26 +1,23 @@
-"""The GPU backend: Triton for attention and the KV write, PyTorch for the element-wise steps.
+"""The GPU backend: Triton for all but the matrix products.
 
 Decodes go to the split-context kernel, everything else to the prefill kernel. No call waits for
 the device.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from quire.kernels import reference, triton_kv_write
-from quire.kernels.decoder import (
-    Decoder,
-    DecoderShape,
-    DecoderWeights,
-    Linear,
-    PlainGatedLinear,
-    PlainLinear,
-)
+from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear, PlainLinear
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
-# K KV heads   D head size   R half of the rotated size   C channels   G twice the MLP's channels
+# K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
+# C channels   I, O a linear layer's input and output
 
 
 class TritonBackend:
@@ -35,8 +32,10 @@ class TritonBackend:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
-        triton_kv_write.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+        triton_kv_write.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
 
     def attend(
         self,
@@ -51,6 +50,7 @@ class TritonBackend:
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         decode_attention(
@@ -62,6 +62,7 @@ class TritonBackend:
             seq_lens_B=seq_lens_B,
             max_seq_len=max_seq_len,
             scale=scale,
+            options=options,
         )
         prefill_attention(
             q_THD,
@@ -74,16 +75,33 @@ class TritonBackend:
             first_row=num_decodes,
             max_query_len=max_query_len,
             scale=scale,
+            options=options,
         )
         return out_THD
 
     def rms_norm(
         self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return reference.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
+        return triton_elementwise.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
 
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
+        return triton_rotary.rotary_embedding(x_THD, cos_TR, sin_TR)
+
+    def rotate_and_write_kv(
+        self,
+        qkv_TAD: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
+        """`rotary_embedding` of Q and K and `write_kv` of K and V in one kernel; returns Q."""
+        return triton_rotary.rotate_and_write_kv(
+            qkv_TAD, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, options=options
+        )
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
@@ -92,8 +110,18 @@ class TritonBackend:
         return PlainLinear(weight_OI, bias_O)
 
     def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        return PlainGatedLinear(PlainLinear(weight_OI, bias_O))
+        return GatedLinear(PlainLinear(weight_OI, bias_O))
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         del weights, shape
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """``silu(gate) * up``; the layer's output is gate, then up."""
+
+    gate_up: Linear
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return triton_elementwise.silu_and_mul(self.gate_up(x_TI))

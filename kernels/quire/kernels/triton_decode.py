@@ -14,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.launch import (
     MERGE_OPTIONS,
     SPLIT_TOKENS,
     block_shift,
+    capped_scales,
     device_capability,
     launch_config,
 )
-from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
+from quire.kernels.triton_fp8 import cache_view, loaded_scale
+from quire.kernels.triton_tile import attend_tile, load_kv_tile
 
 # B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
 
@@ -36,6 +39,7 @@ def decode_attention(
     seq_lens_B: Tensor,
     max_seq_len: int,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Writes each row's attention of one query over ``seq_len`` tokens.
 
@@ -52,6 +56,7 @@ def decode_attention(
         head_size=head_size,
         dtype=q_BHD.dtype,
         capability=device_capability(q_BHD.device),
+        cache_dtype=k_cache.dtype,
     )
     block_d = triton.next_power_of_2(head_size)
     num_splits = max(1, triton.cdiv(max_seq_len, SPLIT_TOKENS))
@@ -62,16 +67,22 @@ def decode_attention(
     stats_BHP2 = torch.empty(
         num_rows, num_heads, num_splits, 2, dtype=torch.float32, device=q_BHD.device
     )
+    scale_log2, cap_scale = capped_scales(
+        scale * loaded_scale(k_cache, options.k_scale), soft_cap=options.soft_cap
+    )
+    window = 0 if options.window is None else options.window
     tiles_per_group = triton.cdiv(group, config.block_m)
     decode_kernel[(num_rows, num_kv_heads * tiles_per_group, num_splits)](
         q_BHD,
-        k_cache,
-        v_cache,
+        cache_view(k_cache),
+        cache_view(v_cache),
         parts_BHPD,
         stats_BHP2,
         block_tables_BM,
         seq_lens_B,
-        scale * LOG2_E,
+        scale_log2,
+        cap_scale,
+        window,
         q_BHD.stride(0),
         block_tables_BM.stride(0),
         num_kv_heads,
@@ -81,6 +92,8 @@ def decode_attention(
         **config.tile(),
         BLOCK_D=block_d,
         SPLIT=SPLIT_TOKENS,
+        WINDOWED=window > 0,
+        CAPPED=options.soft_cap is not None,
         **config.options(),
     )
     merge_kernel[(num_rows, num_heads)](
@@ -89,9 +102,12 @@ def decode_attention(
         out_BHD,
         seq_lens_B,
         num_splits,
+        loaded_scale(v_cache, options.v_scale),
+        window,
         HEAD_SIZE=head_size,
         BLOCK_D=block_d,
         SPLIT=SPLIT_TOKENS,
+        WINDOWED=window > 0,
         **MERGE_OPTIONS,
     )
 
@@ -99,7 +115,7 @@ def decode_attention(
 # What changes from step to step is not specialised: a new value must not compile a kernel while
 # requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_kv_heads", "block_shift"],
+    do_not_specialize=["window", "table_stride", "num_kv_heads", "block_shift"],
     do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr"],
 )
 def decode_kernel(
@@ -111,6 +127,8 @@ def decode_kernel(
     table_ptr,
     seq_lens_ptr,
     scale_log2,
+    cap_scale,
+    window,
     q_stride,
     table_stride,
     num_kv_heads,
@@ -121,6 +139,8 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     row = tl.program_id(0).to(tl.int64)
@@ -129,6 +149,12 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_ptr + row)
     if split * SPLIT >= seq_len:
         return
+    begin = split * SPLIT
+    first = tl.maximum(seq_len - window, 0) if WINDOWED else 0
+    if WINDOWED:
+        if begin + SPLIT <= first:
+            return
+        begin = tl.maximum(begin, first // BLOCK_N * BLOCK_N)
     block_table = table_ptr + row * table_stride
 
     members = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -143,7 +169,7 @@ def decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     end = tl.minimum(seq_len, (split + 1) * SPLIT)
-    for start in tl.range(split * SPLIT, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N):
         k = load_kv_tile(
             k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
@@ -152,10 +178,14 @@ def decode_kernel(
             v_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        visible = (start + tl.arange(0, BLOCK_N) < seq_len)[None, :]
+        tokens = start + tl.arange(0, BLOCK_N)
+        visible = (tokens < seq_len)[None, :]
+        if WINDOWED:
+            visible &= (tokens >= first)[None, :]
         acc, row_max, row_sum = attend_tile(
-            q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED=True
-        )
+            q, k, v, acc, row_max, row_sum, visible, scale_log2, cap_scale,
+            MASKED=True, WINDOWED=False, CAPPED=CAPPED,
+        )  # fmt: skip
 
     num_heads = num_kv_heads * GROUP
     parts = (row * num_heads + heads) * tl.num_programs(2) + split
@@ -164,26 +194,33 @@ def decode_kernel(
     tl.store(stats_ptr + parts * 2 + 1, row_sum, mask=present)
 
 
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit(
+    do_not_specialize=["max_splits", "window"], do_not_specialize_on_alignment=["seq_lens_ptr"]
+)
 def merge_kernel(
     parts_ptr,
     stats_ptr,
     out_ptr,
     seq_lens_ptr,
     max_splits,
+    v_scale,
+    window,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = row * tl.num_programs(1) + tl.program_id(1)
-    num_splits = (tl.load(seq_lens_ptr + row) + SPLIT - 1) // SPLIT
+    seq_len = tl.load(seq_lens_ptr + row)
+    num_splits = (seq_len + SPLIT - 1) // SPLIT
+    first_split = tl.maximum(seq_len - window, 0) // SPLIT if WINDOWED else 0
     channels = tl.arange(0, BLOCK_D)
     inside = channels < HEAD_SIZE
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     row_max = float("-inf")
     row_sum = 0.0
-    for split in tl.range(0, num_splits):
+    for split in tl.range(first_split, num_splits):
         part = head * max_splits + split
         part_max = tl.load(stats_ptr + part * 2)
         part_sum = tl.load(stats_ptr + part * 2 + 1)
@@ -194,6 +231,6 @@ def merge_kernel(
         row_sum = tl.fma(row_sum, decay, part_sum * share)
         acc = tl.fma(acc, decay, values * share)
         row_max = new_max
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)  # a row of length 0 gives zeros
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0) * v_scale  # a row of length 0 gives zeros
     out_offsets = head * HEAD_SIZE + channels
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=inside)

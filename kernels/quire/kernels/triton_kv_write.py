@@ -8,17 +8,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.launch import WRITE_OPTIONS
+from quire.kernels.triton_fp8 import cache_view, to_e4m3
 
 # T tokens of the step, packed   K KV heads   D head size
 
 
 def write_kv(
-    k_TKD: Tensor, v_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    *,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Stores ``k[t]`` and ``v[t]`` in slot ``slot_mapping[t]``. Slots are distinct and valid.
 
-    ``k`` and ``v`` may be views into a fused QKV product: only a token's own values are one piece.
+    A float8 cache gets them divided by their scales, and limited to its range. ``k`` and ``v``
+    may be views into a fused QKV product: only a token's own values are one piece.
     """
     num_tokens, num_kv_heads, head_size = k_TKD.shape
     if num_tokens == 0:
@@ -27,9 +36,11 @@ def write_kv(
     write_kernel[(num_tokens,)](
         k_TKD,
         v_TKD,
-        k_cache,
-        v_cache,
+        cache_view(k_cache),
+        cache_view(v_cache),
         slot_mapping_T,
+        1 / options.k_scale,
+        1 / options.v_scale,
         k_TKD.stride(0),
         v_TKD.stride(0),
         SIZE=size,
@@ -45,6 +56,8 @@ def write_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slots_ptr,
+    k_factor,
+    v_factor,
     k_stride,
     v_stride,
     SIZE: tl.constexpr,
@@ -57,5 +70,8 @@ def write_kernel(
     inside = values < SIZE
     k = tl.load(k_ptr + token * k_stride + values, mask=inside)
     v = tl.load(v_ptr + token * v_stride + values, mask=inside)
+    if k_cache_ptr.dtype.element_ty == tl.uint8:
+        k = to_e4m3(k.to(tl.float32) * k_factor)
+        v = to_e4m3(v.to(tl.float32) * v_factor)
     tl.store(k_cache_ptr + slot * SIZE + values, k, mask=inside)
     tl.store(v_cache_ptr + slot * SIZE + values, v, mask=inside)

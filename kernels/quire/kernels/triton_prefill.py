@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import block_shift, device_capability, launch_config
-from quire.kernels.triton_tile import LOG2_E, attend_tile, load_kv_tile
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.launch import block_shift, capped_scales, device_capability, launch_config
+from quire.kernels.triton_fp8 import cache_view, loaded_scale
+from quire.kernels.triton_tile import attend_tile, load_kv_tile
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads   D head size
 
@@ -33,6 +35,7 @@ def prefill_attention(
     first_row: int,
     max_query_len: int,
     scale: float,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """Writes the attention of rows ``first_row`` to B; see `reference.paged_attention`.
 
@@ -50,17 +53,25 @@ def prefill_attention(
         head_size=head_size,
         dtype=q_THD.dtype,
         capability=device_capability(q_THD.device),
+        cache_dtype=k_cache.dtype,
     )
+    scale_log2, cap_scale = capped_scales(
+        scale * loaded_scale(k_cache, options.k_scale), soft_cap=options.soft_cap
+    )
+    window = 0 if options.window is None else options.window
     grid = (triton.cdiv(max_query_len * group, config.block_m), num_kv_heads, num_rows)
     prefill_kernel[grid](
         q_THD,
-        k_cache,
-        v_cache,
+        cache_view(k_cache),
+        cache_view(v_cache),
         out_THD,
         block_tables_BM,
         seq_lens_B,
         query_starts_B1,
-        scale * LOG2_E,
+        scale_log2,
+        cap_scale,
+        loaded_scale(v_cache, options.v_scale),
+        window,
         q_THD.stride(0),
         block_tables_BM.stride(0),
         first_row,
@@ -70,6 +81,8 @@ def prefill_attention(
         HEAD_SIZE=head_size,
         **config.tile(),
         BLOCK_D=triton.next_power_of_2(head_size),
+        WINDOWED=window > 0,
+        CAPPED=options.soft_cap is not None,
         **config.options(),
     )
 
@@ -77,7 +90,7 @@ def prefill_attention(
 # What changes from step to step is not specialised: a new value must not compile a kernel while
 # requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
 @triton.jit(
-    do_not_specialize=["table_stride", "first_row", "num_kv_heads", "block_shift"],
+    do_not_specialize=["window", "table_stride", "first_row", "num_kv_heads", "block_shift"],
     do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_starts_ptr"],
 )
 def prefill_kernel(
@@ -89,6 +102,9 @@ def prefill_kernel(
     seq_lens_ptr,
     query_starts_ptr,
     scale_log2,
+    cap_scale,
+    v_scale,
+    window,
     q_stride,
     table_stride,
     first_row,
@@ -99,6 +115,8 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     # The last tiles of a prompt see most tokens: start them first, or they are the tail.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -129,8 +147,10 @@ def prefill_kernel(
     first_query = tile * BLOCK_M // GROUP
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
     full = (context + first_query + 1) // BLOCK_N * BLOCK_N
+    if WINDOWED:  # and then every tile is masked
+        full = tl.maximum(context + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
     end = context + last_query + 1
-    for start in tl.range(0, full, BLOCK_N):
+    for start in tl.range(0, 0 if WINDOWED else full, BLOCK_N):
         k = load_kv_tile(
             k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
@@ -140,8 +160,9 @@ def prefill_kernel(
             HEAD_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc, row_max, row_sum = attend_tile(
-            q, k, v, acc, row_max, row_sum, None, scale_log2, MASKED=False
-        )
+            q, k, v, acc, row_max, row_sum, None, scale_log2, cap_scale,
+            MASKED=False, WINDOWED=False, CAPPED=CAPPED,
+        )  # fmt: skip
     for start in tl.range(full, end, BLOCK_N):
         k = load_kv_tile(
             k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
@@ -151,11 +172,17 @@ def prefill_kernel(
             v_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        visible = (start + tl.arange(0, BLOCK_N))[None, :] <= positions[:, None]
+        kv_tokens = (start + tl.arange(0, BLOCK_N))[None, :]
+        visible = kv_tokens <= positions[:, None]
+        if WINDOWED:
+            visible &= kv_tokens > positions[:, None] - window
         acc, row_max, row_sum = attend_tile(
-            q, k, v, acc, row_max, row_sum, visible, scale_log2, MASKED=True
-        )
+            q, k, v, acc, row_max, row_sum, visible, scale_log2, cap_scale,
+            MASKED=True, WINDOWED=WINDOWED, CAPPED=CAPPED,
+        )  # fmt: skip
 
-    out = acc / row_sum[:, None]
+    if WINDOWED:  # rows past the last query may see nothing
+        row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    out = acc / row_sum[:, None] * v_scale
     out_offsets = (tokens * GROUP * num_kv_heads + heads)[:, None] * HEAD_SIZE + channels[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -15,7 +15,7 @@ Tokens past the sequence's end are never loaded: such slots may hold NaN, and 0 
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+from quire.kernels.triton_fp8 import from_e4m3
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def load_kv_tile(
     BLOCK_D: tl.constexpr,
 ):
     """Tokens ``start`` to ``start + BLOCK_N`` of one KV head, ``[BLOCK_N, BLOCK_D]``, 0 past the
-    sequence's end and the head's."""
+    sequence's end and the head's. Bytes are float8, see `triton_fp8`."""
     tokens = start + tl.arange(0, BLOCK_N)
     present = tokens < seq_len
     blocks = tl.load(block_table + (tokens >> block_shift), mask=present, other=0).to(tl.int64)
@@ -41,7 +41,11 @@ def load_kv_tile(
     rows = (slots * num_kv_heads + kv_head) * HEAD_SIZE
     channels = tl.arange(0, BLOCK_D)
     inside = present[:, None] & (channels < HEAD_SIZE)[None, :]
-    return tl.load(cache + rows[:, None] + channels[None, :], mask=inside, other=0.0)
+    values = tl.load(cache + rows[:, None] + channels[None, :], mask=inside, other=0)
+    if cache.dtype.element_ty == tl.uint8:
+        return from_e4m3(values)
+    else:
+        return values
 
 
 @triton.jit
@@ -54,20 +58,32 @@ def attend_tile(
     row_sum,
     visible,
     scale_log2,
+    cap_scale,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Online softmax over one tile of KV, in powers of 2.
 
     ``q`` is ``[BLOCK_M, BLOCK_D]``, ``k`` and ``v`` ``[BLOCK_N, BLOCK_D]``; ``acc``, ``row_max``
     and ``row_sum`` are the float32 state of the rows, returned renewed. ``visible`` is read only
-    where ``MASKED``. Each row has seen a token by the end of its first tile.
+    where ``MASKED``. Each row has seen a token by the end of its first tile, unless ``WINDOWED``.
+    Where ``CAPPED``, scores become tanh of half of ``cap_scale`` (in powers of 2) times
+    themselves, and ``scale_log2`` holds the cap.
     """
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(tl.fma(scores, scale_log2, -new_max[:, None]))
-    decay = tl.exp2(row_max - new_max)
+    base = new_max
+    if WINDOWED:  # -inf - -inf is NaN
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
+    decay = tl.exp2(row_max - base)
     row_sum = tl.fma(row_sum, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum

@@ -1,0 +1,153 @@
+"""The Triton kernels that memory limits, each beside its twin, for `bench.kernels` and
+`bench.gpu.run`: what they compute is checked against the twin, and their time against the bytes
+that they must move.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.testing import paged_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamCase:
+    """A kernel on its input. Kernel and twin return what they wrote, on tensors of their own."""
+
+    name: str
+    kernel: Callable[[], tuple[Tensor, ...]]
+    twin: Callable[[], tuple[Tensor, ...]]
+    num_bytes: int
+    """What must be read and written, once."""
+
+
+def stream_cases(
+    *,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[StreamCase]:
+    """One case for each kernel, of a model with ``num_heads * head_size`` channels."""
+    from quire.kernels import triton_elementwise, triton_rotary
+
+    num_channels = num_heads * head_size
+    rng = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, device=device)
+
+    x, residual = randn(2, num_tokens, num_channels).to(dtype)
+    weight = randn(num_channels).to(dtype)
+    yield StreamCase(
+        name=f"rms_norm {num_tokens}",
+        kernel=lambda: triton_elementwise.rms_norm(x, weight, eps=1e-5, residual_TC=residual),
+        twin=lambda: reference.rms_norm(x, weight, eps=1e-5, residual_TC=residual),
+        num_bytes=4 * x.nbytes,
+    )
+    gate_up = randn(num_tokens, 7 * num_channels).to(dtype)
+    yield StreamCase(
+        name=f"silu_and_mul {num_tokens}",
+        kernel=lambda: (triton_elementwise.silu_and_mul(gate_up),),
+        twin=lambda: (reference.silu_and_mul(gate_up),),
+        num_bytes=gate_up.nbytes * 3 // 2,
+    )
+    qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_size).to(dtype)
+    angles = randn(num_tokens, head_size // 2)
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(2 * num_tokens, device=device)[:num_tokens]
+    # In blocks of one token, any number of which is a cache of whole blocks.
+    caches = torch.zeros(
+        4, 2 * num_tokens, 1, num_kv_heads, head_size, dtype=dtype, device=device
+    ).unbind()
+
+    def rotate(
+        function: Callable[..., Tensor], k_cache: Tensor, v_cache: Tensor
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: (function(qkv, cos, sin, k_cache, v_cache, slots), k_cache, v_cache)
+
+    yield StreamCase(
+        name=f"rotate_and_write_kv {num_tokens}",
+        kernel=rotate(triton_rotary.rotate_and_write_kv, caches[0], caches[1]),
+        twin=rotate(reference.rotate_and_write_kv, caches[2], caches[3]),
+        num_bytes=2 * qkv.nbytes + 2 * cos.nbytes + slots.nbytes,
+    )
+
+
+def decode_cases(
+    *, num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+) -> Iterator[StreamCase]:
+    """Decodes after 4096 tokens in bfloat16: over a float8 cache, in a window, with a soft cap."""
+    from quire.kernels.triton_backend import TritonBackend
+
+    batch = paged_batch(
+        [(4096, 1)] * num_rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=16,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    attend: Callable[..., Tensor] = TritonBackend().attend
+    twin: Callable[..., Tensor] = reference.paged_attention
+    for name, options, cache_dtype in (
+        ("float8", AttentionOptions(k_scale=0.02, v_scale=0.02), torch.float8_e4m3fn),
+        ("window 1024", AttentionOptions(window=1024), torch.bfloat16),
+        ("soft cap 50", AttentionOptions(soft_cap=50.0), torch.bfloat16),
+    ):
+        arguments = (
+            batch.q,
+            (batch.k_cache.float() / options.k_scale).to(cache_dtype),
+            (batch.v_cache.float() / options.v_scale).to(cache_dtype),
+        )
+        shared = {**batch.tables(), "scale": batch.scale, "options": options}
+        maxima = {"num_decodes": num_rows, "max_query_len": 1, "max_seq_len": 4096}
+        tokens = num_rows * (options.window or 4096)
+        yield StreamCase(
+            name=f"decode {num_rows} x 4096, {name}",
+            kernel=partial(_in_tuple, partial(attend, *arguments, **shared, **maxima)),
+            twin=partial(_in_tuple, partial(twin, *arguments, **shared)),
+            num_bytes=2 * tokens * num_kv_heads * head_size * cache_dtype.itemsize,
+        )
+
+
+def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:
+    """Sampling of rows that are greedy, that keep all tokens, and that are limited."""
+    from quire.kernels import triton_sample
+
+    rng = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=rng, device=device) * 3
+    ones = torch.ones(num_rows, device=device)
+    positions = torch.arange(num_rows, device=device)
+    for name, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("no limits", 1.0, 0, 1.0),
+        ("top-k 50", 1.0, 50, 1.0),
+        ("top-p 0.95", 1.0, 0, 0.95),
+    ):
+        parameters = {
+            "temperature_S": ones * temperature,
+            "top_k_S": (ones * top_k).int(),
+            "top_p_S": ones * top_p,
+            "min_p_S": ones * 0,
+            "seed_S": positions,
+            "position_S": positions,
+        }
+        yield StreamCase(
+            name=f"sample {num_rows}, {name}",
+            kernel=partial(_in_tuple, partial(triton_sample.sample, logits, **parameters)),
+            twin=partial(_in_tuple, partial(reference.sample, logits, **parameters)),
+            num_bytes=logits.nbytes,
+        )
+
+
+def _in_tuple(function: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    return (function(),)

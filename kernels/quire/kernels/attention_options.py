@@ -1,0 +1,33 @@
+"""What some models and caches ask of attention beyond the plain causal kind."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Of one layer. The defaults are plain causal attention.
+
+    Raises:
+        ValueError: A value is out of its range; the message names field, value and range.
+    """
+
+    window: int | None = None
+    """A query sees this many tokens at most, itself the last of them; ``None`` is all."""
+    soft_cap: float | None = None
+    """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; ``None`` leaves them."""
+    k_scale: float = 1.0
+    """A cache of float8_e4m3fn holds K divided by this; other caches hold it as it is."""
+    v_scale: float = 1.0
+    """Likewise of V."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: must be at least 1, or None for all tokens")
+        for name in ("soft_cap", "k_scale", "v_scale"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: must be a positive finite number")
+
+
+PLAIN = AttentionOptions()

@@ -1,0 +1,163 @@
+"""Every kernel as it is launched for each supported GPU: what `compile_check` compiles."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from quire.kernels.launch import (
+    ACTIVATION_BLOCK,
+    DTYPES,
+    ELEMENTWISE_OPTIONS,
+    HEAD_SIZES,
+    MERGE_OPTIONS,
+    SAMPLE_BLOCK,
+    SAMPLE_OPTIONS,
+    SPLIT_TOKENS,
+    WRITE_OPTIONS,
+    launch_config,
+    norm_options,
+    rotary_heads,
+)
+from quire.kernels.triton_decode import decode_kernel, merge_kernel
+from quire.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
+from quire.kernels.triton_kv_write import write_kernel
+from quire.kernels.triton_prefill import prefill_kernel
+from quire.kernels.triton_rotary import rotary_kernel
+from quire.kernels.triton_sample import sample_kernel
+
+CAPABILITIES = (80, 90)
+"""A100 and H100/H200."""
+NORM_SIZES = (2048, 8192, 32768)
+"""The longest row of each number of warps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """One kernel as it is launched for one model shape."""
+
+    name: str
+    kernel: Any
+    dtype: torch.dtype
+    size: int
+    """Of a head, or of the row that a program works on."""
+    capability: int
+    constants: dict[str, int]
+    options: dict[str, int | bool]
+    types: dict[str, str] = field(default_factory=dict)
+    """Triton's types of arguments whose names do not say them."""
+
+
+def shipped_cases(
+    *,
+    head_sizes: Sequence[int] = HEAD_SIZES,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    capabilities: Sequence[int] = CAPABILITIES,
+) -> Iterator[KernelCase]:
+    """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
+    for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
+        yield from _head_cases(dtype, head_size, capability)
+    for dtype, capability in itertools.product(dtypes, capabilities):
+        yield from _row_cases(dtype, capability)
+    yield from map(_sample_case, capabilities)
+
+
+def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator[KernelCase]:
+    # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
+    sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
+    heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
+    split = {"SPLIT": SPLIT_TOKENS, "WINDOWED": False}
+    plain = {"WINDOWED": False, "CAPPED": False}
+    full = {"WINDOWED": True, "CAPPED": True}
+    fp8 = {"k_ptr": "*u8", "v_ptr": "*u8", "k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
+    decode, prefill = (
+        launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
+        for kernel in ("decode", "prefill")
+    )
+    written = 8 * head_size
+    written_sizes = {"SIZE": written, "BLOCK": triton.next_power_of_2(written)}
+    fused = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_size // 2, **sizes}
+    fused["BLOCK_H"] = rotary_heads(head_size)
+    decode_sizes = {**heads, **decode.tile(), **split}
+    prefill_sizes = {**heads, **prefill.tile()}
+    kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
+        ("decode", decode_kernel, {**decode_sizes, **plain}, decode.options()),
+        ("prefill", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
+        ("decode_full", decode_kernel, {**decode_sizes, **full}, decode.options()),
+        ("prefill_full", prefill_kernel, {**prefill_sizes, **full}, prefill.options()),
+        ("merge", merge_kernel, {**sizes, **split}, MERGE_OPTIONS),
+        ("write_kv", write_kernel, written_sizes, WRITE_OPTIONS),
+        ("rotary", rotary_kernel, {**fused, "NUM_KV_HEADS": 0}, ELEMENTWISE_OPTIONS),
+        ("rotary_kv", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
+        ("write_fp8", write_kernel, written_sizes, WRITE_OPTIONS),
+        ("rotary_fp8", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
+    ]
+    if dtype != torch.float32:
+        decode_fp8 = launch_config(
+            "decode",
+            head_size=head_size,
+            dtype=dtype,
+            capability=capability,
+            cache_dtype=torch.float8_e4m3fn,
+        )
+        sizes_fp8 = {**decode_sizes, **decode_fp8.tile(), **plain}
+        kernels += [
+            ("decode_fp8", decode_kernel, sizes_fp8, decode_fp8.options()),
+            ("prefill_fp8", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
+        ]
+    for name, kernel, constants, options in kernels:
+        yield KernelCase(
+            name=name,
+            kernel=kernel,
+            dtype=dtype,
+            size=head_size,
+            capability=capability,
+            constants=constants,
+            options=options,
+            types=fp8 if name.endswith("_fp8") else {},
+        )
+
+
+def _row_cases(dtype: torch.dtype, capability: int) -> Iterator[KernelCase]:
+    for size in NORM_SIZES:
+        yield KernelCase(
+            name="rms_norm",
+            kernel=rms_norm_kernel,
+            dtype=dtype,
+            size=size,
+            capability=capability,
+            constants={"SIZE": size, "BLOCK": size, "HAS_RESIDUAL": True},
+            options=norm_options(size),
+            types={"eps": "fp32"},
+        )
+    yield KernelCase(
+        name="silu_and_mul",
+        kernel=silu_and_mul_kernel,
+        dtype=dtype,
+        size=14336,
+        capability=capability,
+        constants={"SIZE": 14336, "BLOCK": ACTIVATION_BLOCK},
+        options=ELEMENTWISE_OPTIONS,
+    )
+
+
+def _sample_case(capability: int) -> KernelCase:
+    return KernelCase(
+        name="sample",
+        kernel=sample_kernel,
+        dtype=torch.float32,
+        size=SAMPLE_BLOCK,
+        capability=capability,
+        constants={"BLOCK": SAMPLE_BLOCK},
+        options=SAMPLE_OPTIONS,
+        types={
+            "top_k_ptr": "*i32",
+            "drop_ptr": "*fp64",
+            "seed_ptr": "*i64",
+            "position_ptr": "*i64",
+            "token_ids_ptr": "*i64",
+        },
+    )

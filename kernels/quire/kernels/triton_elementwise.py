@@ -1,0 +1,115 @@
+"""Triton RMS norm and gated activation: what a layer does between its matrix products.
+
+Both round where their twins do, so that only the order of the norm's sum and the last bit of an
+exponential tell them apart. A row's sum is taken by one program over the whole row, in an order
+that depends on the number of channels alone.
+
+Traffic: the norm reads ``x``, and ``residual`` where there is one, and writes as much; the
+activation reads two elements for each that it writes. A torch expression for either moves three
+to five times as much, and starts as many kernels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launch import ACTIVATION_BLOCK, ELEMENTWISE_OPTIONS, norm_options
+
+# T tokens of the step, packed   C channels   F channels of the MLP
+
+
+def rms_norm(
+    x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm`. Rows of ``x`` and ``residual`` may lie apart, their values may not."""
+    num_tokens, num_channels = x_TC.shape
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    has_residual = residual_TC is not None
+    residual = x_TC if residual_TC is None else residual_TC
+    sum_TC = torch.empty_like(out_TC) if has_residual else x_TC
+    if num_tokens == 0:
+        return out_TC, sum_TC
+    rms_norm_kernel[(num_tokens,)](
+        x_TC,
+        residual,
+        weight_C,
+        out_TC,
+        sum_TC,
+        eps,
+        x_TC.stride(0),
+        residual.stride(0),
+        SIZE=num_channels,
+        BLOCK=triton.next_power_of_2(num_channels),
+        HAS_RESIDUAL=has_residual,
+        **norm_options(num_channels),
+    )
+    return out_TC, sum_TC
+
+
+def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
+    """`reference.silu_and_mul`."""
+    num_tokens, size = gate_up_TG.shape[0], gate_up_TG.shape[1] // 2
+    out_TF = gate_up_TG.new_empty(num_tokens, size)
+    if num_tokens == 0:
+        return out_TF
+    silu_and_mul_kernel[(num_tokens, triton.cdiv(size, ACTIVATION_BLOCK))](
+        gate_up_TG,
+        out_TF,
+        gate_up_TG.stride(0),
+        SIZE=size,
+        BLOCK=ACTIVATION_BLOCK,
+        **ELEMENTWISE_OPTIONS,
+    )
+    return out_TF
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    eps,
+    x_stride,
+    residual_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK)
+    inside = channels < SIZE
+    x = tl.load(x_ptr + row * x_stride + channels, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_row = residual_ptr + row * residual_stride
+        residual = tl.load(residual_row + channels, mask=inside, other=0.0)
+        x = (wide + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * SIZE + channels, x, mask=inside)
+        wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + channels, (weight * normed).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    gate_up_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < SIZE
+    gate_row = gate_up_ptr + row * gate_up_stride
+    gate = tl.load(gate_row + channels, mask=inside, other=0.0)
+    up = tl.load(gate_row + SIZE + channels, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    out = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out_ptr + row * SIZE + channels, out, mask=inside)
