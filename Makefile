@@ -48,6 +48,7 @@ stubs: .venv-stubs/ready
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet torch==2.13.0
 	.venv/bin/pip install --quiet --editable '.[cluster]'
+	.venv/bin/python -m quire.kernels.native
 	touch $@
 
 .venv/dev: .venv/ready

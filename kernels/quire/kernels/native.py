@@ -2,8 +2,8 @@
 
 One library per instruction set, best first: nothing is chosen while it runs, and code for a newer
 machine cannot end up in a path for an older one. The file's name holds a hash of the sources, the
-compiler and its flags, so a stale build is never loaded and ranks that start together agree: each
-compiles to a name of its own and renames. Without a compiler the package works without it.
+compiler and its flags, so a stale build is never loaded. Without a compiler the package works
+without it. ``python -m quire.kernels.native`` compiles it ahead of the first use.
 
     QUIRE_NATIVE=0      never use it
     QUIRE_NATIVE_ISA    one of `ISA_FLAGS`, instead of the best that this CPU has
@@ -12,6 +12,7 @@ compiles to a name of its own and renames. Without a compiler the package works 
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -117,11 +118,22 @@ def build(isa: str) -> Path:
     target = _cache_dir() / f"native-{isa}-{digest.hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        logger.info("compiling the CPU kernels for %s, once: %s", isa, target)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
-            units = [source for source in sources if source.suffix == ".cpp"]
-            os.replace(_compile(compiler, flags, units, Path(scratch)), target)
+        # Ranks start together: one compiles, the others wait for what it makes.
+        lock = os.open(target.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                logger.info("compiling the CPU kernels for %s, once: %s", isa, target)
+                _build_into(target, compiler, flags, sources)
+        finally:
+            os.close(lock)
     return target
+
+
+def _build_into(target: Path, compiler: list[str], flags: list[str], sources: list[Path]) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
+        units = [source for source in sources if source.suffix == ".cpp"]
+        os.replace(_compile(compiler, flags, units, Path(scratch)), target)
 
 
 def _compile(compiler: list[str], flags: list[str], units: list[Path], scratch: Path) -> Path:
@@ -160,3 +172,8 @@ def _cache_dir() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "quire"
     except RuntimeError as error:
         raise BuildError("no home directory to keep the build in; set QUIRE_CACHE_DIR") from error
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    library()
