@@ -158,7 +158,8 @@ class Contest:
                 process.run(prompts, new_tokens=1)
                 seconds = time.perf_counter() - process.begun
                 for workload in starts:
-                    self._record(name, workload, seconds)
+                    run = Run(seconds, process.bystanders.share())
+                    self._record(name, workload, run)
                 if seconds > self._settings.patience_s:
                     break
             # Kernels for the shapes to come are chosen and compiled outside the measurements.
@@ -181,15 +182,14 @@ class Contest:
         except EngineFailed as error:
             self._give_up(name, workload.name, error)
         else:
-            self._record(name, workload, seconds)
+            self._record(name, workload, Run(seconds, process.disturbance))
 
     def _runs(self, name: str, workload: Workload) -> list[Run]:
         return self._measured.runs.setdefault((self._shape.name, workload.name, name), [])
 
-    def _record(self, name: str, workload: Workload, seconds: float) -> None:
-        run = Run(seconds, self._processes[name].disturbance)
+    def _record(self, name: str, workload: Workload, run: Run) -> None:
         self._runs(name, workload).append(run)
-        figure = workload.figure(seconds, self._shape)
+        figure = workload.figure(run.seconds, self._shape)
         line = f"{self._shape.name} {workload.name:12} {name:12} {figure:9.1f} {workload.unit}"
         if not run.calm:
             line += f"   disturbed: {run.disturbance:.0%}"

@@ -23,7 +23,10 @@ class EngineFailed(Exception):
 
 
 class EngineProcess:
-    """Loads ``checkpoint``. Paused whenever no call is under way."""
+    """Loads ``checkpoint``. Paused whenever no call is under way.
+
+    ``begun`` is when it was started, and ``bystanders`` has watched the machine since.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class EngineProcess:
                 text=True,
                 start_new_session=True,
             )
+        self.bystanders = Bystanders(self._process.pid)
         start = {"checkpoint": str(model), "dtype": dtype, "threads": num_threads}
         try:
             self.versions: dict[str, str] = self._ask(start)["versions"]

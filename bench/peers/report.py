@@ -71,6 +71,7 @@ def _cells(
     limits: Limits,
 ) -> list[str]:
     ours = figures.get(OURS)
+    marked = dict(zip(figures, marks, strict=True))
     rates = workload.unit == "tokens/s"
     known = {name: value for name, value in figures.items() if value and name != OURS}
     best = (max if rates else min)(known, key=lambda name: known[name], default=None)
@@ -82,9 +83,9 @@ def _cells(
         workload.unit,
         *(_number(value) + mark for value, mark in zip(figures.values(), marks, strict=True)),
         best or "",
-        f"{ours / known[best]:.2f}" if ours and best else "",
+        f"{ours / known[best]:.2f}{marked[OURS] or marked[best]}" if ours and best else "",
         _number(floor),
-        f"{ours / floor:.2f}" if ours and floor else "",
+        f"{ours / floor:.2f}{marked[OURS]}" if ours and floor else "",
     ]
 
 
@@ -131,7 +132,9 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
             f"{about.num_threads} threads, bfloat16 unless said. Engines in turn, medians of "
             f"{settings.repeats}; what takes longer than {settings.patience_s:.0f} s once only. "
             f"Figures with * were disturbed: other processes took more than {CALM:.0%} of the "
-            "machine's CPU time in the median of their runs.",
+            "machine's CPU time in the median of their runs; so are ratios of such figures, which "
+            "say little where one engine was disturbed more than another. Medians over all runs: "
+            f"{_disturbances(measured)}.",
             "",
             f"Limits measured in this run: GEMM {gemm['bfloat16']} GFLOP/s in bfloat16 and "
             f"{gemm['float32']} in float32, DRAM {limits.dram_bytes_per_s / 1e9:.0f} GB/s; "
@@ -141,6 +144,17 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
             *failures,
             "",
         ]
+    )
+
+
+def _disturbances(measured: Measured) -> str:
+    """What other processes took while each engine was measured."""
+    shares: dict[str, list[float]] = {}
+    for (_, _, engine), runs in measured.runs.items():
+        known = [run.disturbance for run in runs if run.disturbance is not None]
+        shares.setdefault(engine, []).extend(known)
+    return ", ".join(
+        f"{engine} {statistics.median(known):.0%}" for engine, known in shares.items() if known
     )
 
 
