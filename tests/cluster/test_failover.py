@@ -1,12 +1,15 @@
 import asyncio
+from array import array
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
+from quire.worker.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -111,6 +114,43 @@ async def test_a_stream_waits_for_its_only_group_to_come_back(
             cluster.connections.set_addresses([again.address])
             found = await read_rest(call, chunks)
             assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
+
+
+async def test_what_a_former_group_said_does_not_count_against_its_successor(
+    start_cluster: Any, start_group: Any
+) -> None:
+    async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
+        former = cluster.groups["g0"]
+        former.executor.step_s = 0.002
+        request = CompletionRequest(
+            request_id="r",
+            index=0,
+            model=cluster.connections.card,
+            prompt_token_ids=array("i", PROMPT),
+            hashes=[],
+            params=SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
+            cache_salt="",
+            arrival_s=0.0,
+        )
+        stream = Completion(
+            request,
+            groups=cluster.connections,
+            table=cluster.table,
+            tokenizer=cluster.model.tokenizer,
+            telemetry=cluster.gateway.telemetry,
+            config=CompletionConfig(group_wait_s=30),
+        ).stream()
+        chunks = [await anext(stream)]
+        # From here to the successor's arrival, nobody reads the stream.
+        former.executor.fails = True
+        await former.engine_loop.failed
+        async with start_group("g0") as successor:
+            cluster.connections.set_addresses([successor.address])
+            await cluster.wait_ready(1)
+            chunks += [chunk async for chunk in stream]
+            assert cluster.connections.num_ready == 1
+    found = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 
 async def test_a_draining_group_gets_no_new_requests_and_ends_those_it_has(

@@ -184,14 +184,13 @@ class Completion:
         return chunk
 
     def _refusal(self, error: group_pb.GroupError) -> QuireError:
-        """Keeps the request away from the group; returns what the refusal means for it."""
+        """What the group's refusal means for the request."""
         assert self._decision is not None
         if error.code == group_pb.GroupError.INVALID_REQUEST:
             return InvalidRequest(error.message)
         if error.code == group_pb.GroupError.QUEUE_FULL:
             self._full.add(self._decision.group)
             return QueueFull(error.message)
-        self._groups.stop_routing_to(self._decision.group)
         return GroupLost(error.message)
 
     def _add(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:

@@ -25,6 +25,8 @@ from quire.worker.events import EventBatch
 
 _log = logging.getLogger(__name__)
 
+_CLOSED = (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
+
 AttachCall = grpc.aio.StreamStreamCall[pb.GroupCommand, pb.StepFrame]
 
 
@@ -50,6 +52,9 @@ class GroupListener(Protocol):
 
     def detached(self, client: "GroupClient") -> None:
         """They cannot any longer. Those under way are told only after this."""
+
+    def turned_away(self, client: "GroupClient") -> None:
+        """The group takes no more requests, until it is attached anew."""
 
     def load(self, client: "GroupClient", load: pb.Load) -> None:
         """The group has stepped since the last call."""
@@ -230,6 +235,10 @@ class GroupClient:
             self._last_load = load
             self._listener.load(self, frame.load)
         for delta in frame.deltas:
+            if delta.error.code in _CLOSED:
+                # Now, not once the request's reader is awake: by then, another group may have
+                # the same name.
+                self._listener.turned_away(self)
             key = (delta.request_id, delta.attempt)
             stream = self._streams.get(key)
             if stream is None:

@@ -87,12 +87,6 @@ class Groups:
             raise GroupLost(f"group {group_id} is not attached")
         return client.submit(submit)
 
-    def stop_routing_to(self, group_id: GroupId) -> None:
-        """The group has said that it takes no more requests, until it attaches anew."""
-        client = self._attached.get(group_id)
-        if client is not None:
-            self._retire(client)
-
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
         self._watchers.append(on_change)
@@ -142,6 +136,9 @@ class Groups:
             del self._attached[group_id]
             self._loads.pop(group_id, None)
             self._update_members()
+
+    def turned_away(self, client: GroupClient) -> None:
+        self._retire(client)
 
     def load(self, client: GroupClient, load: pb.Load) -> None:
         group_id = GroupId(client.description.group_id)
