@@ -1,9 +1,9 @@
 import asyncio
-from array import array
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
@@ -126,7 +126,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
             request_id="r",
             index=0,
             model=cluster.connections.card,
-            prompt_token_ids=array("i", PROMPT),
+            prompt_token_ids=np.array(PROMPT, dtype=np.uint32),
             hashes=[],
             params=SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
             cache_salt="",
