@@ -50,13 +50,13 @@ def hash_blocks(
     ``parent`` is the hash of the block before ``first_block`` (the root, for block 0). A partial
     last block has no hash.
     """
-    buffer = np.ascontiguousarray(token_ids, dtype="<u4").data.cast("B")
+    begin = first_block * block_size
+    data = np.ascontiguousarray(token_ids[begin:], dtype="<u4").tobytes()
     num_bytes = 4 * block_size
     hashes: list[BlockHash] = []
-    for start in range(first_block * num_bytes, len(buffer) - num_bytes + 1, num_bytes):
-        state = hashlib.sha256(parent)
-        state.update(buffer[start : start + num_bytes])
-        parent = BlockHash(state.digest())
+    for start in range(0, len(data) - num_bytes + 1, num_bytes):
+        # One call on joined bytes takes three quarters of the time of two updates.
+        parent = BlockHash(hashlib.sha256(parent + data[start : start + num_bytes]).digest())
         hashes.append(parent)
     return hashes
 
