@@ -64,8 +64,8 @@ def make_run(
 
 
 def make_rows(*, cached_outputs: list[list[int]] | None = None) -> list[Row]:
-    """Two prompts of 12 tokens that share 8; a step costs 1 s, a prompt token 2 s, a token that
-    it attends to half a second, and a decode 3 s, or 1 s with caching."""
+    """Two prompts of 12 tokens that share 10, 8 of them in full blocks. A step costs 1 s, a prompt
+    token 2 s, a token that it attends to half a second, and a decode 3 s, or 1 s with caching."""
     cost = StepCost(step_s=1, per_prefill_token_s=2, per_attended_s=0.5, per_decode_s=3)
     cheaper = replace(cost, per_decode_s=1)
     # 1 + 2 + … + 12 = 78 for each prompt; its last four are 42.
@@ -73,7 +73,7 @@ def make_rows(*, cached_outputs: list[list[int]] | None = None) -> list[Row]:
     cached = make_run(
         steps(cheaper, [(16, 120, 0), (0, 0, 2), (0, 0, 1)]), hits=(0, 8), outputs=cached_outputs
     )
-    prompts = [as_token_ids([*range(8), own, 1, 2, 3]) for own in (20, 21)]
+    prompts = [as_token_ids([*range(10), own, 1]) for own in (20, 21)]
     items = tuple(WorkItem(token_ids=prompt, max_tokens=3) for prompt in prompts)
     runs = {CELL: {False: [uncached] * 3, True: [cached] * 3}}
     return summarize(runs, Workload(title="made up", items=items))
@@ -133,9 +133,9 @@ def test_the_tables_show_them() -> None:
     assert header[0] == "block"
     assert off[:5] == ["4", "50%", "off", "0", "0"]
     assert on[5:10] == ["1.42x", "1.42x", "100%", "33.3%", "33.3%"]
-    assert on[10:] == ["5", "2", "10.0%", "2000", "2000", "2980"]
+    assert on[10:] == ["8.3%", "5", "2", "10.0%", "2000", "2000", "2980"]
     only = block_size_table(rows).splitlines()[2].split()
-    assert only[4:9] == ["100%", "33.3%", "33.3%", "8", "80%"]
+    assert only[4:10] == ["100%", "33.3%", "33.3%", "8.3%", "8", "80%"]
 
 
 def test_tokens_that_caching_changed_are_warned_of() -> None:

@@ -172,7 +172,7 @@ class FurthestNextUse:
 
     It needs no change for chains: whatever uses a block uses its parents too, so that a parent's
     next use is never later, and of equals the end of a chain is offered first. Optimal in hits;
-    with costs that differ it is a bound only in practice.
+    with costs that differ, or with requests side by side, it is a bound only in practice.
     """
 
     def __init__(self, chains: Sequence[Sequence[BlockHash]]) -> None:
@@ -191,7 +191,7 @@ class FurthestNextUse:
         return _Furthest(num_blocks, self._next_use)
 
     def _next_use(self, block_hash: BlockHash) -> int:
-        uses = self._uses[block_hash]
+        uses = self._uses.get(block_hash, ())  # None, where decode made the block.
         later = bisect_right(uses, self._now)
         return uses[later] if later < len(uses) else _NEVER
 

@@ -60,6 +60,8 @@ class Row:
     cached: Figures
     infinite_hit_rate: float
     """Of a cache that never evicts, at this block size."""
+    lost_rate: float
+    """Prompt tokens that such a cache has but for the rest of a block, of all prompt tokens."""
     speedup: Speedup | None
     """``None`` where caching was not switched off for comparison."""
 
@@ -99,13 +101,15 @@ def _row(cell: Cell, runs: dict[bool, list[Run]], workload: Workload) -> Row:
     cached, uncached = runs[True], runs.get(False)
     prompts = [item.token_ids for item in workload.items]
     lengths = [len(prompt) for prompt in prompts]
-    requests = zip(prompts, cached[0].outputs, strict=True)
+    requests = list(zip(prompts, cached[0].outputs, strict=True))
     infinite_hits = infinite_cache_hits(requests, block_size=cell.block_size)
+    hits_by_token = infinite_cache_hits(requests, block_size=1)
     return Row(
         cell=cell,
         uncached=figures(uncached) if uncached else None,
         cached=figures(cached),
         infinite_hit_rate=sum(infinite_hits) / sum(lengths),
+        lost_rate=(sum(hits_by_token) - sum(infinite_hits)) / sum(lengths),
         speedup=_speedup(uncached, cached, lengths, infinite_hits) if uncached else None,
     )
 
