@@ -5,7 +5,8 @@ those attend to, and a part per sequence decoded:
 
     seconds = step + token * num_prefill_tokens + attended * num_attended + decode * num_decodes
 
-The four are fitted to the steps of the run *without* caching. A cache that holds the first ``h``
+The four are fitted to steps *without* caching: those of the run, and those of its longest prompt
+alone in chunks, which tell what attention adds to a token. A cache that holds the first ``h``
 tokens of a prompt of ``n`` leaves its last ``n - h`` to compute, each of which attends to all
 before it, cached or not. So with these hits the prompts have to cost at least
 
@@ -48,7 +49,7 @@ class StepCost:
 
 
 def fit_step_cost(steps: Sequence[StepSample]) -> StepCost:
-    """The non-negative costs that explain ``steps`` best, by least squares.
+    """The non-negative costs that explain ``steps`` best, by least squares of relative errors.
 
     A cost that comes out negative, as where all steps are alike, is set to 0 and the others are
     fitted again.
@@ -56,13 +57,15 @@ def fit_step_cost(steps: Sequence[StepSample]) -> StepCost:
     shapes = np.array(
         [[1.0, step.num_prefill_tokens, step.num_attended, step.num_decodes] for step in steps]
     )
-    # Of one size, or the solver takes the smallest column for noise.
-    scale = np.maximum(shapes.max(axis=0), 1.0)
-    seconds = np.array([step.seconds for step in steps])
+    # A step's error grows with its length; and columns are of one size, or the solver takes the
+    # smallest for noise.
+    relative = shapes / np.array([[step.seconds] for step in steps])
+    scale = relative.max(axis=0) + (relative.max(axis=0) == 0)
+    ones = np.ones(len(steps))
     costs = np.zeros(4)
     kept = [0, 1, 2, 3]
     while kept:
-        fitted = np.linalg.lstsq((shapes / scale)[:, kept], seconds, rcond=None)[0]
+        fitted = np.linalg.lstsq((relative / scale)[:, kept], ones, rcond=None)[0]
         if fitted.min() >= 0:
             costs[kept] = fitted
             break

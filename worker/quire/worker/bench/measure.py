@@ -37,6 +37,8 @@ class Run:
 
     seconds: float
     steps: tuple[StepSample, ...]
+    probe: tuple[StepSample, ...] = ()
+    """Steps of the longest prompt alone, in chunks, without caching; where that was run."""
     ttft_s: tuple[float, ...]
     """From each request's submission to its first token, the wait in the queue included."""
     outputs: tuple[TokenIds, ...]

@@ -117,7 +117,8 @@ def _row(cell: Cell, runs: dict[bool, list[Run]], workload: Workload) -> Row:
 def _speedup(
     uncached: list[Run], cached: list[Run], lengths: list[int], infinite_hits: list[int]
 ) -> Speedup:
-    cost = fit_step_cost(_typical_steps(uncached))
+    probes = [run.probe for run in uncached]
+    cost = fit_step_cost(_typical_steps([run.steps for run in uncached]) + _typical_steps(probes))
     decode_s = _decode_seconds(cached, cost)
 
     def bound(hits: Sequence[int]) -> float:
@@ -142,7 +143,7 @@ def _speedup(
 
 def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
     """What the steps of a run with caching cost but for the prompts in them."""
-    steps = _typical_steps(cached)
+    steps = _typical_steps([run.steps for run in cached])
     without_prompts = [step for step in steps if step.num_prefill_tokens == 0]
     cost = fit_step_cost(without_prompts) if without_prompts else uncached_cost
     return cost.seconds(
@@ -153,7 +154,7 @@ def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
     )
 
 
-def _typical_steps(runs: list[Run]) -> list[StepSample]:
+def _typical_steps(runs: Sequence[tuple[StepSample, ...]]) -> list[StepSample]:
     """The steps of one run, each as long as its median over all.
 
     The same requests make the same steps in every repeat, so that a step that something else on
@@ -161,7 +162,7 @@ def _typical_steps(runs: list[Run]) -> list[StepSample]:
     """
     return [
         alike[0]._replace(seconds=median(step.seconds for step in alike))
-        for alike in zip(*(run.steps for run in runs), strict=True)
+        for alike in zip(*runs, strict=True)
     ]
 
 
