@@ -84,6 +84,7 @@ def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
         (["prefix", "--repeats", "0"], "repeats=0: must be 1 or more"),
         (["blocksize", "--cache-sizes", "1%"], "at least "),
         (["blocksize", "--workload", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["prefix", "--output", "/nowhere/name"], "no folder /nowhere: make it, or give another"),
         (["step", "--context", "1000"], "the model was trained for 1024: lower them"),
         (["step", "--batches", "0"], "batches=(0,): at least one, each 1 or more"),
     ],
@@ -104,6 +105,15 @@ def test_a_missing_plot_library_is_named_and_the_table_still_printed(
     shown = capsys.readouterr().out
     assert "no plot: that needs matplotlib (pip install 'quire[bench]')" in shown
     assert "out tok/s" in shown
+
+
+def test_help_shows_defaults_as_one_types_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "prefix", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 10% 30% 100%)" in shown
+    assert "(default: quire-bench-prefix)" in shown
+    assert "None" not in shown
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -77,7 +77,7 @@ class _Scored:
     def released(self, block_id: int, *, now: int) -> None:
         self._last_used[block_id] = now
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         use = BlockUse(
             last_used=self._last_used[block_id],
             num_hits=self._hits[block_id],
@@ -133,7 +133,7 @@ class S3Fifo:
     def released(self, block_id: int, *, now: int) -> None:
         pass
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         place = self._place[block_id]
         if place is None:
             self._place[block_id] = place = self._next_place
@@ -157,7 +157,7 @@ class S3Fifo:
                     return block_id
                 self._hits[block_id] -= 1
             self._place[block_id] = None
-            self.offer(block_id)
+            self.offer(block_id, now=now)
 
     def _remember(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
@@ -211,5 +211,5 @@ class _Furthest(_Scored):
         assert block_hash is not None
         self._next[block_id] = self._next_use(block_hash)
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         self._queue.push(block_id, -self._next[block_id])

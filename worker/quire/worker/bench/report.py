@@ -92,8 +92,8 @@ def block_size_table(rows: Sequence[Row]) -> str:
 def closing_lines(rows: Sequence[Row]) -> list[str]:
     """What the table's words mean, and whether caching changed any token."""
     lines = [
-        "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts; "
-        "lost: those that such a cache has but for the end of a block",
+        "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts",
+        "lost: prompt tokens that such a cache misses because a prefix ends inside a block",
         "wasted: slots of held blocks without a token (fragmentation), over all steps",
     ]
     speedups = [row.speedup for row in rows if row.speedup is not None]
@@ -108,6 +108,16 @@ def closing_lines(rows: Sequence[Row]) -> list[str]:
             else f"WARNING: the tokens of up to {num_different} requests differ between runs"
         )
     return lines
+
+
+def check_writable(output: Path) -> None:
+    """Refuses before anything is measured what could not be written after it.
+
+    Raises:
+        ConfigError: ``output`` is in no folder.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"no folder {output.parent}: make it, or give another --output")
 
 
 def write_json(file: Path, *, settings: dict[str, Any], rows: Sequence[Any]) -> None:
