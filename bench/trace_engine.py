@@ -58,8 +58,8 @@ def read_requests(path: Path, *, limit: int | None = None) -> list[TraceRequest]
 
 def token_ids(request: TraceRequest) -> TokenIds:
     """Tokens that are equal where the names of the trace's blocks are."""
-    starts = np.array(request.block_names, dtype=np.uint32) * TRACE_BLOCK_SIZE
-    tokens = starts[:, None] + np.arange(TRACE_BLOCK_SIZE, dtype=np.uint32)
+    starts = np.array(request.block_names, dtype=np.uint32) * np.uint32(TRACE_BLOCK_SIZE)
+    tokens: TokenIds = starts[:, None] + np.arange(TRACE_BLOCK_SIZE, dtype=np.uint32)
     return tokens.reshape(-1)[: request.num_tokens]
 
 
