@@ -48,11 +48,12 @@ _NUM_CLASSES = 7
 _MAX_HITS = 255
 _BUCKETS_PER_POOL = 16
 """The youngest bucket of ages is this part of the pool wide; each next one is twice as wide."""
-_NUM_BUCKETS = 7
-"""Up to 8 turnovers of the pool: as long as a ghost is remembered, and a bit."""
+_NUM_BUCKETS = 8
+"""The last begins at 8 turnovers of the pool. Hardly a ghost is remembered for so long: a block
+that has waited longer than any that came back is worth nothing."""
 _GHOSTS_PER_BLOCK = 4
 _MAX_GHOSTS = 2_000_000
-_DECAY = 0.9
+_DECAY = 0.93
 """What half a turnover of the pool leaves of what was learnt before it."""
 _CHOICES_PER_POOL = 64
 """Worths are compared again when so small a part of the pool was allocated, or sooner."""
