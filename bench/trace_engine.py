@@ -7,6 +7,7 @@ a trace have no names in it, so that no later prompt finds one here.
 import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ def read_requests(path: Path, *, limit: int | None = None) -> list[TraceRequest]
     """The first requests of a trace, in order of arrival."""
     requests = []
     with path.open() as lines:
-        for line, _ in zip(lines, iter(int, 1) if limit is None else range(limit), strict=False):
+        for line in islice(lines, limit):
             fields = json.loads(line)
             requests.append(
                 TraceRequest(
@@ -58,9 +59,9 @@ def read_requests(path: Path, *, limit: int | None = None) -> list[TraceRequest]
 
 def token_ids(request: TraceRequest) -> TokenIds:
     """Tokens that are equal where the names of the trace's blocks are."""
-    starts = np.array(request.block_names, dtype=np.uint32) * np.uint32(TRACE_BLOCK_SIZE)
-    tokens: TokenIds = starts[:, None] + np.arange(TRACE_BLOCK_SIZE, dtype=np.uint32)
-    return tokens.reshape(-1)[: request.num_tokens]
+    starts = np.array(request.block_names, dtype=np.int64) * TRACE_BLOCK_SIZE
+    tokens = starts[:, None] + np.arange(TRACE_BLOCK_SIZE)
+    return tokens.reshape(-1)[: request.num_tokens].astype(np.uint32)
 
 
 def make_engine(
