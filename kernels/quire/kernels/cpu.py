@@ -23,7 +23,9 @@ from quire.kernels.decoder import (
     DecoderWeights,
     Linear,
     PlainGatedLinear,
+    PlainInt8Linear,
     PlainLinear,
+    Quantization,
 )
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -45,6 +47,10 @@ class CpuBackend:
     """`quire.kernels.backend.AttentionBackend` in pure PyTorch."""
 
     name = "cpu"
+
+    def __init__(self, *, quantization: Quantization | None = None) -> None:
+        """``quantization``: what linear layers make of their weights; ``None`` leaves them."""
+        self.quantization = quantization
 
     def write_kv(
         self,
@@ -119,11 +125,12 @@ class CpuBackend:
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
     ) -> Linear:
-        del num_parts
+        if self.quantization == "int8":
+            return PlainInt8Linear.of(weight_OI, bias_O, num_parts=num_parts)
         return PlainLinear(weight_OI, bias_O)
 
     def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        return PlainGatedLinear(PlainLinear(weight_OI, bias_O))
+        return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         del weights, shape

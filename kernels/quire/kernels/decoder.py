@@ -7,7 +7,7 @@ layer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from quire.kernels import reference
 KvCache = list[tuple[Tensor, Tensor]]
 """K and V of each layer: ``[num_blocks, block_size, K, D]``. What stands where within a block is
 the backend's affair."""
+
+Quantization = Literal["int8"]
+"""What linear layers may compute in: weights with a scale per output, inputs with one per row."""
 
 _ROW_MULTIPLE = 4
 
@@ -53,10 +56,30 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainInt8Linear:
+    """A `Linear` in int8, in PyTorch: exact integer sums, slowly."""
+
+    weight_OPI: Tensor
+    scale_OP: Tensor
+    bias_O: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> "PlainInt8Linear":
+        """Quantises ``weight``; ``num_parts`` is as `quire.kernels.reference.quantize`'s."""
+        return cls(*reference.quantize(weight_OI, num_parts=num_parts), bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        out_TO = reference.int8_linear(x_TI, self.weight_OPI, self.scale_OP)
+        return (out_TO if self.bias_O is None else out_TO + self.bias_O).to(x_TI.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainGatedLinear:
     """``silu(gate) * up``; the layer's output is gate, then up."""
 
-    gate_up: PlainLinear
+    gate_up: Linear
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return reference.silu_and_mul(self.gate_up(x_TI))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeights, KvCache
+from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import PackedLinear, empty_huge
 
 # T tokens of the step, packed   S rows that are sampled   C hidden size   V vocabulary
@@ -108,6 +109,16 @@ class NativeDecoder:
         if shape.is_shared:
             partial = empty_huge(self._library, (num_tokens, hidden_size), torch.float32)
             self._buffers["partial"] = partial
+        layers = self._weights.layers
+        linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        linears.append(self._weights.lm_head)
+        int8 = [linear for linear in linears if isinstance(linear, Int8Linear)]
+        if int8:
+            width = max(linear.input_bytes for linear in int8)
+            splits = max(linear.weights.splits for linear in int8)
+            self._buffers["quantized"] = empty_huge(self._library, (num_tokens, width), torch.uint8)
+            self._buffers["scales"] = torch.empty(num_tokens, splits)
+            self._arguments.quantized_stride = width
         for name, buffer in self._buffers.items():
             setattr(self._arguments, name, buffer.data_ptr())
         self._num_tokens = num_tokens
@@ -155,8 +166,8 @@ def _layer(layer: DecoderLayer) -> native_abi.Layer:
     )
 
 
-def _packed(linear: object) -> PackedLinear:
-    assert isinstance(linear, PackedLinear)
+def _packed(linear: object) -> PackedLinear | Int8Linear:
+    assert isinstance(linear, PackedLinear | Int8Linear)
     return linear
 
 

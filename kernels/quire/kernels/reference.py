@@ -19,7 +19,7 @@ from quire.kernels.attention_options import PLAIN, AttentionOptions
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
 # C channels   F channels of the MLP   A heads of Q, K and V together
-# S rows that sample   V vocabulary
+# S rows that sample   V vocabulary   I, O a linear layer's input and output   P parts of the input
 
 
 def write_kv(
@@ -149,6 +149,36 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
+
+
+def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows as int8 ``[T, P, I / P]`` and float32 scales ``[T, P]``, of which x is the product.
+
+    Each of the row's parts by itself, its greatest magnitude as 127; halves round to even.
+    """
+    x_TPI = x_TI.float().unflatten(1, (num_parts, -1))
+    most_TP = x_TPI.abs().amax(-1)
+    # Not `127 / most`, which PyTorch rounds twice: `127 * (1 / most)`.
+    inverse_TP = torch.where(most_TP > 1e-30, torch.tensor(127.0) / most_TP, 0)
+    return (x_TPI * inverse_TP[..., None]).round().to(torch.int8), most_TP / 127
+
+
+def int8_linear(x_TI: Tensor, weight_OPI: Tensor, scale_OP: Tensor) -> Tensor:
+    """A linear layer of quantised weights and inputs, in float32: `quantize` says how.
+
+    A part's sum is exact, then rounded, then multiplied with the weights' scale, then with the
+    input's; the parts, a power of two of them, are added as a binary tree.
+    """
+    x_TPI, x_scale_TP = quantize(x_TI, num_parts=weight_OPI.shape[1])
+    parts = [
+        (x_TPI[:, part].double() @ weight_OPI[:, part].double().T).float()
+        * scale_OP[:, part]
+        * x_scale_TP[:, part, None]
+        for part in range(weight_OPI.shape[1])
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def sample(

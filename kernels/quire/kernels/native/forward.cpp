@@ -81,9 +81,11 @@ class Forward {
  private:
   void attention(const Layer& layer, Team team, std::atomic<int>* ticket) {
     norm(layer.attention_norm, team);
+    quantize(layer.qkv, a_.normed, a_.hidden_size, a_.num_tokens, team);
     barrier(team);
     const int64_t width = qkv_width();
-    linear(layer.qkv, QUIRE_STORE, a_.normed, a_.hidden_size, a_.qkv, width, team, ticket++);
+    linear(layer.qkv, QUIRE_STORE, a_.normed, a_.hidden_size, a_.qkv, width,
+           a_.num_tokens, team, ticket++);
     barrier(team);
     rotate_and_write(layer, team);
     barrier(team);
@@ -98,10 +100,11 @@ class Forward {
 
   void mlp(const Layer& layer, Team team, std::atomic<int>* ticket) {
     norm(layer.mlp_norm, team);
+    quantize(layer.gate_up, a_.normed, a_.hidden_size, a_.num_tokens, team);
     barrier(team);
     const int64_t width = layer.gate_up.num_out / 2;
-    linear(layer.gate_up, QUIRE_GATED, a_.normed, a_.hidden_size, a_.hidden, width, team,
-           ticket++);
+    linear(layer.gate_up, QUIRE_GATED, a_.normed, a_.hidden_size, a_.hidden, width, a_.num_tokens,
+           team, ticket++);
     barrier(team);
     add_linear(layer.down, a_.hidden, width, team, ticket++);
     barrier(team);
@@ -112,11 +115,10 @@ class Forward {
     args.rows = a_.last_tokens;
     args.num_rows = a_.num_samples;
     rms_norm_part(args, team);
+    quantize(a_.lm_head, a_.normed, a_.hidden_size, a_.num_samples, team);
     barrier(team);
-    LinearArgs linear = {a_.dtype,       QUIRE_STORE_F32,   &a_.lm_head,
-                         a_.normed,      a_.hidden_size,    a_.logits,
-                         a_.lm_head.num_out, a_.num_samples};
-    linear_part(linear, on(team, ticket));
+    linear(a_.lm_head, QUIRE_STORE_F32, a_.normed, a_.hidden_size, a_.logits, a_.lm_head.num_out,
+           a_.num_samples, team, ticket);
   }
 
   void embed(Team team) {
@@ -171,15 +173,31 @@ class Forward {
   // Onto the residual; of several ranks, into this one's share of the sum.
   void add_linear(const LinearWeights& weights, const void* x, int64_t width, Team team,
            std::atomic<int>* ticket) {
-    if (a_.is_shared)
-      linear(weights, QUIRE_STORE_F32, x, width, a_.partial, a_.hidden_size, team, ticket);
-    else
-      linear(weights, QUIRE_ADD, x, width, a_.residual, a_.hidden_size, team, ticket);
+    if (weights.is_int8) {
+      quantize(weights, x, width, a_.num_tokens, team);
+      barrier(team);
+    }
+    const bool shared = a_.is_shared;
+    linear(weights, shared ? QUIRE_STORE_F32 : QUIRE_ADD, x, width,
+           shared ? a_.partial : a_.residual, a_.hidden_size, a_.num_tokens, team, ticket);
+  }
+
+  // The layer's input to int8, if that is what it takes. A thread's rows are those of its norm.
+  void quantize(const LinearWeights& weights, const void* x, int64_t x_stride, int64_t num_rows,
+                Team team) {
+    if (!weights.is_int8) return;
+    quantize_part({a_.dtype, weights.splits, x, x_stride, weights.num_in, num_rows, a_.quantized,
+                   a_.quantized_stride, a_.scales},
+                  team);
   }
 
   void linear(const LinearWeights& weights, LinearMode mode, const void* x, int64_t x_stride,
-              void* out, int64_t out_stride, Team team, std::atomic<int>* ticket) {
-    LinearArgs args = {a_.dtype, mode, &weights, x, x_stride, out, out_stride, a_.num_tokens};
+              void* out, int64_t out_stride, int64_t num_rows, Team team,
+              std::atomic<int>* ticket) {
+    LinearArgs args = {a_.dtype, mode, &weights, x, x_stride, out, out_stride, num_rows,
+                       nullptr};
+    if (weights.is_int8)
+      args.x = a_.quantized, args.x_stride = a_.quantized_stride, args.x_scales = a_.scales;
     linear_part(args, on(team, ticket));
   }
 

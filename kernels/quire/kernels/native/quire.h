@@ -82,7 +82,8 @@ struct WriteKvArgs {
 void quire_attend(const AttendArgs* args);
 void quire_write_kv(const WriteKvArgs* args);
 
-// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp).
+// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp), or by `quire_pack_int8`
+// (gemm_int8.cpp).
 struct LinearWeights {
   const void* weight;       // ceil(num_out / panel) panels of panel * num_in values
   const float* bias;        // in the order of the panels' columns, or null
@@ -90,6 +91,7 @@ struct LinearWeights {
   int64_t num_out;          // of a gated layer: gates, then as many ups
   int32_t splits;           // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
   int32_t gated;
+  int32_t is_int8;
 };
 
 struct PackArgs {
@@ -111,11 +113,25 @@ struct LinearArgs {
   int32_t dtype;
   int32_t mode;
   const LinearWeights* weights;
-  const void* x;            // [T, num_in]; the stride is even in bfloat16
+  const void* x;            // [T, num_in]; the stride is even in bfloat16. int8: `quire_quantize`'s
   int64_t x_stride;
   void* out;
   int64_t out_stride;
   int64_t num_rows;
+  const float* x_scales;    // int8: [T, splits]
+};
+
+// The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
+struct QuantizeArgs {
+  int32_t dtype;            // of x
+  int32_t splits;           // as the layer's
+  const void* x;            // [T, num_in]
+  int64_t x_stride;
+  int64_t num_in;
+  int64_t num_rows;
+  void* out;                // [T, splits, ceil(num_in / splits / 4) * 4] bytes
+  int64_t out_stride;
+  float* scales;            // [T, splits]
 };
 
 struct NormArgs {
@@ -199,6 +215,9 @@ struct ForwardArgs {
   void* attended;           // [T, H D]
   void* hidden;             // [T, F]
   float* partial;           // [T, C], where `is_shared`
+  void* quantized;          // [T, `quantized_stride`]: any layer's input in int8, where one is
+  int64_t quantized_stride;
+  float* scales;            // [T, splits] of any layer
   float* logits;            // [S, V of this rank]
 };
 
@@ -213,6 +232,9 @@ struct ArgmaxArgs {
 int32_t quire_panel_columns();
 void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
+int64_t quire_int8_bytes(const LinearWeights* weights);  // to pack these into
+void quire_pack_int8(const PackArgs* args, int32_t num_threads);
+void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_rms_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
@@ -225,6 +247,7 @@ void quire_huge_pages(void* start, int64_t size);
 // Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
 void write_kv_part(const WriteKvArgs& args, Team team);
 void linear_part(const LinearArgs& args, Team team);
+void linear_int8_part(const LinearArgs& args, Team team);
+void quantize_part(const QuantizeArgs& args, Team team);
 void rms_norm_part(const NormArgs& args, Team team);
 void rotary_part(const RotaryArgs& args, Team team);
-int64_t linear_panels(const LinearWeights& weights);
