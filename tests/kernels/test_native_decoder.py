@@ -195,6 +195,44 @@ def test_phase_by_phase_gives_the_bits_of_one_call(
     assert sums == 2 * 2 * LAYERS
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
+    library: ctypes.CDLL, dtype: torch.dtype, threads: int
+) -> None:
+    backend = NativeBackend(library)
+    weights = _weights(backend, dtype)
+    # Columns 0 to 56 again from 57 on: whatever is the greatest is there twice.
+    rows = torch.randn(57, C, generator=torch.Generator().manual_seed(3)).to(dtype)
+    weights = replace(weights, lm_head=backend.pack_linear(torch.cat([rows, rows])))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for is_shared in (False, True):
+            decoder = backend.decoder(weights, _shape(is_shared=is_shared))
+            assert decoder is not None
+            logits = decoder.forward(FIRST, _kv(dtype), all_reduce=_same)
+            for num_greedy in (1, 2):
+                greatest = torch.full((num_greedy, 2), 7.0)
+                rest = decoder.forward(FIRST, _kv(dtype), all_reduce=_same, greatest_G2=greatest)
+                assert torch.equal(rest, logits[: 2 - num_greedy])
+                row_logits = [row.tolist() for row in logits[2 - num_greedy :]]
+                assert greatest.tolist() == [[max(row), row.index(max(row))] for row in row_logits]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_of_nan_has_column_0_as_its_greatest(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    weights = _weights(backend, torch.float32)
+    broken = replace(weights, norm_C=torch.full((C,), float("nan")))
+    decoder = backend.decoder(broken, _shape())
+    assert decoder is not None
+    greatest = torch.full((2, 2), 7.0)
+    decoder.forward(FIRST, _kv(torch.float32), all_reduce=_same, greatest_G2=greatest)
+    assert greatest[:, 1].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

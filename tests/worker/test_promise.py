@@ -5,6 +5,8 @@ that all logits had equal bits. The native library promises that; plain PyTorch,
 change with the number of rows, promises it in float32 only.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from quire import demo_model
@@ -48,6 +50,26 @@ def test_on_any_number_of_ranks(expected: list[list[int]], ranks: int) -> None:
         assert _tokens(llm, _chats()) == expected
 
 
+@needs_native
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_beside_requests_with_other_parameters(ranks: int) -> None:
+    """Greedy rows get no logits, the others do: whose they are does not matter."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = [
+        greedy,
+        PARAMS,
+        replace(greedy, logprobs=2),
+        replace(greedy, repetition_penalty=1.3),
+        greedy,
+        replace(greedy, min_tokens=30, max_tokens=30),
+    ]
+    with _llm(enable_prefix_caching=False) as llm:
+        alone = [_tokens(llm, [chat], [one])[0] for chat, one in zip(_chats(), params, strict=True)]
+    with _llm(tensor_parallel_size=ranks) as llm:
+        assert _tokens(llm, _chats(), params) == alone
+        assert _tokens(llm, _chats()[::-1], params[::-1]) == alone[::-1]
+
+
 def _chats() -> list[list[dict[str, str]]]:
     system = {"role": "system", "content": demo_model.SYSTEM_PROMPT}
     return [[system, {"role": "user", "content": text}] for text in demo_model.QUESTIONS[:6]]
@@ -58,6 +80,10 @@ def _llm(**settings: object) -> LLM:
     return LLM(demo_model.PATH, **(base | settings))  # type: ignore[arg-type]
 
 
-def _tokens(llm: LLM, chats: list[list[dict[str, str]]]) -> list[list[int]]:
-    outputs = llm.chat(chats, PARAMS, use_tqdm=False)
+def _tokens(
+    llm: LLM,
+    chats: list[list[dict[str, str]]],
+    params: SamplingParams | list[SamplingParams] = PARAMS,
+) -> list[list[int]]:
+    outputs = llm.chat(chats, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -16,6 +16,7 @@ from torch.nn import functional
 from quire.kernels import reference
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
+# G of these that are greedy
 # C hidden size   H query heads   K KV heads (both: of this rank)   D head size   R = D / 2
 # F MLP channels   V vocabulary   P positions   I, O a linear layer's input and output
 
@@ -150,10 +151,16 @@ class Decoder(Protocol):
     """A whole forward pass."""
 
     def forward(
-        self, batch: Batch, kv: KvCache, *, all_reduce: Callable[[Tensor], Tensor]
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a float32 tensor over the ranks, in place. Returns this rank's part of
-        the float32 logits ``[S, V]``.
+        the float32 logits ``[S, V]``; but of the last G rows the logits are not kept: the greatest
+        one and its column, the first of equals, are put into ``greatest_G2`` (float32).
         """

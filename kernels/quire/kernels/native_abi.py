@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-STORE, STORE_F32, ADD, GATED = range(4)
+STORE, STORE_F32, ADD, GATED, GREATEST = range(5)
 
 
 class AttendArgs(Structure):
@@ -82,6 +82,8 @@ class LinearArgs(Structure):
         ("out_stride", c_int64),
         ("num_rows", c_int64),
         ("x_scales", c_void_p),
+        ("num_greedy", c_int64),
+        ("greatest", c_void_p),
     )
 
 
@@ -182,6 +184,8 @@ class ForwardArgs(Structure):
         ("quantized", c_void_p),
         ("quantized_stride", c_int64),
         ("scales", c_void_p),
+        ("num_greedy", c_int64),
+        ("greatest", c_void_p),
         ("logits", c_void_p),
     )
 

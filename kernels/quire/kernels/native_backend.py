@@ -55,9 +55,7 @@ class NativeBackend(CpuBackend):
         )
         if not can(weight_OI, num_parts=num_parts):
             return None
-        return kind(
-            self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated
-        )
+        return kind(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated)
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         layers = weights.layers

@@ -12,7 +12,8 @@ from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeig
 from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import PackedLinear, empty_huge
 
-# T tokens of the step, packed   S rows that are sampled   C hidden size   V vocabulary
+# T tokens of the step, packed   S rows that are sampled   G of these that are greedy
+# C hidden size   V vocabulary
 # H query heads   K KV heads (both: of this rank)   D head size   F MLP channels
 
 
@@ -32,6 +33,7 @@ class NativeDecoder:
         self._buffers: dict[str, Tensor] = {}
         lm_head = _packed(weights.lm_head)
         self._vocab_size = lm_head.num_out
+        assert self._vocab_size < 1 << 24, "float32 holds a greatest logit's column"
         self._arguments = native_abi.ForwardArgs(
             dtype=native_abi.DTYPES[self._dtype],
             is_shared=shape.is_shared,
@@ -51,13 +53,22 @@ class NativeDecoder:
         )
 
     def forward(
-        self, batch: Batch, kv: KvCache, *, all_reduce: Callable[[Tensor], Tensor]
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
         self._make_room(num_tokens)
-        logits_SV = torch.empty(num_samples, self._vocab_size)
+        num_greedy = 0 if greatest_G2 is None else len(greatest_G2)
+        logits_SV = torch.empty(num_samples - num_greedy, self._vocab_size)
         self._arguments.logits = logits_SV.data_ptr()
+        self._arguments.num_greedy = num_greedy
+        if greatest_G2 is not None:
+            self._arguments.greatest = _pointer(greatest_G2, torch.float32)
         self._check(batch)
         self._use_batch(batch)
         num_phases = 2 * len(self._layers) + 1

@@ -4,6 +4,8 @@ Made in two steps, as the number of blocks must be agreed on in between: first t
 show how much memory is left, then the KV cache.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +17,7 @@ from quire.worker import kv_cache
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
+from quire.worker.greedy import greedy_rows, sample_beside
 from quire.worker.llama import Llama
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
@@ -88,12 +91,26 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
+        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
+            return self._execute_greedy(step, greedy_S)
         logits_SV = self.forward(step)
         return None if logits_SV is None else sample(logits_SV, step.sampling)
 
     def forward(self, step: StepInput) -> Tensor | None:
         """Computes the step's tokens; float32 logits ``[S, V]`` on rank 0, ``None`` elsewhere."""
         return self._llama.forward(self._to_device(step), self._kv)
+
+    def _execute_greedy(
+        self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
+    ) -> StepOutput | None:
+        batch = self._to_device(step)
+        greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
+        batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
+        result = self._llama.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
+        if result is None:
+            return None
+        logits, token_ids = result
+        return sample_beside(logits, step.sampling, greedy_S=greedy_S, token_ids_G=token_ids)
 
     def _to_device(self, step: StepInput) -> Batch:
         query_lens_B = np.diff(step.query_starts_B1)

@@ -282,9 +282,7 @@ template <class Kernel>
 void run_units(const AttendArgs& args, AttendPlan& plan, Team team) {
   thread_local Scratch scratch;
   Kernel kernel(args, plan, scratch);
-  const int count = int(plan.units.size());
-  for (int i = team.ticket->fetch_add(1); i < count; i = team.ticket->fetch_add(1))
-    kernel.run(plan.units[i]);
+  team.share(int64_t(plan.units.size()), [&](int64_t unit) { kernel.run(plan.units[unit]); });
 }
 
 }  // namespace

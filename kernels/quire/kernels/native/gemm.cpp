@@ -206,9 +206,9 @@ int32_t quire_panel_columns() { return kPanelColumns; }
 
 void quire_pack(const PackArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
-    const int64_t num_panels = linear_panels(args->weights);
-    for (int64_t panel = team.thread; panel < num_panels; panel += team.size)
+    team.share(linear_panels(args->weights), [=](int64_t panel) {
       args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
                                 : pack_panel<float>(*args, panel);
+    });
   });
 }

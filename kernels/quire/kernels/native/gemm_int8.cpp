@@ -3,7 +3,7 @@
 //
 // Layout. A panel has the columns of `gemm.cpp`'s, and for each part of K one after the other: 32
 // scales, 32 sums to begin with, and the weights, of four successive k a 32-bit lane. The last k
-// of a part are filled up with zeros. Inputs are `quantize_part`'s.
+// of a part are filled up with zeros. Inputs are `quantize_rows`'.
 //
 // Order. The integers are exact in any order. A part's sum becomes a float, times the weights'
 // scale, times the input's; the parts are added as a binary tree. Scales are of a part, so ranks
@@ -115,7 +115,7 @@ constexpr std::array<Tile, sizeof...(R)> tiles(std::integer_sequence<int, R...>)
 constexpr auto kTiles = tiles(std::make_integer_sequence<int, kTileRows>());
 
 template <class T>
-void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end) {
+void quantize_rows_of(const QuantizeArgs& args, int64_t begin, int64_t end) {
   const int64_t part = args.num_in / args.splits;
   const int64_t padded = (part + kGroup - 1) / kGroup * kGroup;
   for (int64_t row = begin; row < end; ++row)
@@ -166,15 +166,16 @@ void linear_int8_part(const LinearArgs& args, Team team) {
                 });
 }
 
-void quantize_part(const QuantizeArgs& args, Team team) {
-  const int64_t begin = args.num_rows * team.thread / team.size;
-  const int64_t end = args.num_rows * (team.thread + 1) / team.size;
-  args.dtype == QUIRE_BF16 ? quantize_rows<bf16>(args, begin, end)
-                           : quantize_rows<float>(args, begin, end);
+void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end) {
+  args.dtype == QUIRE_BF16 ? quantize_rows_of<bf16>(args, begin, end)
+                           : quantize_rows_of<float>(args, begin, end);
 }
 
 void quire_quantize(const QuantizeArgs* args, int32_t num_threads) {
-  parallel(num_threads, [=](Team team) { quantize_part(*args, team); });
+  parallel(num_threads, [=](Team team) {
+    team.share_rows(args->num_rows,
+                    [=](int64_t begin, int64_t end) { quantize_rows(*args, begin, end); });
+  });
 }
 
 int64_t quire_int8_bytes(const LinearWeights* weights) {
@@ -183,9 +184,9 @@ int64_t quire_int8_bytes(const LinearWeights* weights) {
 
 void quire_pack_int8(const PackArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
-    const int64_t num_panels = linear_panels(args->weights);
-    for (int64_t panel = team.thread; panel < num_panels; panel += team.size)
+    team.share(linear_panels(args->weights), [=](int64_t panel) {
       args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
                                 : pack_panel<float>(*args, panel);
+    });
   });
 }

@@ -18,10 +18,8 @@
 namespace quire {
 namespace {
 
-constexpr int kPieceTokens = 32;  // per ticket
-
 template <class Element>
-void write_token(const WriteKvArgs& args, int token) {
+void write_token(const WriteKvArgs& args, int64_t token) {
   constexpr int kPack = 4 / sizeof(Element);
   const int head_size = args.head_size;
   const int tile_tokens = std::min(args.block_size, kTileTokens);
@@ -46,13 +44,8 @@ void write_token(const WriteKvArgs& args, int token) {
 }  // namespace
 }  // namespace quire
 
-void write_kv_part(const WriteKvArgs& args, Team team) {
-  for (;;) {
-    const int first = team.ticket->fetch_add(1) * quire::kPieceTokens;
-    if (first >= args.num_tokens) return;
-    const int end = std::min(args.num_tokens, first + quire::kPieceTokens);
-    for (int token = first; token < end; ++token)
-      args.dtype == QUIRE_BF16 ? quire::write_token<uint16_t>(args, token)
-                               : quire::write_token<float>(args, token);
-  }
+void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end) {
+  for (int64_t token = begin; token < end; ++token)
+    args.dtype == QUIRE_BF16 ? quire::write_token<uint16_t>(args, token)
+                             : quire::write_token<float>(args, token);
 }

@@ -10,8 +10,8 @@ namespace quire {
 
 constexpr int kChunkRows = 96;  // stay in level-2 cache while panels pass
 
-// Calls `tile(row, num_rows, panel, ahead)` for this thread's share of tiles of `tile_rows` rows at
-// most; panel `ahead` is wanted soon.
+// Calls `tile(row, num_rows, panel, ahead)` for some of the tiles, of `tile_rows` rows at most;
+// panel `ahead` is wanted soon. Returns when all tiles are done.
 template <class Tile>
 void for_each_tile(const LinearArgs& args, Team team, int tile_rows, const Tile& tile) {
   const int64_t num_panels = linear_panels(*args.weights);
@@ -20,26 +20,26 @@ void for_each_tile(const LinearArgs& args, Team team, int tile_rows, const Tile&
   const int64_t wanted = (16 * team.size + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
   const int64_t panels_each = std::max<int64_t>(1, num_panels / wanted);
   const int64_t num_pieces = (num_panels + panels_each - 1) / panels_each * num_chunks;
-  auto take = [&] { return static_cast<int64_t>(team.ticket->fetch_add(1)); };
-  // One piece is taken in advance, to know what to fetch while the last panel is computed.
-  for (int64_t next = take(); next < num_pieces;) {
-    const int64_t first = next / num_chunks * panels_each, chunk = next % num_chunks;
+  for (int64_t piece = team.stage->take(), next = 0; piece < num_pieces; piece = next) {
+    const int64_t first = piece / num_chunks * panels_each, chunk = piece % num_chunks;
     const int64_t end = std::min(first + panels_each, num_panels);
-    next = take();
-    const int64_t next_first = next / num_chunks * panels_each;
     // Even shares of the rows: two tiles of 10 and one of 11 rather than 12, 12 and 7.
     const int64_t begin = args.num_rows * chunk / num_chunks;
     const int64_t num_rows = args.num_rows * (chunk + 1) / num_chunks - begin;
     const int64_t num_tiles = (num_rows + tile_rows - 1) / tile_rows;
     for (int64_t panel = first; panel < end; ++panel) {
-      int64_t following = panel + 1 < end ? panel + 1 : next_first;
+      // The next piece is taken before this one's last panel, to know what to fetch meanwhile.
+      if (panel + 1 == end) next = team.stage->take();
+      int64_t following = panel + 1 < end ? panel + 1 : next / num_chunks * panels_each;
       if (following >= num_panels) following = panel;
       for (int64_t i = 0; i < num_tiles; ++i) {
         const int64_t row = begin + num_rows * i / num_tiles;
         tile(row, begin + num_rows * (i + 1) / num_tiles - row, panel, i == 0 ? following : panel);
       }
     }
+    team.stage->finish();
   }
+  team.stage->wait(num_pieces);
 }
 
 }  // namespace quire

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "elements.h"
+#include "greatest.h"
 #include "quire.h"
 
 namespace quire {
@@ -49,7 +50,8 @@ inline Vec silu(Vec x) {
 template <class T, int kMode>
 void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
             int num_rows) {
-  using Out = std::conditional_t<kMode == QUIRE_STORE_F32, float, T>;
+  constexpr bool kIsFloat = kMode == QUIRE_STORE_F32 || kMode == QUIRE_GREATEST;
+  using Out = std::conditional_t<kIsFloat, float, T>;
   const LinearWeights& weights = *args.weights;
   const int64_t width = kMode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
   const int64_t column = panel * (kMode == QUIRE_GATED ? kLanes : kPanelColumns);
@@ -64,6 +66,12 @@ void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums
     if (kMode == QUIRE_GATED) {
       const Vec gate = rounded<T>(silu(rounded<T>(lo)));
       write(out, mul(gate, rounded<T>(hi)), left);
+      continue;
+    }
+    if (kMode == QUIRE_GREATEST && row + r >= args.num_rows - args.num_greedy) {
+      Greatest& greatest = args.greatest[row + r - (args.num_rows - args.num_greedy)];
+      greatest.take(lo, column, left);
+      greatest.take(hi, column + kLanes, left - kLanes);
       continue;
     }
     if (kMode == QUIRE_ADD) lo = add(read(out, left), rounded<T>(lo));
@@ -83,6 +91,7 @@ void store_tile(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*
     case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums, num_rows);
     case QUIRE_ADD: return finish<T, QUIRE_ADD>(args, row, panel, sums, num_rows);
     case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums, num_rows);
+    case QUIRE_GREATEST: return finish<T, QUIRE_GREATEST>(args, row, panel, sums, num_rows);
   }
 }
 

@@ -3,37 +3,14 @@
 // The library is compiled once for each instruction set, and the loader picks one; so there is no
 // dispatch in here, only `#if defined(__AVX512BF16__)` and the like. Tensors are row-major and
 // their strides count elements.
-//
-// Threads. A kernel is a function `..._part(args, team)` that every thread of a team calls with
-// the same arguments and that does that thread's share: no barrier and no OpenMP inside, so that
-// a whole forward pass runs in one parallel region. `quire_...` wraps it in a region of its own.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
-struct Team {
-  int thread;      // 0 .. size - 1
-  int size;
-  std::atomic<int>* ticket;  // shared, 0 at the start: `ticket->fetch_add(1)` is the next piece
-                             // of work, so that a core that is busy elsewhere takes fewer
-};
+#include "team.h"
 
-// Calls `work(team)` on each of `num_threads` threads; alone, without OpenMP.
-template <class Work>
-void parallel(int num_threads, const Work& work) {
-  std::atomic<int> ticket{0};
-#if defined(_OPENMP)
-  if (num_threads > 1) {
-#pragma omp parallel num_threads(num_threads)
-    work(Team{omp_get_thread_num(), omp_get_num_threads(), &ticket});
-    return;
-  }
-#endif
-  work(Team{0, 1, &ticket});
+namespace quire {
+struct Greatest;
 }
 
 enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
@@ -107,6 +84,8 @@ enum LinearMode : int32_t {
   QUIRE_STORE_F32 = 1,      // out [T, num_out] in float
   QUIRE_ADD = 2,            // out [T, num_out] += the result, each rounded to dtype
   QUIRE_GATED = 3,          // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
+  QUIRE_GREATEST = 4,       // as QUIRE_STORE_F32, but of the last `num_greedy` rows only what
+                            // `greatest.h` keeps
 };
 
 struct LinearArgs {
@@ -119,6 +98,8 @@ struct LinearArgs {
   int64_t out_stride;
   int64_t num_rows;
   const float* x_scales;    // int8: [T, splits]
+  int64_t num_greedy;
+  quire::Greatest* greatest;  // [num_greedy], of this thread
 };
 
 // The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
@@ -218,7 +199,9 @@ struct ForwardArgs {
   void* quantized;          // [T, `quantized_stride`]: any layer's input in int8, where one is
   int64_t quantized_stride;
   float* scales;            // [T, splits] of any layer
-  float* logits;            // [S, V of this rank]
+  int64_t num_greedy;       // the last so many of S want no logits, only
+  float* greatest;          // [num_greedy, 2]: the greatest one and its column, the first of equals
+  float* logits;            // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {
@@ -244,10 +227,12 @@ void quire_huge_pages(void* start, int64_t size);
 
 }  // extern "C"
 
-// Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
-void write_kv_part(const WriteKvArgs& args, Team team);
+// See `team.h`. Attention: `attention.h`.
 void linear_part(const LinearArgs& args, Team team);
 void linear_int8_part(const LinearArgs& args, Team team);
-void quantize_part(const QuantizeArgs& args, Team team);
-void rms_norm_part(const NormArgs& args, Team team);
-void rotary_part(const RotaryArgs& args, Team team);
+
+// Rows or tokens `begin` to `end`.
+void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end);
+void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end);
+void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end);
+void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end);
