@@ -77,7 +77,8 @@ inline __attribute__((always_inline)) void add_part(Sums<R>& out, const uint8_t*
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     const Vec x_scale = splat(x_scales[r * splits]);
-    for (int v = 0; v < 2; ++v) out.at[r][v] = mul(mul(as_floats(sums[r][v]), scale[v]), x_scale);
+    out.at[r][0] = mul(mul(as_floats(sums[r][0]), scale[0]), x_scale);
+    out.at[r][1] = mul(mul(as_floats(sums[r][1]), scale[1]), x_scale);
   }
 }
 

@@ -16,10 +16,11 @@ constexpr int kInputOffset = 0;
 
 #if defined(QUIRE_AVX512)
 
-using Ints = __m512i;
+// Not __m512i, whose lanes have 64 bits: GCC 12 copies and spills sums of that type in each step.
+typedef int32_t Ints __attribute__((vector_size(64)));
 
-inline Ints load_ints(const int32_t* p) { return _mm512_loadu_si512(p); }
-inline Vec as_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Ints load_ints(const int32_t* p) { return (Ints)_mm512_loadu_si512(p); }
+inline Vec as_floats(Ints x) { return _mm512_cvtepi32_ps((__m512i)x); }
 
 #if defined(__AVX512VNNI__)
 struct Int8Weights {
@@ -27,7 +28,7 @@ struct Int8Weights {
   explicit Int8Weights(const int8_t* p) : values(_mm512_loadu_si512(p)) {}
 };
 inline Ints dot(Ints sum, const Int8Weights& w, int32_t x) {
-  return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(x), w.values);
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), w.values);
 }
 #else
 // |w| times x with the sign of w.
@@ -44,7 +45,7 @@ inline Ints dot(Ints sum, const Int8Weights& w, int32_t x) {
   const __m512i all = _mm512_set1_epi32(x);
   const __m512i with_sign = _mm512_mask_sub_epi8(all, w.negative, _mm512_setzero_si512(), all);
   const __m512i pairs = _mm512_maddubs_epi16(w.magnitude, with_sign);
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 }
 #endif
 
