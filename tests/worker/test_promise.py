@@ -1,6 +1,6 @@
 """A request's tokens depend on model, prompt, parameters and seed only: in bfloat16, sampled.
 
-In bfloat16 logits that differ in a last bit soon give other tokens, so that equal tokens here say
+The same holds in int8. In bfloat16 logits that differ in a last bit soon give other tokens, so that equal tokens here say
 that all logits had equal bits. The native library promises that; plain PyTorch, whose products
 change with the number of rows, promises it in float32 only.
 """
@@ -13,6 +13,21 @@ from quire import demo_model
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 
+Settings = dict[str, object]
+
+KINDS: dict[str, Settings] = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int8-with-kv": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+VARIANTS: list[Settings] = [
+    {},
+    {"max_num_batched_tokens": 40},
+    {"block_size": 64},
+    {"num_threads": 2},
+]
+
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=40, ignore_eos=True)
 
 needs_native = pytest.mark.skipif(
@@ -20,33 +35,38 @@ needs_native = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Settings:
+    return KINDS[request.param]
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+def expected(kind: Settings) -> list[list[int]]:
     """Each request by itself, one rank, nothing cached."""
-    with _llm(enable_prefix_caching=False) as llm:
+    with _llm(**kind, enable_prefix_caching=False) as llm:
         return [_tokens(llm, [chat])[0] for chat in _chats()]
 
 
 @needs_native
-def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]]) -> None:
-    for settings in ({}, {"max_num_batched_tokens": 40}, {"block_size": 64}, {"num_threads": 2}):
-        with _llm(**settings) as llm:
+def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind: Settings) -> None:
+    for settings in VARIANTS:
+        with _llm(**kind, **settings) as llm:
             assert _tokens(llm, _chats()) == expected
             assert _tokens(llm, _chats()) == expected  # From the cache.
             assert llm.engine.stats().num_hit_tokens > 0
 
 
 @needs_native
-def test_when_preempted(expected: list[list[int]]) -> None:
-    with _llm(num_blocks=24, max_model_len=384) as llm:
+def test_when_preempted(expected: list[list[int]], kind: Settings) -> None:
+    with _llm(**kind, num_blocks=24, max_model_len=384) as llm:
         assert _tokens(llm, _chats()) == expected
         assert llm.engine.stats().num_preemptions > 0
 
 
 @needs_native
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_any_number_of_ranks(expected: list[list[int]], ranks: int) -> None:
-    with _llm(tensor_parallel_size=ranks) as llm:
+def test_on_any_number_of_ranks(expected: list[list[int]], kind: Settings, ranks: int) -> None:
+    with _llm(**kind, tensor_parallel_size=ranks) as llm:
         assert _tokens(llm, _chats()) == expected
 
 

@@ -10,13 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.decoder import (
-    Decoder,
-    DecoderShape,
-    DecoderWeights,
-    Linear,
-    Quantization,
-)
+from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
+from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels

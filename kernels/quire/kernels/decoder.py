@@ -7,7 +7,7 @@ layer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from quire.kernels import reference
 # F MLP channels   V vocabulary   P positions   I, O a linear layer's input and output
 
 KvCache = list[tuple[Tensor, Tensor]]
-"""K and V of each layer: ``[num_blocks, block_size, K, D]``. What stands where within a block is
-the backend's affair."""
-
-Quantization = Literal["int8"]
-"""What linear layers may compute in: weights with a scale per output, inputs with one per row."""
+"""K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
+the D. What stands where within a block is the backend's affair."""
 
 _ROW_MULTIPLE = 4
 

@@ -29,6 +29,7 @@ class AttendArgs(Structure):
         ("head_size", c_int32),
         ("block_size", c_int32),
         ("scale", c_float),
+        ("cache_is_int8", c_int32),
     )
 
 
@@ -46,6 +47,7 @@ class WriteKvArgs(Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("block_size", c_int32),
+        ("cache_is_int8", c_int32),
     )
 
 
@@ -159,6 +161,7 @@ class ForwardArgs(Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("block_size", c_int32),
+        ("cache_is_int8", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("cos", c_void_p),

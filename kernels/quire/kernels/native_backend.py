@@ -8,16 +8,11 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.decoder import (
-    Decoder,
-    DecoderShape,
-    DecoderWeights,
-    Linear,
-    Quantization,
-)
+from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
@@ -91,6 +86,7 @@ class NativeBackend(CpuBackend):
             num_kv_heads=k_TKD.shape[1],
             head_size=k_TKD.shape[2],
             block_size=k_cache.shape[1],
+            cache_is_int8=k_cache.dtype == torch.int8,
         )
         self._library.quire_write_kv(byref(arguments))
 
@@ -141,6 +137,7 @@ class NativeBackend(CpuBackend):
             head_size=q_THD.shape[2],
             block_size=k_cache.shape[1],
             scale=scale,
+            cache_is_int8=k_cache.dtype == torch.int8,
         )
         self._library.quire_attend(byref(arguments))
         return out_THD

@@ -93,11 +93,12 @@ class NativeDecoder:
         for layer, (k_cache, v_cache) in zip(self._layers, kv, strict=True):
             assert k_cache.is_contiguous()
             assert v_cache.is_contiguous()
-            assert k_cache.dtype == v_cache.dtype == self._dtype
+            assert k_cache.dtype == v_cache.dtype in (self._dtype, torch.int8)
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
             for cache in (k_cache, v_cache):
                 self._library.quire_huge_pages(cache.data_ptr(), cache.nbytes)
         self._arguments.block_size = kv[0][0].shape[1]
+        self._arguments.cache_is_int8 = kv[0][0].dtype == torch.int8
         self._kv = kv
 
     def _make_room(self, num_tokens: int) -> None:

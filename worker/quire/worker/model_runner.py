@@ -47,7 +47,7 @@ class ModelRunner:
         self._config = config
         self._device = device
         dtype = getattr(torch, resolve_dtype(config, model))
-        backend = backend_for(device)
+        backend = backend_for(device, quantization=config.quantization)
         weights = load_weights(
             open_checkpoint(config.model),
             model,
@@ -166,7 +166,8 @@ def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
     """The device of a rank: its own GPU, or the CPU that all share.
 
     Raises:
-        ConfigError: A GPU was asked for and there is none for this rank.
+        ConfigError: A GPU was asked for and there is none for this rank, or there is one and what
+            was asked for runs on CPUs only.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):
@@ -176,6 +177,7 @@ def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
             f"device={config.device!r}, tensor_parallel_size={config.tensor_parallel_size}: each "
             f"rank needs a GPU of its own, {num_gpus} found; set device='cpu' to run without"
         )
+    config.check_device("cuda")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device

@@ -150,6 +150,7 @@ class Forward {
     write.num_kv_heads = a_.num_kv_heads;
     write.head_size = a_.head_size;
     write.block_size = a_.block_size;
+    write.cache_is_int8 = a_.cache_is_int8;
     team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
       rotary_rows(rotary, begin, end);
       write_kv_rows(write, begin, end);
@@ -197,7 +198,7 @@ class Forward {
     return {a.dtype,         a.qkv,         width,           a.attended,      nullptr,
             nullptr,         a.block_tables, a.bt_stride,    a.seq_lens,      a.query_starts,
             a.num_rows,      a.num_decodes, a.num_heads,     a.num_kv_heads,  a.head_size,
-            a.block_size,    a.scale};
+            a.block_size,    a.scale,        a.cache_is_int8};
   }
 
   NormArgs norm_args(const void* weight) const {

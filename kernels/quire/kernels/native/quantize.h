@@ -40,4 +40,25 @@ inline float quantize(const T* x, int64_t count, int offset, uint8_t* out) {
   return greatest / 127.0f;
 }
 
+// `count` int8 as floats, or as bf16, which holds them exactly; a multiple of 32.
+inline void widen(const int8_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+inline void widen(const int8_t* from, bf16* to, int64_t count) {
+#if defined(QUIRE_AVX512) && defined(__AVX512BF16__)
+  const auto floats = [](const int8_t* at) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+  };
+  for (int64_t i = 0; i < count; i += 32)
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(floats(from + i + 16),
+                                                             floats(from + i)));
+#else
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = from[i];
+    memcpy(to + i, reinterpret_cast<const char*>(&value) + 2, 2);
+  }
+#endif
+}
+
 }  // namespace quire

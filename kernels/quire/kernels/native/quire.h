@@ -22,7 +22,7 @@ extern "C" {
 // The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at most;
 // a block 4, 8 or a multiple of 16 tokens.
 struct AttendArgs {
-  int32_t dtype;            // of q, out and the caches
+  int32_t dtype;            // of q and out
   const void* q;            // [T, H, D]; a token's heads are contiguous
   int64_t q_stride_t;
   void* out;                // [T, H, D], contiguous
@@ -39,10 +39,11 @@ struct AttendArgs {
   int32_t head_size;
   int32_t block_size;
   float scale;              // above 0
+  int32_t cache_is_int8;    // with a scale for each token and head; else it is of `dtype`
 };
 
 struct WriteKvArgs {
-  int32_t dtype;
+  int32_t dtype;            // of k and v
   const void* k;            // [T, K, D]; a token's heads are contiguous
   const void* v;
   int64_t k_stride_t;
@@ -54,6 +55,7 @@ struct WriteKvArgs {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
+  int32_t cache_is_int8;
 };
 
 void quire_attend(const AttendArgs* args);
@@ -172,6 +174,7 @@ struct ForwardArgs {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
+  int32_t cache_is_int8;
   float eps;
   float scale;
   const float* cos;         // [positions, D / 2]
