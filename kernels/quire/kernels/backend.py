@@ -105,9 +105,9 @@ def backend_for(
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)
+    if quantization is not None:
+        raise ValueError(f"quantization={quantization!r}: kernels exist for 'cpu' only")
     if device.type == "cuda":
-        if quantization is not None:
-            raise ValueError(f"quantization={quantization!r}: kernels exist for 'cpu' only")
         try:
             import triton  # noqa: F401
         except ImportError as error:

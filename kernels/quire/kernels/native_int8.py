@@ -1,4 +1,4 @@
-"""Linear layers whose weights and inputs are int8 in the native library: see `native/gemm_int8.cpp`.
+"""Linear layers in int8, weights and inputs, of the native library (`native/gemm_int8.cpp`).
 
 The meaning, to the bit, is that of `quire.kernels.reference.int8_linear`.
 """
