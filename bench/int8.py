@@ -148,14 +148,14 @@ def _chats() -> list[Text]:
     tokenizer = Tokenizer.load(demo_model.PATH)
     texts = []
     for question in hand_written()[::4][:NUM_CHATS]:
-        prompt = tokenizer.apply_chat_template(
-            [
-                {"role": "system", "content": demo_model.SYSTEM_PROMPT},
-                {"role": "user", "content": question.phrasings[0]},
-            ]
-        )
-        answer = tokenizer.encode(question.answer)
-        texts.append(Text(ids=[*prompt, *answer], scored=len(prompt)))
+        chat = [
+            {"role": "system", "content": demo_model.SYSTEM_PROMPT},
+            {"role": "user", "content": question.phrasings[0]},
+        ]
+        prompt = tokenizer.apply_chat_template(chat)
+        chat.append({"role": "assistant", "content": question.answer})
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=False)
+        texts.append(Text(ids=ids, scored=len(prompt)))
     return texts
 
 

@@ -163,7 +163,7 @@ def test_logits_are_those_of_plain_pytorch(
         logits = decoder.forward(batch, kv, all_reduce=_same)
         expected = _layer_by_layer(plain, dtype, batch, plain_kv)
         # A last bit may round another 127th.
-        tolerance = 0.06 if int8 else {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+        tolerance = 0.12 if int8 else {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 

@@ -145,7 +145,7 @@ def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tens
     ``tables`` names the blocks of A whole tiles. The zeros matter: a masked score becomes a
     weight of 0, and 0 times the NaN that an unused slot may hold would still be NaN.
     """
-    pages = cache.flatten(1).index_select(0, tables_RM.flatten()).unflatten(1, cache.shape[1:])
+    pages = cache.flatten(1).index_select(0, tables_RM.flatten()).view(-1, *cache.shape[1:])
     if cache.dtype == torch.int8:
         pages = reference.from_int8(pages)
     num_kv_heads, head_size = pages.shape[2:]

@@ -111,8 +111,9 @@ def to_int8(x_TKD: Tensor) -> Tensor:
 
 def from_int8(stored: Tensor) -> Tensor:
     """`to_int8` undone, in float32, whatever the leading dimensions."""
-    scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return stored[..., :-SCALE_BYTES] * scale
+    # A copy, as float32 must be aligned.
+    scale = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    return stored[..., :-SCALE_BYTES] * scale.view(torch.float32)
 
 
 def rms_norm(
@@ -175,7 +176,7 @@ def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:
 
     Each of the row's parts by itself, its greatest magnitude as 127; halves round to even.
     """
-    x_TPI = x_TI.float().unflatten(1, (num_parts, -1))
+    x_TPI = x_TI.float().reshape(len(x_TI), num_parts, x_TI.shape[1] // num_parts)
     most_TP = x_TPI.abs().amax(-1)
     # Not `127 / most`, which PyTorch rounds twice: `127 * (1 / most)`.
     inverse_TP = torch.where(most_TP > 1e-30, torch.tensor(127.0) / most_TP, 0)
