@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
+from quire.cluster.settings import config_from
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
 from quire.worker.text import Tokenizer
@@ -68,7 +69,10 @@ def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None)
     with running_cluster(config, ray_address=ray_address) as endpoints, ended_by_signal():
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
-        print(f"  HTTP  http://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True)
+        scheme = "https" if config.tls_certificate else "http"
+        print(
+            f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True
+        )
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
         print("Draining …", flush=True)
@@ -101,6 +105,7 @@ def build_app(config: ClusterConfig) -> "serve.Application":
         ray_actor_options={
             "num_cpus": config.cpus_per_group,
             "num_gpus": engine.tensor_parallel_size if on_gpu else 0,
+            "resources": _one_of(config.group_resource),
         },
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
@@ -109,10 +114,31 @@ def build_app(config: ClusterConfig) -> "serve.Application":
         **common,
     )(deployments.ReplicaGroup)
     gateways = serve.deployment(
-        num_replicas=config.num_gateways, ray_actor_options={"num_cpus": 0}, **common
+        num_replicas=config.num_gateways,
+        ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+        **common,
     )(deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))
     return app
+
+
+def application(settings: dict[str, Any]) -> "serve.Application":
+    """What a Serve configuration file names: ``import_path: quire.cluster.app:application``.
+
+    ``settings``, the file's ``args``, are `ClusterConfig`'s fields, and under ``engine`` those of
+    `EngineConfig`; without ``engine.model``, the demo model is served.
+
+    Raises:
+        ConfigError: A setting is unknown, of the wrong type, or cannot work.
+        CheckpointError: The model cannot be read.
+    """
+    config = config_from(settings)
+    _check_model(config)
+    return build_app(config)
+
+
+def _one_of(resource: str | None) -> dict[str, float]:
+    return {resource: 1} if resource else {}
 
 
 def _run(app: "serve.Application") -> "DeploymentHandle[Gateway]":

@@ -5,6 +5,7 @@ once.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -60,11 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="send a prompt to a running server and print the text as it arrives",
-        description="Sends a prompt to a running server and prints the text as it arrives.",
+        description="Sends a prompt to a running server and prints the text as it arrives. "
+        "Where the server wants an API key, it is read from QUIRE_API_KEY.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.add_argument("--address", default="127.0.0.1:50051", help="of the gRPC server")
+    generate.add_argument(
+        "--tls", action="store_true", help="the server has TLS, with a well-known authority"
+    )
+    generate.add_argument(
+        "--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)"
+    )
     generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
     generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
     generate.add_argument("--max-tokens", type=int, default=128)
@@ -98,6 +106,9 @@ def _add_cluster_flags(
     add("--grpc-port", type=int, default=50051, help="0 takes any free one")
     add("--http-port", type=int, default=8000, help="0 takes any free one")
     add("--group-host", default="127.0.0.1", help="where groups listen for gateways")
+    add("--tls-certificate", type=Path, help="the gateways' certificate chain, PEM; with --tls-key")
+    add("--tls-key", type=Path, help="its private key, PEM")
+    add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
     add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
     add("--drain-timeout-s", type=float, default=30.0, help="for running requests at the stop")
     add("--dtype", choices=get_args(DType), default="auto")
@@ -134,12 +145,17 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from quire.cluster.client import generate_to_stdout
+    from quire.cluster.client import Server, generate_to_stdout
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     return generate_to_stdout(
         prompt,
-        address=arguments.address,
+        server=Server(
+            address=arguments.address,
+            tls=arguments.tls,
+            tls_ca=arguments.tls_ca,
+            api_key=os.environ.get("QUIRE_API_KEY"),
+        ),
         system=arguments.system,
         chat=arguments.chat or arguments.system is not None,
         max_tokens=arguments.max_tokens,
@@ -154,7 +170,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     if model is None:
         from quire import demo_model
 
-        model, name = demo_model.PATH, name or "quire-demo"
+        model, name = demo_model.PATH, name or demo_model.NAME
     engine = EngineConfig(
         model=model,
         tensor_parallel_size=arguments.tensor_parallel_size,
@@ -181,6 +197,9 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         grpc_port=arguments.grpc_port,
         http_port=arguments.http_port,
         group_host=arguments.group_host,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
+        api_keys_file=arguments.api_keys_file,
         drain_timeout_s=arguments.drain_timeout_s,
     )
 

@@ -2,11 +2,44 @@
 
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.worker.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A gRPC server, and what it takes to be let in."""
+
+    address: str
+    """``host:port``."""
+    tls: bool = False
+    tls_ca: Path | None = None
+    """Whom to trust, PEM; implies ``tls``. ``None`` trusts the well-known authorities."""
+    api_key: str | None = None
+
+    def channel(self) -> grpc.Channel:
+        """A channel to it.
+
+        Raises:
+            ConfigError: ``tls_ca`` cannot be read.
+        """
+        if not (self.tls or self.tls_ca):
+            return grpc.insecure_channel(self.address)
+        try:
+            root = self.tls_ca.read_bytes() if self.tls_ca else None
+        except OSError as error:
+            raise ConfigError(f"tls_ca={str(self.tls_ca)!r} cannot be read: {error}") from error
+        return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(root))
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """To send with each call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
 def chat_request(
@@ -18,14 +51,17 @@ def chat_request(
 
 
 def generate(
-    channel: grpc.Channel, request: pb.GenerateRequest
+    channel: grpc.Channel,
+    request: pb.GenerateRequest,
+    *,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> Generator[pb.GenerateResponse, None, None]:
     """The chunks of one request, as they come. Closing the generator cancels the request.
 
     Raises:
         grpc.RpcError: The server refused the request or is gone; `code` and `details` say why.
     """
-    call = InferenceStub(channel).Generate(request)
+    call = InferenceStub(channel).Generate(request, metadata=metadata)
     try:
         yield from call
     finally:
@@ -35,7 +71,7 @@ def generate(
 def generate_to_stdout(
     prompt: str,
     *,
-    address: str,
+    server: Server,
     system: str | None,
     chat: bool,
     max_tokens: int,
@@ -52,12 +88,14 @@ def generate_to_stdout(
         request = chat_request([*turns, ("user", prompt)], sampling=sampling)
     else:
         request = pb.GenerateRequest(text=prompt, sampling=sampling)
-    with grpc.insecure_channel(address) as channel:
+    with server.channel() as channel:
         try:
-            for chunk in generate(channel, request):
+            for chunk in generate(channel, request, metadata=server.metadata()):
                 print(chunk.text, end="", flush=True)
         except grpc.RpcError as error:
-            print(f"quire: {address}: {error.code().name}: {error.details()}", file=sys.stderr)
+            print(
+                f"quire: {server.address}: {error.code().name}: {error.details()}", file=sys.stderr
+            )
             return 1
     print()
     return 0

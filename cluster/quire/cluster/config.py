@@ -1,6 +1,7 @@
 """What a deployment can be told: the engine of each replica group, and the cluster around it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
@@ -23,8 +24,12 @@ class ClusterConfig:
     cpus_per_group: float = 0
     """CPUs that Ray reserves for a group; 0 places groups without counting CPUs. On GPUs, one
     GPU per rank is always reserved."""
+    group_resource: str | None = None
+    """A resource of the Ray cluster of which each group takes one, such as nodes may be labelled
+    with to say what runs where; as for gateways below."""
     num_gateways: int = 1
     """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
+    gateway_resource: str | None = None
     host: str = "127.0.0.1"
     """Where gateways listen for clients; "0.0.0.0" serves the network."""
     grpc_port: int = 50051
@@ -32,7 +37,14 @@ class ClusterConfig:
     http_port: int = 8000
     """0 takes any free port."""
     group_host: str = "127.0.0.1"
-    """Where groups listen for gateways: an address that every gateway's node can reach."""
+    """Where groups listen for gateways: an address that every gateway's node can reach; "auto" is
+    that of the group's own Ray node."""
+    tls_certificate: Path | None = None
+    """The gateways' certificate chain, PEM, with its key below; ``None`` serves without TLS. New
+    files in the same places are taken up within a minute."""
+    tls_key: Path | None = None
+    api_keys_file: Path | None = None
+    """One API key a line; clients must show one. ``None`` lets everyone in."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
 
@@ -45,6 +57,11 @@ class ClusterConfig:
             value = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise ConfigError(f"{name}={value!r}: must be a port from 0 to 65535")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            given, missing = ("tls_certificate", "tls_key")
+            if self.tls_certificate is None:
+                given, missing = missing, given
+            raise ConfigError(f"{given} is set and {missing} is not: set both or neither")
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"

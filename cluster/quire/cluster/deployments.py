@@ -7,7 +7,9 @@ and what groups answer does not pass through it: both have servers of their own.
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -27,6 +29,8 @@ class ReplicaGroup:
     """A Serve replica that is one replica group."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        if config.group_host == "auto":
+            config = replace(config, group_host=ray.util.get_node_ip_address())
         self._config = config
         self._group_id = serve.get_replica_context().replica_id.unique_id
         self._server = await GroupServer.start(config, group_id=self._group_id)

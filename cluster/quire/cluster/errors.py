@@ -2,6 +2,7 @@
 
 QuireError (quire.worker.errors)
 ├── InvalidRequest, QueueFull    as in the engine
+├── Unauthenticated              the request shows no API key, or an unknown one
 ├── ModelNotFound                the request names a model that is not served here
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
 ├── StartFailed                  the application did not come up; nothing of it is left
@@ -10,6 +11,10 @@ QuireError (quire.worker.errors)
 """
 
 from quire.worker.errors import QuireError
+
+
+class Unauthenticated(QuireError):
+    """The request shows no API key, or one that is not known here."""
 
 
 class ModelNotFound(QuireError):

@@ -6,12 +6,14 @@ from typing import Self
 
 import uvicorn
 
+from quire.cluster.auth import ApiKeys
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_service import Gateway
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import build_grpc_server
 from quire.cluster.model_card import Expectation
 from quire.cluster.openai_http import build_http_app
+from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
 from quire.worker.text import Tokenizer
@@ -32,30 +34,37 @@ class GatewayServer:
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
-        self._grpc = build_grpc_server(self.gateway)
+        keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
+        self.tls: ServerTls | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
+        self._grpc = build_grpc_server(self.gateway, keys=keys)
+        tls = self.tls
         self._http = uvicorn.Server(
             uvicorn.Config(
-                build_http_app(self.gateway),
+                build_http_app(self.gateway, keys=keys),
                 lifespan="off",
                 log_config=None,
                 timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+                ssl_context_factory=(lambda *_: tls.http_context) if tls is not None else None,
             )
         )
         self._http_task: asyncio.Task[None] | None = None
+        self._tls_task: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, config: ClusterConfig) -> Self:
         """Listens on the configured ports. It has no groups until it is given addresses.
 
         Raises:
-            ConfigError: A port is in use.
+            ConfigError: A port is in use, or a certificate or key file cannot be.
             CheckpointError: The model's tokenizer cannot be read.
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
         self = cls(config, tokenizer)
         http_socket = _listen(config.host, config.http_port)
         try:
-            grpc_port = self._grpc.add_insecure_port(f"{config.host}:{config.grpc_port}")
+            grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")
         except RuntimeError as error:
             http_socket.close()
             raise ConfigError(
@@ -63,6 +72,8 @@ class GatewayServer:
             ) from error
         await self._grpc.start()
         self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]))
+        if self.tls is not None:
+            self._tls_task = asyncio.create_task(self.tls.follow())
         self.grpc_address = f"{config.host}:{grpc_port}"
         self.http_address = f"{config.host}:{http_socket.getsockname()[1]}"
         return self
@@ -75,7 +86,14 @@ class GatewayServer:
         if self._http_task is not None:
             stopping.append(self._http_task)
         await asyncio.gather(*stopping, return_exceptions=True)
+        if self._tls_task is not None:
+            self._tls_task.cancel()
         await self.groups.close()
+
+    def _add_grpc_port(self, address: str) -> int:
+        if self.tls is None:
+            return self._grpc.add_insecure_port(address)
+        return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -15,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.cluster.auth import ApiKeys, GrpcAuth
 from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
 from quire.cluster.wire import params_from_proto
@@ -84,12 +85,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return response
 
 
-def build_grpc_server(gateway: Gateway) -> grpc.aio.Server:
+def build_grpc_server(gateway: Gateway, *, keys: ApiKeys | None = None) -> grpc.aio.Server:
     """A server without ports, for the caller to add them, start it and stop it with grace.
 
-    Its health is SERVING while at least one replica group takes requests.
+    Its health is SERVING while at least one replica group takes requests. ``keys``: what clients
+    of `Inference` must show; without them, everyone is let in.
     """
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[GrpcAuth(keys, service=SERVICE)] if keys else [])
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(gateway), server)
     health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from quire.cluster.auth import ApiKeys, HttpAuth
 from quire.cluster.gateway_service import Chat, Gateway, Generation, GenerationRequest
 from quire.cluster.http_errors import BodyTooLarge, error_body, error_handlers
 from quire.cluster.http_streams import EventStream, RequestIds, unless_disconnected
@@ -32,10 +33,13 @@ AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 Chunks = AsyncGenerator[pb.GenerateResponse, None]
 
 
-def build_http_app(gateway: Gateway) -> ASGIApp:
-    """The application, to be served by any ASGI server in the gateway's event loop."""
+def build_http_app(gateway: Gateway, *, keys: ApiKeys | None = None) -> ASGIApp:
+    """The application, to be served by any ASGI server in the gateway's event loop.
+
+    ``keys``: what clients must show; without them, everyone is let in.
+    """
     api = _Api(gateway)
-    app = Starlette(
+    app: ASGIApp = Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
@@ -46,6 +50,8 @@ def build_http_app(gateway: Gateway) -> ASGIApp:
         ],
         exception_handlers=error_handlers(),
     )
+    if keys is not None:
+        app = HttpAuth(app, keys=keys)
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 PATH = Path(__file__).parent
 """The checkpoint folder, in the format of Hugging Face transformers."""
 
+NAME = "quire-demo"
+"""What clients call it."""
+
 SYSTEM_PROMPT = (PATH / "system_prompt.txt").read_text(encoding="utf-8").strip()
 """The instructions under which the model was trained to answer."""
 

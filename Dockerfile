@@ -1,0 +1,20 @@
+# The image that the chart runs, gateways and groups alike: docker build -t quire .
+# TORCH_INDEX is where torch comes from, PyPI and so CUDA where it is empty; PyTorch's own index of
+# CPU builds makes an image that is several gigabytes smaller.
+FROM python:3.11-slim-bookworm AS build
+ARG TORCH_INDEX=""
+RUN python -m venv /opt/quire
+ENV PATH=/opt/quire/bin:$PATH
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} torch==2.13.0
+COPY . /src
+RUN pip install --no-cache-dir '/src[cluster]'
+
+FROM python:3.11-slim-bookworm
+# Ray's start script wants bash and ps; the CPU kernels are compiled for the node at first use.
+RUN apt-get update && apt-get install --yes --no-install-recommends bash g++ procps \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home quire
+COPY --from=build /opt/quire /opt/quire
+ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1
+USER 1000
+CMD ["quire", "serve", "--host", "0.0.0.0"]

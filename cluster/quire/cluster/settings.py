@@ -1,0 +1,38 @@
+"""A cluster's configuration as a file gives it, such as the ``args`` of a Serve application."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from quire import demo_model
+from quire.cluster.config import ClusterConfig
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError
+
+
+def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
+    """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`.
+
+    Without ``engine.model``, it is the demo model.
+
+    Raises:
+        ConfigError: A field is unknown or its value of the wrong type; or it cannot work.
+    """
+    engine = dict(settings.get("engine") or {})
+    settings = {**settings, "engine": engine}
+    if engine.get("model") is None:
+        engine["model"] = demo_model.PATH
+        settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
+    for prefix, given, kind in (("", settings, ClusterConfig), ("engine.", engine, EngineConfig)):
+        known = [field.name for field in fields(kind)]
+        unknown = [f"{prefix}{name}" for name in given if name not in known]
+        if unknown:
+            raise ConfigError(f"{', '.join(unknown)}: unknown; there are {', '.join(known)}")
+    try:
+        return TypeAdapter(ClusterConfig).validate_python(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error

@@ -1,0 +1,142 @@
+{{/* Names, labels and the parts that several pods share. */}}
+
+{{- define "quire.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "quire.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "quire.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "quire.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.selector" -}}
+app.kubernetes.io/name: {{ include "quire.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "quire.labels" -}}
+{{ include "quire.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "quire.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{/* What a NetworkPolicy, a Service and a budget find one kind of pod by: (root, component). */}}
+{{- define "quire.componentSelector" -}}
+{{ include "quire.selector" (index . 0) }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "quire.onGpu" -}}
+{{- if eq .Values.engine.device "cuda" -}}true{{- end -}}
+{{- end -}}
+
+{{- define "quire.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.runAsUser }}
+runAsGroup: {{ .Values.runAsUser }}
+fsGroup: {{ .Values.runAsUser }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "quire.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Environment of every Ray container: all that is written goes to the scratch volume. */}}
+{{- define "quire.env" -}}
+- {name: HOME, value: /tmp}
+- {name: XDG_CACHE_HOME, value: /tmp/cache}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "0"}
+{{- end -}}
+
+{{- define "quire.modelPath" -}}
+{{- if ne .Values.model.source "demo" -}}
+{{- printf "/models/%s" .Values.model.path | trimSuffix "/" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.modelVolume" -}}
+{{- if eq .Values.model.source "pvc" }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ required "model.pvc.claimName is needed where model.source is pvc" .Values.model.pvc.claimName }}
+{{- else if eq .Values.model.source "hostPath" }}
+- name: model
+  hostPath:
+    path: {{ required "model.hostPath.path is needed where model.source is hostPath" .Values.model.hostPath.path }}
+    type: Directory
+{{- end }}
+{{- end -}}
+
+{{- define "quire.modelMount" -}}
+{{- if ne .Values.model.source "demo" }}
+- {name: model, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* Fetches the checkpoint before the first of the pod's containers, where it is not there. */}}
+{{- define "quire.download" -}}
+{{- with .Values.model.download }}
+{{- if .repository }}
+- name: download
+  image: {{ include "quire.image" $ }}
+  imagePullPolicy: {{ $.Values.image.pullPolicy }}
+  command: [hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ include "quire.modelPath" $ | quote }}]
+  env:
+    - {name: HOME, value: /tmp}
+    {{- if .tokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ .tokenSecret }}, key: {{ .tokenKey }}}
+    {{- end }}
+  securityContext:
+    {{- include "quire.containerSecurity" $ | nindent 4 }}
+  resources:
+    requests: {cpu: "1", memory: 2Gi}
+    limits: {memory: 2Gi}
+  volumeMounts:
+    - {name: scratch, mountPath: /tmp}
+    - {name: model, mountPath: /models}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The arguments of quire.cluster.app:application. */}}
+{{- define "quire.settings" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $engine := merge (dict "tensor_parallel_size" .Values.groups.tensorParallelSize) .Values.engine -}}
+{{- with include "quire.modelPath" . }}{{ $_ := set $engine "model" . }}{{ end -}}
+{{- $settings := dict
+  "engine" $engine
+  "num_groups" .Values.groups.replicas
+  "cpus_per_group" .Values.groups.cpusPerGroup
+  "group_resource" "quire_group"
+  "group_host" "auto"
+  "num_gateways" $gateway.replicas
+  "gateway_resource" "quire_gateway"
+  "host" "0.0.0.0"
+  "grpc_port" $gateway.ports.grpc
+  "http_port" $gateway.ports.http
+  "drain_timeout_s" $gateway.drainSeconds -}}
+{{- with .Values.model.servedName }}{{ $_ := set $settings "served_model_name" . }}{{ end -}}
+{{- if $gateway.tls.enabled -}}
+{{- $_ := set $settings "tls_certificate" "/etc/quire/tls/tls.crt" -}}
+{{- $_ := set $settings "tls_key" "/etc/quire/tls/tls.key" -}}
+{{- end -}}
+{{- if $gateway.apiKeys.enabled }}{{ $_ := set $settings "api_keys_file" "/etc/quire/api-keys/keys" }}{{ end -}}
+{{- toYaml $settings -}}
+{{- end -}}

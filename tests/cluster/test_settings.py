@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from quire import demo_model
+from quire.cluster.settings import config_from
+from quire.worker.errors import ConfigError
+
+
+def test_fields_are_read_by_name() -> None:
+    config = config_from(
+        {
+            "engine": {"model": "/models/llama", "block_size": 32, "tensor_parallel_size": 2},
+            "num_groups": 3,
+            "tls_certificate": "/tls/tls.crt",
+            "tls_key": "/tls/tls.key",
+        }
+    )
+    assert config.engine.model == Path("/models/llama")
+    assert config.engine.block_size == 32
+    assert config.num_groups == 3
+    assert config.tls_key == Path("/tls/tls.key")
+
+
+def test_without_a_model_it_is_the_demo_model() -> None:
+    config = config_from({})
+    assert config.engine.model == demo_model.PATH
+    assert config.model_name == demo_model.NAME
+    assert config_from({"served_model_name": "mine"}).model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_group": 2}, "num_group: unknown; there are engine, "),
+        ({"engine": {"blocksize": 16}}, "engine.blocksize: unknown; there are model, "),
+        ({"num_groups": "two"}, "num_groups='two': "),
+        ({"engine": {"block_size": 24}}, "block_size=24: must be a power of two"),
+        ({"num_groups": 0}, "num_groups=0: must be 1 or more"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_from(settings)
+    assert message in str(raised.value)

@@ -1,0 +1,247 @@
+"""The chart, as real Helm lints and renders it with each file of values in ``helm/quire/ci``."""
+
+import json
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from quire.cluster import telemetry
+from quire.cluster.groups import Groups
+from quire.cluster.settings import config_from
+from quire.router.table import RoutingTable
+from quire.worker.config import EngineConfig
+
+CHART = Path(__file__).parents[2] / "helm" / "quire"
+VALUES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").glob("*.yaml")}
+KUBERNETES = "1.33"
+OTHERS = {"RayService", "HTTPRoute", "GRPCRoute", "PodMonitor", "ServiceMonitor"}
+CRDS = Path(os.environ.get("QUIRE_CRDS", Path(__file__).parents[3] / "shared/data/crds"))
+
+Manifest = dict[str, Any]
+
+
+def render(values: dict[str, Any]) -> list[Manifest]:
+    """All manifests, hooks among them, of a release called ``release`` in ``serving``."""
+    with helm_python.Chart.load(CHART) as chart:
+        chart.validate_schema(values)
+        rendered = chart.render(values=values, name="release", namespace="serving")
+    texts = [text for name, text in rendered.items() if name.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    return [each for each in manifests if each["kind"] == kind]
+
+
+def ray_cluster(manifests: list[Manifest]) -> Manifest:
+    (service,) = of_kind(manifests, "RayService")
+    config: Manifest = service["spec"]["rayClusterConfig"]
+    return config
+
+
+def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Metadata and spec of every pod that the chart makes, by name."""
+    cluster = ray_cluster(manifests)
+    groups = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    (test,) = of_kind(manifests, "Pod")
+    return {"head": cluster["headGroupSpec"]["template"], "test": test, **groups}
+
+
+def settings(manifests: list[Manifest]) -> Manifest:
+    """What the application is given."""
+    (service,) = of_kind(manifests, "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    args: Manifest = application["args"]
+    return args
+
+
+@pytest.fixture(scope="module", params=sorted(VALUES))
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    given: dict[str, Any] = yaml.safe_load(VALUES[request.param].read_text())
+    return given
+
+
+@pytest.fixture(scope="module")
+def manifests(values: dict[str, Any]) -> list[Manifest]:
+    return render(values)
+
+
+def test_helm_finds_nothing_to_complain_of(values: dict[str, Any]) -> None:
+    report = helm_python.lint(CHART, values, strict=True)
+    # An icon is a matter of taste.
+    found = [each for each in report["messages"] if "icon is recommended" not in each["error"]]
+    assert not found
+    assert not report["errors"]
+
+
+def test_core_kinds_are_valid(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        if manifest["kind"] not in OTHERS:
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    for pod in pods(manifests).values():
+        whole = {**pod, "apiVersion": "v1", "kind": "Pod"}
+        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+
+
+def test_the_ray_service_is_valid(manifests: list[Manifest]) -> None:
+    path = CRDS / "rayservices.yaml"
+    if not path.exists():
+        pytest.skip(f"KubeRay's CRDs are not at {CRDS}; QUIRE_CRDS says where they are")
+    crd = yaml.safe_load(path.read_text())
+    (version,) = [each for each in crd["spec"]["versions"] if each["name"] == "v1"]
+    schema = closed(version["schema"]["openAPIV3Schema"])
+    (service,) = of_kind(manifests, "RayService")
+    jsonschema.validate(service, schema)
+
+
+def closed(schema: Any) -> Any:
+    """The schema with unknown fields refused, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: closed(value) for key, value in schema.items()}
+    is_object = "properties" in schema and schema.get("type") == "object"
+    if is_object and "additionalProperties" not in schema:
+        schema["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        schema.pop("type", None)
+    return schema
+
+
+def test_the_application_accepts_its_settings(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    given = settings(manifests)
+    config = config_from(given)
+    groups = values.get("groups", {})
+    assert config.engine.tensor_parallel_size == groups.get("tensorParallelSize", 1)
+    assert config.num_groups == groups.get("replicas", 1)
+    for name, value in values.get("engine", {}).items():
+        assert getattr(config.engine, name) == value
+
+
+def test_every_container_is_confined(manifests: list[Manifest]) -> None:
+    for name, pod in pods(manifests).items():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"], name
+        speaks_to_kubernetes = name == "head" and ray_cluster(manifests)["enableInTreeAutoscaling"]
+        assert spec.get("automountServiceAccountToken", True) is speaks_to_kubernetes
+
+
+def test_what_is_mounted_is_there(manifests: list[Manifest]) -> None:
+    for pod in pods(manifests).values():
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_the_model_is_where_the_engine_looks(manifests: list[Manifest]) -> None:
+    model = settings(manifests)["engine"].get("model")
+    for name, pod in pods(manifests).items():
+        mounts = [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]]
+        assert ("/models" in mounts) is (model is not None and name != "test")
+
+
+def test_the_kubelet_waits_for_the_drain(manifests: list[Manifest]) -> None:
+    drain_s = settings(manifests)["drain_timeout_s"]
+    for name in pods(manifests).keys() - {"head", "test"}:
+        grace_s = pods(manifests)[name]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= drain_s + 30
+    (service,) = of_kind(manifests, "RayService")
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > grace_s
+
+
+def test_gpus_are_one_for_each_rank() -> None:
+    on_gpu = pods(render(yaml.safe_load(VALUES["pvc-on-gpus"].read_text())))["tp4"]
+    assert on_gpu["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    on_cpu = pods(render(yaml.safe_load(VALUES["demo-on-cpu"].read_text())))["tp2"]
+    assert "nvidia.com/gpu" not in on_cpu["spec"]["containers"][0]["resources"]["limits"]
+
+
+def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest]) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(manifests).values()]
+    services = [each["spec"]["selector"] for each in of_kind(manifests, "Service")]
+    policies = of_kind(manifests, "NetworkPolicy") + of_kind(manifests, "PodDisruptionBudget")
+    for policy in policies:
+        selector = policy["spec"].get("podSelector") or policy["spec"]["selector"]
+        services.append(selector["matchLabels"])
+    for selector in services:
+        assert any(selector.items() <= each.items() for each in labels), selector
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gatway": {}}, "gatway"),
+        ({"engine": {"device": "cuda", "blocksize": 16}}, "blocksize"),
+        ({"engine": {"block_size": 24}}, "block_size"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
+        ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs names the Gateway"),
+    ],
+)
+def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError) as raised:
+        render(values)
+    assert message in str(raised.value)
+
+
+def test_the_schema_knows_every_value_and_every_option_of_the_engine() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def check(given: dict[str, Any], known: dict[str, Any], place: str) -> None:
+        assert known["additionalProperties"] is False, place
+        assert given.keys() <= known["properties"].keys(), place
+        for name, value in given.items():
+            if "properties" in known["properties"][name]:
+                check(value, known["properties"][name], f"{place}.{name}")
+
+    check(defaults, schema, "")
+    options = {field.name for field in fields(EngineConfig)}
+    # Those two the chart sets itself.
+    assert set(schema["properties"]["engine"]["properties"]) == options - {
+        "model",
+        "tensor_parallel_size",
+    }
+
+
+def test_dashboards_draw_metrics_that_gateways_have() -> None:
+    known = {
+        metric.name
+        for metric in telemetry.Telemetry(
+            groups=FakeGroups(), table=RoutingTable(block_size=16)
+        ).registry.collect()
+    }
+    for path in (CHART / "dashboards").glob("*.json"):
+        text = json.dumps(json.loads(path.read_text()))
+        for name in set(re.findall(r"quire_[a-z_]+", text)):
+            base = re.sub(r"_(total|bucket|sum|count)$", "", name)
+            assert base in known, name
+
+
+class FakeGroups(Groups):
+    """No group, and no event loop that real ones need."""
+
+    def __init__(self) -> None:
+        self._loads = {}
+        self._attached = {}
+        self._retired = set()
