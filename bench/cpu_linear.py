@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import native
+from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import Arena, PackedLinear
 
 # (hidden, layers, (heads + 2 KV heads) * head size, MLP) and a vocabulary of 32,000
@@ -47,6 +48,7 @@ def main() -> None:
     library = native.load(native.available_isas()[0])
     arena = Arena(library)
     ours = [PackedLinear(library, arena, weight, None) for weight in weights]
+    int8 = [Int8Linear(library, arena, weight, None) for weight in weights]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
     flops = 2 * sum(out * size for out, size in shapes)
     num_bytes = flops // 2 * dtype.itemsize
@@ -60,11 +62,13 @@ def main() -> None:
         xs = [inputs[num_in] for _, num_in in shapes]
         contenders: dict[str, Callable[[], object]] = {
             "native": partial(_each, PackedLinear.__call__, ours, xs),
+            "native int8": partial(_each, Int8Linear.__call__, int8, xs),
             "F.linear": partial(_each, lambda w, x: functional.linear(x, w), weights, xs),
             "mkldnn packed": partial(_each, _mkldnn_linear, packed, xs),
         }
         for name, seconds in _medians(contenders, rounds=arguments.rounds).items():
-            rate, speed = num_bytes / seconds / 1e9, rows * flops / seconds / 1e9
+            read_bytes = num_bytes / (dtype.itemsize if name == "native int8" else 1)
+            rate, speed = read_bytes / seconds / 1e9, rows * flops / seconds / 1e9
             print(f"{rows:5} {name:13} {seconds * 1e3:7.2f} {rate:7.1f} {speed:8.1f}", flush=True)
 
 

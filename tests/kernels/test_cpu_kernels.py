@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.kernels import reference
 from quire.kernels.backend import backend_for
 from quire.kernels.cpu import TILE, CpuBackend
 from quire.kernels.testing import assert_near_twin, paged_batch
@@ -27,6 +28,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_a_cpu_gets_the_cpu_backend() -> None:
     assert backend_for(torch.device("cpu")).name in ("cpu", "cpu-native")
+
+
+def test_a_gpu_refuses_to_quantise_by_name() -> None:
+    with pytest.raises(ValueError, match="quantization='int8': kernels exist for 'cpu' only"):
+        backend_for(torch.device("cuda"), quantization="int8")
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:
@@ -71,6 +77,24 @@ def test_attention_is_that_of_the_twin(
         dtype=dtype,
     )
     assert_near_twin(batch.attend(CPU, num_decodes=4), batch.expected())
+
+
+@pytest.mark.parametrize("block_size", [4, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_an_int8_cache_is_that_of_the_twin(
+    dtype: torch.dtype, block_size: int
+) -> None:
+    for num_heads, num_kv_heads, head_size in [(6, 2, 64), (4, 1, 6)]:
+        batch = paged_batch(
+            RAGGED,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        expected = batch.stored_by(reference, int8=True).expected()
+        assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 
 def test_bfloat16_loses_no_more_than_the_rounding_of_the_result() -> None:

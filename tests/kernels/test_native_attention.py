@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels import native
+from quire.kernels import native, reference
 from quire.kernels.native_backend import NativeBackend
+from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 SPLIT = 128  # kSplitTokens of native/attention_tile.h
@@ -85,11 +86,30 @@ def test_bfloat16_loses_no_more_than_its_own_rounding(best: NativeBackend) -> No
     assert error < 2 * rounding
 
 
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_an_int8_cache_is_that_of_the_twin(
+    any_isa: NativeBackend, dtype: torch.dtype, block_size: int
+) -> None:
+    for num_heads, num_kv_heads, head_size in [(6, 2, 64), (4, 1, 80), (7, 1, 256), (8, 1, 32)]:
+        batch = paged_batch(
+            RAGGED,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        expected = batch.stored_by(reference, int8=True).expected()
+        assert_near_twin(batch.stored_by(any_isa, int8=True).attend(any_isa), expected)
+
+
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (8, 1)])
 def test_a_row_has_the_same_bits_whoever_shares_the_batch(
-    best: NativeBackend, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+    best: NativeBackend, num_heads: int, num_kv_heads: int, dtype: torch.dtype, int8: bool
 ) -> None:
     batch = paged_batch(
         RAGGED,
@@ -98,15 +118,16 @@ def test_a_row_has_the_same_bits_whoever_shares_the_batch(
         head_size=64,
         block_size=16,
         dtype=dtype,
-    ).stored_by(best)
+    ).stored_by(best, int8=int8)
     _assert_rows_are_as_if_alone(batch, best)
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [4, 16, 64])
 def test_a_shared_prefix_does_not_change_a_bit(
-    any_isa: NativeBackend, block_size: int, dtype: torch.dtype
+    any_isa: NativeBackend, block_size: int, dtype: torch.dtype, int8: bool
 ) -> None:
     # Rows 3 and 1 share 5 splits and more, 0 shares 3 of them, 4 less than one, 2 nothing; row 5
     # is a prompt behind a cached prefix, and row 6 ends where its prefix does.
@@ -120,17 +141,23 @@ def test_a_shared_prefix_does_not_change_a_bit(
     )
     for row, shared in [(3, 704), (0, 448), (4, 64), (5, 384), (6, 2 * SPLIT)]:
         batch = batch.with_shared_prefix(1, row, shared // block_size)
-    batch = batch.stored_by(any_isa)
+    batch = batch.stored_by(any_isa, int8=int8)
     _assert_rows_are_as_if_alone(batch, any_isa)
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size"), [(6, 2, 64), (3, 3, 32), (2, 1, 128)]
 )
 def test_a_token_has_the_same_bits_in_any_chunk_and_as_a_decode(
-    any_isa: NativeBackend, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    any_isa: NativeBackend,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    int8: bool,
 ) -> None:
     batch = paged_batch(
         [(400, 390)],
@@ -139,7 +166,7 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_as_a_decode(
         head_size=head_size,
         block_size=16,
         dtype=dtype,
-    ).stored_by(any_isa)
+    ).stored_by(any_isa, int8=int8)
     whole = batch.attend(any_isa)
     for cuts in ([0, 7, 118, 119, 246, 247, 390], [0, 389, 390], [0, 128, 256, 384, 390]):
         for first, end in itertools.pairwise(cuts):
@@ -199,6 +226,24 @@ def test_write_kv_stores_each_value_once_and_touches_nothing_else(
         assert torch.equal(stored.sort().values, written.flatten().sort().values)
     touched = (~k_cache.isnan()).flatten(1).any(1).nonzero().flatten()
     assert touched.tolist() == sorted({slot // block_size for slot in slots.tolist()})
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_int8_cache_holds_what_the_twins_does_and_nothing_else_is_touched(
+    any_isa: NativeBackend, dtype: torch.dtype, block_size: int
+) -> None:
+    slots = torch.tensor([31, 0, 9, 8, 17])
+    values = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[1] = 0
+    shape = (64 // block_size, block_size, 2, 16 + SCALE_BYTES)
+    caches = [torch.full(shape, -128, dtype=torch.int8) for _ in range(4)]
+    for writer, (k_cache, v_cache) in ((any_isa, caches[:2]), (reference, caches[2:])):
+        writer.write_kv(values[:, :2], values[:, 2:], k_cache, v_cache, slots)
+    for native_cache, twin_cache in zip(caches[:2], caches[2:], strict=True):
+        # The order within a block is the library's own.
+        native_bytes, twin_bytes = (c.flatten(1).sort(1).values for c in (native_cache, twin_cache))
+        assert torch.equal(native_bytes, twin_bytes)
 
 
 def _backend(isa: str) -> NativeBackend:

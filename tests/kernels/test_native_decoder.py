@@ -19,6 +19,7 @@ from quire.kernels.decoder import (
     KvCache,
 )
 from quire.kernels.native_backend import NativeBackend
+from quire.kernels.quantization import SCALE_BYTES
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -62,14 +63,17 @@ def _weights(backend: AttentionBackend, dtype: torch.dtype) -> DecoderWeights:
     )
 
 
-def _kv(dtype: torch.dtype) -> KvCache:
-    return [
-        (
-            torch.full((12, BLOCK, K, D), float("nan"), dtype=dtype),
-            torch.full((12, BLOCK, K, D), float("nan"), dtype=dtype),
-        )
-        for _ in range(LAYERS)
-    ]
+def _kv(dtype: torch.dtype, *, int8: bool = False) -> KvCache:
+    def cache() -> Tensor:
+        if int8:  # these bytes are NaN as scales
+            return torch.full((12, BLOCK, K, D + SCALE_BYTES), -1, dtype=torch.int8)
+        return torch.full((12, BLOCK, K, D), float("nan"), dtype=dtype)
+
+    return [(cache(), cache()) for _ in range(LAYERS)]
+
+
+def _native(library: ctypes.CDLL, *, int8: bool) -> NativeBackend:
+    return NativeBackend(library, quantization="int8" if int8 else None)
 
 
 def _batch(rows: list[tuple[list[int], int, list[int]]]) -> Batch:
@@ -148,21 +152,29 @@ def _same(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_those_of_plain_pytorch(library: ctypes.CDLL, dtype: torch.dtype) -> None:
-    decoder, kv, plain_kv = _decoder(NativeBackend(library), dtype), _kv(dtype), _kv(dtype)
+@pytest.mark.parametrize("int8", [False, True])
+def test_logits_are_those_of_plain_pytorch(
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
+) -> None:
+    decoder = _decoder(_native(library, int8=int8), dtype)
+    kv, plain_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
+    plain = CpuBackend(quantization="int8" if int8 else None)
     for batch in (FIRST, SECOND):
         logits = decoder.forward(batch, kv, all_reduce=_same)
-        expected = _layer_by_layer(CpuBackend(), dtype, batch, plain_kv)
-        tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+        expected = _layer_by_layer(plain, dtype, batch, plain_kv)
+        # A last bit may round another 127th.
+        tolerance = 0.12 if int8 else {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
 def test_one_call_gives_the_bits_of_many(
-    library: ctypes.CDLL, dtype: torch.dtype, threads: int
+    library: ctypes.CDLL, int8: bool, dtype: torch.dtype, threads: int
 ) -> None:
-    backend, kv, parts_kv = NativeBackend(library), _kv(dtype), _kv(dtype)
+    backend = _native(library, int8=int8)
+    kv, parts_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
     decoder = _decoder(backend, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -176,10 +188,11 @@ def test_one_call_gives_the_bits_of_many(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
 def test_phase_by_phase_gives_the_bits_of_one_call(
-    library: ctypes.CDLL, dtype: torch.dtype
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
 ) -> None:
-    backend, sums = NativeBackend(library), 0
+    backend, sums = _native(library, int8=int8), 0
 
     def all_reduce(x: Tensor) -> Tensor:
         nonlocal sums
@@ -187,12 +200,50 @@ def test_phase_by_phase_gives_the_bits_of_one_call(
         assert x.dtype == torch.float32
         return x
 
-    kv, shared_kv = _kv(dtype), _kv(dtype)
+    kv, shared_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
     alone, shared = _decoder(backend, dtype), _decoder(backend, dtype, is_shared=True)
     for batch in (FIRST, SECOND):
         logits = alone.forward(batch, kv, all_reduce=_same)
         assert torch.equal(shared.forward(batch, shared_kv, all_reduce=all_reduce), logits)
     assert sums == 2 * 2 * LAYERS
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
+    library: ctypes.CDLL, dtype: torch.dtype, threads: int
+) -> None:
+    backend = NativeBackend(library)
+    weights = _weights(backend, dtype)
+    # Columns 0 to 56 again from 57 on: whatever is the greatest is there twice.
+    rows = torch.randn(57, C, generator=torch.Generator().manual_seed(3)).to(dtype)
+    weights = replace(weights, lm_head=backend.pack_linear(torch.cat([rows, rows])))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for is_shared in (False, True):
+            decoder = backend.decoder(weights, _shape(is_shared=is_shared))
+            assert decoder is not None
+            logits = decoder.forward(FIRST, _kv(dtype), all_reduce=_same)
+            for num_greedy in (1, 2):
+                greatest = torch.full((num_greedy, 2), 7.0)
+                rest = decoder.forward(FIRST, _kv(dtype), all_reduce=_same, greatest_G2=greatest)
+                assert torch.equal(rest, logits[: 2 - num_greedy])
+                row_logits = [row.tolist() for row in logits[2 - num_greedy :]]
+                assert greatest.tolist() == [[max(row), row.index(max(row))] for row in row_logits]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_of_nan_has_column_0_as_its_greatest(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    weights = _weights(backend, torch.float32)
+    broken = replace(weights, norm_C=torch.full((C,), float("nan")))
+    decoder = backend.decoder(broken, _shape())
+    assert decoder is not None
+    greatest = torch.full((2, 2), 7.0)
+    decoder.forward(FIRST, _kv(torch.float32), all_reduce=_same, greatest_G2=greatest)
+    assert greatest[:, 1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

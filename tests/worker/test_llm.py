@@ -169,6 +169,10 @@ def test_sampling_parameters_out_of_range_name_themselves(field: str, value: obj
         ({"num_blocks": 4}, "4 blocks of 16 tokens.*1024 needs 64"),
         ({"gpu_memory_utilization": 90}, "for a figure in bytes use kv_cache_memory_bytes"),
         ({"dtype": "int4"}, "dtype='int4'"),
+        ({"quantization": "awq"}, r"quantization='awq': one of \('int8',\), or None"),
+        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8': one of \('auto', 'int8'\)"),
+        ({"quantization": "int8", "device": "cuda"}, "quantization='int8': only CPUs .*='cpu'"),
+        ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype='int8': only CPUs"),
     ],
 )
 def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], message: str) -> None:
@@ -197,6 +201,8 @@ def test_the_public_surface_is_this() -> None:
         "model",
         "tensor_parallel_size",
         "dtype",
+        "quantization",
+        "kv_cache_dtype",
         "seed",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",

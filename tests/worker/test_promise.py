@@ -1,15 +1,32 @@
 """A request's tokens depend on model, prompt, parameters and seed only: in bfloat16, sampled.
 
-In bfloat16 logits that differ in a last bit soon give other tokens, so that equal tokens here say
-that all logits had equal bits. The native library promises that; plain PyTorch, whose products
-change with the number of rows, promises it in float32 only.
+The same holds in int8. In bfloat16 logits that differ in a last bit soon give other tokens, so
+that equal tokens here say that all logits had equal bits. The native library promises that; plain
+PyTorch, whose products change with the number of rows, promises it in float32 only.
 """
+
+from dataclasses import replace
 
 import pytest
 
 from quire import demo_model
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
+
+Settings = dict[str, object]
+
+KINDS: dict[str, Settings] = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int8-with-kv": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+VARIANTS: list[Settings] = [
+    {},
+    {"max_num_batched_tokens": 40},
+    {"block_size": 64},
+    {"num_threads": 2},
+]
 
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=40, ignore_eos=True)
 
@@ -18,34 +35,59 @@ needs_native = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Settings:
+    return KINDS[request.param]
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+def expected(kind: Settings) -> list[list[int]]:
     """Each request by itself, one rank, nothing cached."""
-    with _llm(enable_prefix_caching=False) as llm:
+    with _llm(**kind, enable_prefix_caching=False) as llm:
         return [_tokens(llm, [chat])[0] for chat in _chats()]
 
 
 @needs_native
-def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]]) -> None:
-    for settings in ({}, {"max_num_batched_tokens": 40}, {"block_size": 64}, {"num_threads": 2}):
-        with _llm(**settings) as llm:
+def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind: Settings) -> None:
+    for settings in VARIANTS:
+        with _llm(**kind, **settings) as llm:
             assert _tokens(llm, _chats()) == expected
             assert _tokens(llm, _chats()) == expected  # From the cache.
             assert llm.engine.stats().num_hit_tokens > 0
 
 
 @needs_native
-def test_when_preempted(expected: list[list[int]]) -> None:
-    with _llm(num_blocks=24, max_model_len=384) as llm:
+def test_when_preempted(expected: list[list[int]], kind: Settings) -> None:
+    with _llm(**kind, num_blocks=24, max_model_len=384) as llm:
         assert _tokens(llm, _chats()) == expected
         assert llm.engine.stats().num_preemptions > 0
 
 
 @needs_native
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_any_number_of_ranks(expected: list[list[int]], ranks: int) -> None:
-    with _llm(tensor_parallel_size=ranks) as llm:
+def test_on_any_number_of_ranks(expected: list[list[int]], kind: Settings, ranks: int) -> None:
+    with _llm(**kind, tensor_parallel_size=ranks) as llm:
         assert _tokens(llm, _chats()) == expected
+
+
+@needs_native
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_beside_requests_with_other_parameters(ranks: int) -> None:
+    """Greedy rows get no logits, the others do: whose they are does not matter."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = [
+        greedy,
+        PARAMS,
+        replace(greedy, logprobs=2),
+        replace(greedy, repetition_penalty=1.3),
+        greedy,
+        replace(greedy, min_tokens=30, max_tokens=30),
+    ]
+    with _llm(enable_prefix_caching=False) as llm:
+        alone = [_tokens(llm, [chat], [one])[0] for chat, one in zip(_chats(), params, strict=True)]
+    with _llm(tensor_parallel_size=ranks) as llm:
+        assert _tokens(llm, _chats(), params) == alone
+        assert _tokens(llm, _chats()[::-1], params[::-1]) == alone[::-1]
 
 
 def _chats() -> list[list[dict[str, str]]]:
@@ -58,6 +100,10 @@ def _llm(**settings: object) -> LLM:
     return LLM(demo_model.PATH, **(base | settings))  # type: ignore[arg-type]
 
 
-def _tokens(llm: LLM, chats: list[list[dict[str, str]]]) -> list[list[int]]:
-    outputs = llm.chat(chats, PARAMS, use_tqdm=False)
+def _tokens(
+    llm: LLM,
+    chats: list[list[dict[str, str]]],
+    params: SamplingParams | list[SamplingParams] = PARAMS,
+) -> list[list[int]]:
+    outputs = llm.chat(chats, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.completion import Completion, Progress, request_output
 from quire.worker.config import Device, DType, EngineConfig
 from quire.worker.engine import Engine
@@ -43,6 +44,10 @@ class LLM:
         model: A checkpoint directory in Hugging Face format (Llama architecture, safetensors).
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
+            with one per token (CPU only). ``None`` does not.
+        kv_cache_dtype: "int8" keeps K and V in 8 bits, with a scale for each token and head (CPU
+            only); "auto" as they are computed.
         seed: Requests that bring no seed get one drawn from this, in their order.
         gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
             (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
@@ -67,6 +72,8 @@ class LLM:
         *,
         tensor_parallel_size: int = 1,
         dtype: DType = "auto",
+        quantization: Quantization | None = None,
+        kv_cache_dtype: KvCacheDType = "auto",
         seed: int = 0,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -83,6 +90,8 @@ class LLM:
             model=Path(model),
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,

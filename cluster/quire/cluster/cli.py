@@ -14,6 +14,7 @@ from typing import get_args
 
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.config import ClusterConfig
+from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 from quire.worker.errors import QuireError
 
@@ -111,6 +112,8 @@ def _add_cluster_flags(
     add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
     add("--drain-timeout-s", type=float, default=30.0, help="for running requests at the stop")
     add("--dtype", choices=get_args(DType), default="auto")
+    add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
+    add("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto")
     add("--device", choices=get_args(Device), default="auto")
     add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
     add("--gpu-memory-utilization", type=float, help="share of GPU memory, or of free RAM")
@@ -172,6 +175,8 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         model=model,
         tensor_parallel_size=arguments.tensor_parallel_size,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         device=arguments.device,
         block_size=arguments.block_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def _add_kind(
     engine = parser.add_argument_group("engine").add_argument
     engine("--tensor-parallel-size", "-tp", type=int, default=1, help="ranks")
     engine("--dtype", choices=get_args(DType), default="auto")
+    engine("--quantization", choices=get_args(Quantization), help="of linear layers")
+    engine("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto")
     engine("--device", choices=get_args(Device), default="auto")
     engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
@@ -182,6 +185,8 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         model=arguments.model or demo_model.PATH,
         tensor_parallel_size=arguments.tensor_parallel_size,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         device=arguments.device,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
+from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels
@@ -84,11 +85,15 @@ class AttentionBackend(Protocol):
         """A whole forward pass, where the backend has one for these weights."""
 
 
-def backend_for(device: torch.device) -> AttentionBackend:
+def backend_for(
+    device: torch.device, *, quantization: Quantization | None = None
+) -> AttentionBackend:
     """The kernels for a device. Where there are several GPUs, it must be the current one.
 
+    ``quantization`` is what its linear layers make of the weights they are given.
+
     Raises:
-        ValueError: There are none for this kind of device.
+        ValueError: There are none for this kind of device, or none that quantise so.
         ImportError: The device is a GPU and Triton is not installed.
     """
     if device.type == "cpu":
@@ -97,7 +102,11 @@ def backend_for(device: torch.device) -> AttentionBackend:
         from quire.kernels.native_backend import NativeBackend
 
         native = library()
-        return CpuBackend() if native is None else NativeBackend(native)
+        if native is None:
+            return CpuBackend(quantization=quantization)
+        return NativeBackend(native, quantization=quantization)
+    if quantization is not None:
+        raise ValueError(f"quantization={quantization!r}: kernels exist for 'cpu' only")
     if device.type == "cuda":
         try:
             import triton  # noqa: F401

@@ -23,8 +23,10 @@ from quire.kernels.decoder import (
     DecoderWeights,
     Linear,
     PlainGatedLinear,
+    PlainInt8Linear,
     PlainLinear,
 )
+from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
@@ -46,6 +48,10 @@ class CpuBackend:
 
     name = "cpu"
 
+    def __init__(self, *, quantization: Quantization | None = None) -> None:
+        """``quantization``: what linear layers make of their weights; ``None`` leaves them."""
+        self.quantization = quantization
+
     def write_kv(
         self,
         k_TKD: Tensor,
@@ -54,6 +60,8 @@ class CpuBackend:
         v_cache: Tensor,
         slot_mapping_T: Tensor,
     ) -> None:
+        if k_cache.dtype == torch.int8:
+            k_TKD, v_TKD = reference.to_int8(k_TKD), reference.to_int8(v_TKD)
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
         v_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD)
 
@@ -119,11 +127,12 @@ class CpuBackend:
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
     ) -> Linear:
-        del num_parts
+        if self.quantization == "int8":
+            return PlainInt8Linear.of(weight_OI, bias_O, num_parts=num_parts)
         return PlainLinear(weight_OI, bias_O)
 
     def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        return PlainGatedLinear(PlainLinear(weight_OI, bias_O))
+        return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         del weights, shape
@@ -136,8 +145,10 @@ def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tens
     ``tables`` names the blocks of A whole tiles. The zeros matter: a masked score becomes a
     weight of 0, and 0 times the NaN that an unused slot may hold would still be NaN.
     """
-    num_kv_heads, head_size = cache.shape[2:]
-    pages = cache.flatten(1).index_select(0, tables_RM.flatten())
+    pages = cache.flatten(1).index_select(0, tables_RM.flatten()).view(-1, *cache.shape[1:])
+    if cache.dtype == torch.int8:
+        pages = reference.from_int8(pages)
+    num_kv_heads, head_size = pages.shape[2:]
     tokens = pages.view(len(seq_lens), -1, TILE, num_kv_heads, head_size).transpose(2, 3)
     tiles = torch.empty(tokens.shape, dtype=torch.float32).copy_(tokens)
     for row, seq_len in enumerate(seq_lens):

@@ -16,12 +16,13 @@ from torch.nn import functional
 from quire.kernels import reference
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
+# G of these that are greedy
 # C hidden size   H query heads   K KV heads (both: of this rank)   D head size   R = D / 2
 # F MLP channels   V vocabulary   P positions   I, O a linear layer's input and output
 
 KvCache = list[tuple[Tensor, Tensor]]
-"""K and V of each layer: ``[num_blocks, block_size, K, D]``. What stands where within a block is
-the backend's affair."""
+"""K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
+the D. What stands where within a block is the backend's affair."""
 
 _ROW_MULTIPLE = 4
 
@@ -53,10 +54,30 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainInt8Linear:
+    """A `Linear` in int8, in PyTorch: exact integer sums, slowly."""
+
+    weight_OPI: Tensor
+    scale_OP: Tensor
+    bias_O: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> "PlainInt8Linear":
+        """Quantises ``weight``; ``num_parts`` is as `quire.kernels.reference.quantize`'s."""
+        return cls(*reference.quantize(weight_OI, num_parts=num_parts), bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        out_TO = reference.int8_linear(x_TI, self.weight_OPI, self.scale_OP)
+        return (out_TO if self.bias_O is None else out_TO + self.bias_O).to(x_TI.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainGatedLinear:
     """``silu(gate) * up``; the layer's output is gate, then up."""
 
-    gate_up: PlainLinear
+    gate_up: Linear
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return reference.silu_and_mul(self.gate_up(x_TI))
@@ -127,10 +148,16 @@ class Decoder(Protocol):
     """A whole forward pass."""
 
     def forward(
-        self, batch: Batch, kv: KvCache, *, all_reduce: Callable[[Tensor], Tensor]
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a float32 tensor over the ranks, in place. Returns this rank's part of
-        the float32 logits ``[S, V]``.
+        the float32 logits ``[S, V]``; but of the last G rows the logits are not kept: the greatest
+        one and its column, the first of equals, are put into ``greatest_G2`` (float32).
         """

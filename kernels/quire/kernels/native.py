@@ -32,16 +32,17 @@ from quire.kernels import native_abi
 logger = logging.getLogger(__name__)
 
 ISA_FLAGS = {
-    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
     "portable": (),
 }
 """Best first. `portable` is what the compiler takes for granted on this machine."""
 
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _CPU_FLAGS = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"},
-    "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "avx512_bf16": {*_AVX512, "avx512_bf16", "avx512_vnni"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
 }
 _FLAGS = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-STORE, STORE_F32, ADD, GATED = range(4)
+STORE, STORE_F32, ADD, GATED, GREATEST = range(5)
 
 
 class AttendArgs(Structure):
@@ -29,6 +29,7 @@ class AttendArgs(Structure):
         ("head_size", c_int32),
         ("block_size", c_int32),
         ("scale", c_float),
+        ("cache_is_int8", c_int32),
     )
 
 
@@ -46,6 +47,7 @@ class WriteKvArgs(Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("block_size", c_int32),
+        ("cache_is_int8", c_int32),
     )
 
 
@@ -57,6 +59,7 @@ class LinearWeights(Structure):
         ("num_out", c_int64),
         ("splits", c_int32),
         ("gated", c_int32),
+        ("is_int8", c_int32),
     )
 
 
@@ -80,6 +83,23 @@ class LinearArgs(Structure):
         ("out", c_void_p),
         ("out_stride", c_int64),
         ("num_rows", c_int64),
+        ("x_scales", c_void_p),
+        ("num_greedy", c_int64),
+        ("greatest", c_void_p),
+    )
+
+
+class QuantizeArgs(Structure):
+    _fields_ = (
+        ("dtype", c_int32),
+        ("splits", c_int32),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("num_in", c_int64),
+        ("num_rows", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("scales", c_void_p),
     )
 
 
@@ -141,6 +161,7 @@ class ForwardArgs(Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("block_size", c_int32),
+        ("cache_is_int8", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("cos", c_void_p),
@@ -163,6 +184,11 @@ class ForwardArgs(Structure):
         ("attended", c_void_p),
         ("hidden", c_void_p),
         ("partial", c_void_p),
+        ("quantized", c_void_p),
+        ("quantized_stride", c_int64),
+        ("scales", c_void_p),
+        ("num_greedy", c_int64),
+        ("greatest", c_void_p),
         ("logits", c_void_p),
     )
 
@@ -185,13 +211,17 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_forward": [POINTER(ForwardArgs)],
         "quire_pack": [POINTER(PackArgs), c_int32],
         "quire_linear": [POINTER(LinearArgs), c_int32],
+        "quire_int8_bytes": [POINTER(LinearWeights)],
+        "quire_pack_int8": [POINTER(PackArgs), c_int32],
+        "quire_quantize": [POINTER(QuantizeArgs), c_int32],
         "quire_rms_norm": [POINTER(NormArgs), c_int32],
         "quire_rotary": [POINTER(RotaryArgs), c_int32],
         "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
         "quire_huge_pages": [c_void_p, c_int64],
         "quire_panel_columns": [],
     }
+    results = {"quire_panel_columns": c_int32, "quire_int8_bytes": c_int64}
     for name, argtypes in signatures.items():
         function = getattr(library, name)
         function.argtypes = argtypes
-        function.restype = c_int32 if name == "quire_panel_columns" else None
+        function.restype = results.get(name)

@@ -10,7 +10,9 @@ from quire.kernels import native_abi
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
+from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
@@ -22,26 +24,39 @@ class NativeBackend(CpuBackend):
 
     name = "cpu-native"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, *, quantization: Quantization | None = None) -> None:
+        super().__init__(quantization=quantization)
         self._library = library
         self._arena = Arena(library)
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
     ) -> Linear:
-        if not can_pack(weight_OI, num_parts=num_parts):
-            return super().pack_linear(weight_OI, bias_O)
-        return PackedLinear(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts)
+        return self._pack(weight_OI, bias_O, num_parts=num_parts) or super().pack_linear(
+            weight_OI, bias_O, num_parts=num_parts
+        )
 
     def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        if not can_pack(weight_OI):
-            return super().pack_gated_linear(weight_OI, bias_O)
-        return PackedLinear(self._library, self._arena, weight_OI, bias_O, gated=True)
+        return self._pack(weight_OI, bias_O, gated=True) or super().pack_gated_linear(
+            weight_OI, bias_O
+        )
+
+    def _pack(
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int = 1, gated: bool = False
+    ) -> Linear | None:
+        """``None`` where the library has no such layer."""
+        kind, can = (
+            (PackedLinear, can_pack) if self.quantization is None else (Int8Linear, can_pack_int8)
+        )
+        if not can(weight_OI, num_parts=num_parts):
+            return None
+        return kind(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated)
 
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         layers = weights.layers
         linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if not all(isinstance(linear, PackedLinear) for linear in (*linears, weights.lm_head)):
+        kinds = (PackedLinear, Int8Linear)
+        if not all(isinstance(linear, kinds) for linear in (*linears, weights.lm_head)):
             return None
         if not _can_attend(weights.norm_C.dtype, shape.head_size):
             return None
@@ -71,6 +86,7 @@ class NativeBackend(CpuBackend):
             num_kv_heads=k_TKD.shape[1],
             head_size=k_TKD.shape[2],
             block_size=k_cache.shape[1],
+            cache_is_int8=k_cache.dtype == torch.int8,
         )
         self._library.quire_write_kv(byref(arguments))
 
@@ -121,6 +137,7 @@ class NativeBackend(CpuBackend):
             head_size=q_THD.shape[2],
             block_size=k_cache.shape[1],
             scale=scale,
+            cache_is_int8=k_cache.dtype == torch.int8,
         )
         self._library.quire_attend(byref(arguments))
         return out_THD

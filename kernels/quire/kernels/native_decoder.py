@@ -9,9 +9,11 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeights, KvCache
+from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import PackedLinear, empty_huge
 
-# T tokens of the step, packed   S rows that are sampled   C hidden size   V vocabulary
+# T tokens of the step, packed   S rows that are sampled   G of these that are greedy
+# C hidden size   V vocabulary
 # H query heads   K KV heads (both: of this rank)   D head size   F MLP channels
 
 
@@ -31,6 +33,7 @@ class NativeDecoder:
         self._buffers: dict[str, Tensor] = {}
         lm_head = _packed(weights.lm_head)
         self._vocab_size = lm_head.num_out
+        assert self._vocab_size < 1 << 24, "float32 holds a greatest logit's column"
         self._arguments = native_abi.ForwardArgs(
             dtype=native_abi.DTYPES[self._dtype],
             is_shared=shape.is_shared,
@@ -50,13 +53,22 @@ class NativeDecoder:
         )
 
     def forward(
-        self, batch: Batch, kv: KvCache, *, all_reduce: Callable[[Tensor], Tensor]
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
         self._make_room(num_tokens)
-        logits_SV = torch.empty(num_samples, self._vocab_size)
+        num_greedy = 0 if greatest_G2 is None else len(greatest_G2)
+        logits_SV = torch.empty(num_samples - num_greedy, self._vocab_size)
         self._arguments.logits = logits_SV.data_ptr()
+        self._arguments.num_greedy = num_greedy
+        if greatest_G2 is not None:
+            self._arguments.greatest = _pointer(greatest_G2, torch.float32)
         self._check(batch)
         self._use_batch(batch)
         num_phases = 2 * len(self._layers) + 1
@@ -81,11 +93,12 @@ class NativeDecoder:
         for layer, (k_cache, v_cache) in zip(self._layers, kv, strict=True):
             assert k_cache.is_contiguous()
             assert v_cache.is_contiguous()
-            assert k_cache.dtype == v_cache.dtype == self._dtype
+            assert k_cache.dtype == v_cache.dtype in (self._dtype, torch.int8)
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
             for cache in (k_cache, v_cache):
                 self._library.quire_huge_pages(cache.data_ptr(), cache.nbytes)
         self._arguments.block_size = kv[0][0].shape[1]
+        self._arguments.cache_is_int8 = kv[0][0].dtype == torch.int8
         self._kv = kv
 
     def _make_room(self, num_tokens: int) -> None:
@@ -108,6 +121,16 @@ class NativeDecoder:
         if shape.is_shared:
             partial = empty_huge(self._library, (num_tokens, hidden_size), torch.float32)
             self._buffers["partial"] = partial
+        layers = self._weights.layers
+        linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        linears.append(self._weights.lm_head)
+        int8 = [linear for linear in linears if isinstance(linear, Int8Linear)]
+        if int8:
+            width = max(linear.input_bytes for linear in int8)
+            splits = max(linear.weights.splits for linear in int8)
+            self._buffers["quantized"] = empty_huge(self._library, (num_tokens, width), torch.uint8)
+            self._buffers["scales"] = torch.empty(num_tokens, splits)
+            self._arguments.quantized_stride = width
         for name, buffer in self._buffers.items():
             setattr(self._arguments, name, buffer.data_ptr())
         self._num_tokens = num_tokens
@@ -155,8 +178,8 @@ def _layer(layer: DecoderLayer) -> native_abi.Layer:
     )
 
 
-def _packed(linear: object) -> PackedLinear:
-    assert isinstance(linear, PackedLinear)
+def _packed(linear: object) -> PackedLinear | Int8Linear:
+    assert isinstance(linear, PackedLinear | Int8Linear)
     return linear
 
 

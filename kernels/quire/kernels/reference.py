@@ -3,7 +3,8 @@
 Runs on any device. Nothing here is fast, and nothing else defines the results: a kernel that
 disagrees with its twin is wrong. Sums are taken in float32 whatever the inputs are.
 
-The KV cache of one layer is two contiguous tensors ``[num_blocks, block_size, K, D]``. Token
+The KV cache of one layer is two contiguous tensors ``[num_blocks, block_size, K, D]``; in int8 the
+float32 scale of the D values follows them, in `SCALE_BYTES` of its own. Token
 ``t`` of a sequence lives in block ``block_table[t // block_size]``, at ``t % block_size``; the two
 together are its slot, ``block * block_size + offset``. Slots that no token was written to may
 hold anything, NaN included.
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.quantization import SCALE_BYTES
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
 # C channels   F channels of the MLP   A heads of Q, K and V together
-# S rows that sample   V vocabulary
+# S rows that sample   V vocabulary   I, O a linear layer's input and output   P parts of the input
 
 
 def write_kv(
@@ -38,6 +40,8 @@ def write_kv(
     if k_cache.dtype == torch.float8_e4m3fn:
         k_TKD = (k_TKD.float() * (1 / options.k_scale)).clamp(-448, 448).to(k_cache.dtype)
         v_TKD = (v_TKD.float() * (1 / options.v_scale)).clamp(-448, 448).to(v_cache.dtype)
+    elif k_cache.dtype == torch.int8:
+        k_TKD, v_TKD = to_int8(k_TKD), to_int8(v_TKD)
     for token, slot in enumerate(slot_mapping_T.tolist()):
         block, offset = divmod(slot, k_cache.shape[1])
         k_cache[block, offset] = k_TKD[token]
@@ -93,7 +97,23 @@ def _gather(cache: Tensor, block_table_M: Tensor, seq_len: int, group: int) -> T
     """The first ``seq_len`` tokens of a sequence as float32 ``[H, seq_len, D]``."""
     num_blocks = -(-seq_len // cache.shape[1])
     tokens_LKD = cache[block_table_M[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    if cache.dtype == torch.int8:
+        tokens_LKD = from_int8(tokens_LKD)
     return tokens_LKD.float().repeat_interleave(group, dim=1).transpose(0, 1)
+
+
+def to_int8(x_TKD: Tensor) -> Tensor:
+    """As an int8 cache keeps tokens, ``[T, K, D + SCALE_BYTES]``; `quantize` says how."""
+    values_N1D, scale_N1 = quantize(x_TKD.flatten(0, 1))
+    joined = torch.cat([values_N1D[:, 0], scale_N1.view(torch.int8)], dim=1)
+    return joined.view(*x_TKD.shape[:2], -1)
+
+
+def from_int8(stored: Tensor) -> Tensor:
+    """`to_int8` undone, in float32, whatever the leading dimensions."""
+    # A copy, as float32 must be aligned.
+    scale = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    return stored[..., :-SCALE_BYTES] * scale.view(torch.float32)
 
 
 def rms_norm(
@@ -149,6 +169,36 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
+
+
+def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows as int8 ``[T, P, I / P]`` and float32 scales ``[T, P]``, of which x is the product.
+
+    Each of the row's parts by itself, its greatest magnitude as 127; halves round to even.
+    """
+    x_TPI = x_TI.float().reshape(len(x_TI), num_parts, x_TI.shape[1] // num_parts)
+    most_TP = x_TPI.abs().amax(-1)
+    # Not `127 / most`, which PyTorch rounds twice: `127 * (1 / most)`.
+    inverse_TP = torch.where(most_TP > 1e-30, torch.tensor(127.0) / most_TP, 0)
+    return (x_TPI * inverse_TP[..., None]).round().to(torch.int8), most_TP / 127
+
+
+def int8_linear(x_TI: Tensor, weight_OPI: Tensor, scale_OP: Tensor) -> Tensor:
+    """A linear layer of quantised weights and inputs, in float32: `quantize` says how.
+
+    A part's sum is exact, then rounded, then multiplied with the weights' scale, then with the
+    input's; the parts, a power of two of them, are added as a binary tree.
+    """
+    x_TPI, x_scale_TP = quantize(x_TI, num_parts=weight_OPI.shape[1])
+    parts = [
+        (x_TPI[:, part].double() @ weight_OPI[:, part].double().T).float()
+        * scale_OP[:, part]
+        * x_scale_TP[:, part, None]
+        for part in range(weight_OPI.shape[1])
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def sample(

@@ -7,6 +7,7 @@ so does the whole of block 0, with which block tables are padded.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.quantization import SCALE_BYTES
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}
 """A few roundings of the dtype, of results of size 1; integers are the same."""
@@ -73,14 +75,24 @@ class PagedBatch:
             self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
         )
 
-    def stored_by(self, backend: AttentionBackend) -> "PagedBatch":
-        """The batch with its caches as this backend lays them out, NaN where no token is."""
-        k_cache = torch.full_like(self.k_cache, float("nan"))
+    def stored_by(
+        self, backend: AttentionBackend | ModuleType, *, int8: bool = False
+    ) -> "PagedBatch":
+        """The batch with its caches as this backend, or the twin's module, lays them out; in int8
+        if so wished. NaN where no token is."""
+        if int8:
+            shape = (*self.k_cache.shape[:3], self.k_cache.shape[3] + SCALE_BYTES)
+            # As scales, these bytes are NaN.
+            k_cache = torch.full(shape, -1, dtype=torch.int8, device=self.k_cache.device)
+        else:
+            k_cache = torch.full_like(self.k_cache, float("nan"))
         v_cache = k_cache.clone()
         block_size = k_cache.shape[1]
         for (tokens, _), (k, v), blocks in zip(
             self.rows, self.dense_kv, self.block_tables, strict=True
         ):
+            if not tokens:
+                continue
             token = torch.arange(tokens, device=blocks.device)
             slots = blocks[token // block_size].long() * block_size + token % block_size
             backend.write_kv(k, v, k_cache, v_cache, slots)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.errors import CheckpointError, ConfigError
 from quire.worker.executor import make_executor
+from quire.worker.hashing import root_hash
 from quire.worker.model_config import check_parallel, read_model_config
 from quire.worker.model_facts import model_facts
 
@@ -160,6 +161,24 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
     facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
     assert facts.eos_token_ids == (2, 7)
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
+
+
+def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: Path) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int8", "dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8", "quantization": "int8"},
+    ]
+    facts = [model_facts(config_of(tiny_llama, **fields)) for fields in settings]
+    roots = {
+        root_hash(model_fingerprint=f.fingerprint, kv_dtype=f.kv_dtype, block_size=16)
+        for f in facts
+    }
+    assert len(roots) == len(settings)
+    assert facts[-1].kv_dtype == "int8 of float32"
 
 
 def test_more_context_than_the_model_was_trained_for_is_refused(

@@ -34,6 +34,15 @@ def test_a_block_is_k_and_v_of_every_layer(config_of: ConfigOf, tiny_llama: Path
     assert replicated.num_kv_heads == 1
 
 
+def test_an_int8_block_holds_a_byte_for_each_value_and_a_float_for_each_token_and_head(
+    config_of: ConfigOf, tiny_llama: Path
+) -> None:
+    config = config_of(tiny_llama, block_size=8, kv_cache_dtype="int8")
+    assert layout(config).block_bytes == 2 * 2 * 8 * 2 * (16 + 4)
+    kv = kv_cache.allocate(layout(config), num_blocks=3, device=torch.device("cpu"))
+    assert sum(cache.nbytes for layer in kv for cache in layer) == 3 * layout(config).block_bytes
+
+
 def test_bytes_are_of_the_whole_group(config_of: ConfigOf, tiny_llama: Path) -> None:
     for size in (1, 2):
         config = config_of(

@@ -23,8 +23,10 @@ class Completion:
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, request.params) if tokenizer else None
-        self._text = ""
+        # Only a stop string must be seen when it comes; other text is decoded once, at the end.
+        watched = tokenizer if request.params.stop_strings else None
+        self._stream = TextStream(watched, request.params) if watched else None
+        self._streamed = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
@@ -37,17 +39,12 @@ class Completion:
         self.finish_reason = delta.finish_reason
         if self._stream is None:
             return
-        # As in vLLM, the token that ends the text is not part of it.
-        hidden = (
-            delta.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
-        )
-        shown = delta.token_ids[:-1] if hidden else delta.token_ids
-        text, stopped = self._stream.push(shown)
-        self._text += text
+        text, stopped = self._stream.push(self._shown(delta.token_ids, delta.finish_reason))
+        self._streamed += text
         if stopped:
             self.finish_reason = "stop"
         elif delta.finish_reason is not None:
-            self._text += self._stream.finish()
+            self._streamed += self._stream.finish()
             if self._stream.stop_string is not None:
                 self.finish_reason = "stop"
 
@@ -59,7 +56,7 @@ class Completion:
             logprobs = [self._readable(token) for token in self._logprobs]
         return CompletionOutput(
             index=self.index,
-            text=self._text,
+            text=self._text(),
             token_ids=self._token_ids,
             logprobs=logprobs,
             cumulative_logprob=None
@@ -68,6 +65,19 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason(),
         )
+
+    def _text(self) -> str:
+        if self._tokenizer is None or self._stream is not None:
+            return self._streamed
+        return self._tokenizer.decode(
+            self._shown(self._token_ids, self.finish_reason),
+            skip_special_tokens=self.request.params.skip_special_tokens,
+        )
+
+    def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
+        """As in vLLM, the token that ends the text is not part of it."""
+        hidden = reason == "stop" and not self.request.params.include_stop_str_in_output
+        return token_ids[:-1] if hidden else token_ids
 
     def _stop_reason(self) -> str | int | None:
         if self._stream is not None and self._stream.stop_string is not None:

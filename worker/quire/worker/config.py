@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.errors import ConfigError
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
@@ -26,6 +27,11 @@ class EngineConfig:
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
     """Of weights, activations and KV; "auto" is the checkpoint's own."""
+    quantization: Quantization | None = None
+    """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied
+    (CPU only); the checkpoint stays as it is."""
+    kv_cache_dtype: KvCacheDType = "auto"
+    """"int8" keeps K and V in 8 bits (CPU only); "auto" as they are computed."""
     device: Device = "auto"
     """"auto" is "cuda" where a device is present, else "cpu"."""
     block_size: int = 16
@@ -70,6 +76,19 @@ class EngineConfig:
         )
         _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
         _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")
+        _check(
+            self.quantization is None or self.quantization in get_args(Quantization),
+            "quantization",
+            self.quantization,
+            f"one of {get_args(Quantization)}, or None",
+        )
+        _check(
+            self.kv_cache_dtype in get_args(KvCacheDType),
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            f"one of {get_args(KvCacheDType)}",
+        )
+        self.check_device(self.device)
         share = self.gpu_memory_utilization
         _check(
             share is None or 0 < share <= 1,
@@ -90,6 +109,17 @@ class EngineConfig:
             "decodes one token a step",
         )
         _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
+
+    def check_device(self, device: str) -> None:
+        """Checks what only CPUs can do, now that it is known what "auto" is.
+
+        Raises:
+            ConfigError: It was asked for on a GPU.
+        """
+        remedy = "only CPUs have kernels for it; set device='cpu', or leave it out"
+        for name, plain in (("quantization", None), ("kv_cache_dtype", "auto")):
+            value = getattr(self, name)
+            _check(device != "cuda" or value == plain, name, value, remedy)
 
 
 def _check(ok: bool, name: str, value: object, rule: str) -> None:

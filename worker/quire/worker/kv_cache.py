@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels.decoder import KvCache
+from quire.kernels.quantization import SCALE_BYTES
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 from quire.worker.model_config import LlamaConfig
@@ -32,19 +33,25 @@ class KvLayout:
     dtype: torch.dtype
 
     @property
+    def width(self) -> int:
+        """Elements of one token and head: its values and, in int8, the bytes of their scale."""
+        return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+
+    @property
     def block_bytes(self) -> int:
         """K and V of one block in all layers."""
-        values = self.num_layers * self.block_size * self.num_kv_heads * self.head_size
-        return 2 * values * self.dtype.itemsize
+        elements = self.num_layers * self.block_size * self.num_kv_heads * self.width
+        return 2 * elements * self.dtype.itemsize
 
 
 def kv_layout(config: EngineConfig, model: LlamaConfig, *, dtype: torch.dtype) -> KvLayout:
+    """``dtype`` is the model's; the cache's may be another."""
     return KvLayout(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=max(1, model.num_kv_heads // config.tensor_parallel_size),
         head_size=model.head_size,
-        dtype=dtype,
+        dtype=torch.int8 if config.kv_cache_dtype == "int8" else dtype,
     )
 
 
@@ -118,7 +125,7 @@ def available_ram_bytes(
 
 def allocate(layout: KvLayout, *, num_blocks: int, device: torch.device) -> KvCache:
     """Uninitialised K and V of every layer. Slots hold anything until they are written."""
-    shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_size)
+    shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.width)
     return [
         (
             torch.empty(shape, dtype=layout.dtype, device=device),

@@ -14,9 +14,11 @@ from torch.nn import functional
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeights, KvCache
 from quire.worker.model_config import LlamaConfig, RopeConfig
+from quire.worker.step import Longs
 from quire.worker.tensor_parallel import TensorParallel
 
-# T tokens of the step, packed   S rows that are sampled   C hidden size   R = D / 2
+# T tokens of the step, packed   S rows that are sampled   G of these that are greedy
+# C hidden size   R = D / 2
 # H query heads   K KV heads (both: of this rank)   D head size   V vocabulary
 
 
@@ -62,6 +64,30 @@ class Llama:
         else:
             logits = self._forward(batch, kv)
         return self._tp.gather_columns(logits, num_columns=self._config.vocab_size)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `forward_and_choose` is there."""
+        return self._decoder is not None
+
+    @torch.inference_mode()
+    def forward_and_choose(
+        self, batch: Batch, kv: KvCache, *, num_greedy: int
+    ) -> tuple[Tensor, Longs] | None:
+        """As `forward`, but the last ``num_greedy`` rows of S get no logits.
+
+        Returns the others' logits and these rows' tokens: the first of the greatest. 128 rows of a
+        vocabulary of 32,000 would be 16 MB to write and to read again.
+        """
+        assert self._decoder is not None
+        greatest_G2 = torch.empty(num_greedy, 2)
+        logits = self._decoder.forward(
+            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2
+        )
+        num_columns = self._config.vocab_size
+        token_ids = self._tp.gather_greatest(greatest_G2, num_columns=num_columns)
+        gathered = self._tp.gather_columns(logits, num_columns=num_columns)
+        return None if gathered is None or token_ids is None else (gathered, token_ids)
 
     def _forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Layer by layer."""

@@ -27,7 +27,7 @@ class ModelFacts:
     name: str
     """As users call it."""
     fingerprint: str
-    """Differs whenever the weights do; the block hashes begin from it."""
+    """Differs whenever the weights do, or what is made of them; the block hashes begin from it."""
     vocab_size: int
     """Token ids are below this."""
     max_model_len: int
@@ -46,23 +46,33 @@ def model_facts(config: EngineConfig) -> ModelFacts:
         ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
     """
     model = read_model_config(config.model)
+    dtype = resolve_dtype(config, model)
     return ModelFacts(
         name=config.model.resolve().name,
-        fingerprint=fingerprint(model, open_checkpoint(config.model).files),
+        fingerprint=fingerprint(
+            model, open_checkpoint(config.model).files, quantization=config.quantization
+        ),
         vocab_size=model.vocab_size,
         max_model_len=resolve_max_model_len(config, model),
         eos_token_ids=model.eos_token_ids,
-        kv_dtype=resolve_dtype(config, model),
+        # KV computed in another type is not the same either once it is rounded.
+        kv_dtype=dtype
+        if config.kv_cache_dtype == "auto"
+        else f"{config.kv_cache_dtype} of {dtype}",
     )
 
 
-def fingerprint(model: LlamaConfig, files: tuple[Path, ...]) -> str:
+def fingerprint(
+    model: LlamaConfig, files: tuple[Path, ...], *, quantization: str | None = None
+) -> str:
     """SHA-256 over the model's shape and, of each weight file, size, header and 64 samples.
 
     A fine-tuned copy has the same headers and sizes; that is what the samples tell apart. They
     are spread evenly over the file, so 100 GB of weights cost some thousand small reads.
     """
     shape = {name: value for name, value in asdict(model).items() if name not in _NOT_IN_KV}
+    if quantization is not None:
+        shape["quantization"] = quantization
     state = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for file in files:
         header = read_header(file)

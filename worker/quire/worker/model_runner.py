@@ -4,6 +4,8 @@ Made in two steps, as the number of blocks must be agreed on in between: first t
 show how much memory is left, then the KV cache.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +17,7 @@ from quire.worker import kv_cache
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
+from quire.worker.greedy import greedy_rows, sample_beside
 from quire.worker.llama import Llama
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
@@ -24,7 +27,7 @@ from quire.worker.model_config import (
     resolve_max_model_len,
 )
 from quire.worker.sampler import sample
-from quire.worker.step import StepInput, StepOutput
+from quire.worker.step import Longs, StepInput, StepOutput
 from quire.worker.tensor_parallel import TensorParallel
 
 
@@ -44,7 +47,7 @@ class ModelRunner:
         self._config = config
         self._device = device
         dtype = getattr(torch, resolve_dtype(config, model))
-        backend = backend_for(device)
+        backend = backend_for(device, quantization=config.quantization)
         weights = load_weights(
             open_checkpoint(config.model),
             model,
@@ -88,12 +91,24 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
+        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
+            chosen = self._forward_and_choose(step, greedy_S)
+            return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
         logits_SV = self.forward(step)
         return None if logits_SV is None else sample(logits_SV, step.sampling)
 
     def forward(self, step: StepInput) -> Tensor | None:
         """Computes the step's tokens; float32 logits ``[S, V]`` on rank 0, ``None`` elsewhere."""
         return self._llama.forward(self._to_device(step), self._kv)
+
+    def _forward_and_choose(
+        self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
+    ) -> tuple[Tensor, Longs] | None:
+        """The logits of the rows that are not greedy, and the tokens of those that are."""
+        batch = self._to_device(step)
+        greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
+        batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
+        return self._llama.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
 
     def _to_device(self, step: StepInput) -> Batch:
         query_lens_B = np.diff(step.query_starts_B1)
@@ -149,7 +164,8 @@ def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
     """The device of a rank: its own GPU, or the CPU that all share.
 
     Raises:
-        ConfigError: A GPU was asked for and there is none for this rank.
+        ConfigError: A GPU was asked for and there is none for this rank, or there is one and what
+            was asked for runs on CPUs only.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):
@@ -159,6 +175,7 @@ def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
             f"device={config.device!r}, tensor_parallel_size={config.tensor_parallel_size}: each "
             f"rank needs a GPU of its own, {num_gpus} found; set device='cpu' to run without"
         )
+    config.check_device("cuda")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return device

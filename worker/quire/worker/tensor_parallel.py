@@ -7,14 +7,16 @@ import ctypes
 import datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quire.kernels import native
 from quire.kernels.native_shared import SharedGroup
+from quire.worker.step import Longs
 
-# S rows   V vocabulary
+# S rows   V vocabulary   G rows that are greedy   R ranks
 
 
 class TensorParallel:
@@ -43,6 +45,22 @@ class TensorParallel:
         return torch.cat(
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
+
+    def gather_greatest(self, greatest_G2: Tensor, *, num_columns: int) -> Longs | None:
+        """The first of the greatest columns of each row on rank 0, ``None`` elsewhere.
+
+        ``greatest_G2`` has the value and the column of this rank's greatest in its range of
+        ``num_columns``.
+        """
+        parts = self._gather(greatest_G2)
+        if parts is None:
+            return None
+        parts_RG2 = torch.stack(parts).numpy()
+        starts_R1 = np.arange(self.size)[:, None] * num_columns // self.size
+        columns_RG = parts_RG2[:, :, 1].astype(np.int64) + starts_R1
+        best_G = parts_RG2[:, :, 0].argmax(axis=0)
+        columns_G: Longs = columns_RG[best_G, np.arange(len(best_G))]
+        return columns_G
 
     def _gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's ``x`` on rank 0, ``None`` elsewhere."""

@@ -49,7 +49,8 @@ struct Step {
   int split, head, first, end;
 };
 
-template <class Dot, class Element>
+// q and out are of `Element`, the cache is of `Stored`.
+template <class Dot, class Element, class Stored = Element>
 class Attention {
  public:
   Attention(const AttendArgs& args, AttendPlan& plan, Scratch& scratch)
@@ -85,7 +86,7 @@ class Attention {
   }
 
  private:
-  static constexpr bool kDirect = CacheReader<Dot, Element>::kDirect;
+  static constexpr bool kDirect = CacheReader<Dot, Stored>::kDirect;
 
   void find(const Step& step, Tiles& tiles) const {
     cache_.find(plan_.queries[step.first].row, step.head, step.split, tiles);
@@ -117,7 +118,7 @@ class Attention {
                               int64_t{head} * group_ * head_size_;
         char* to = queries_ + int64_t{row_of(head, query)} * kQueryStride;
         for (int i = 0; i < group_; ++i, from += head_size_, to += kQueryStride)
-          if (kDirect)
+          if (Dot::kPack == 4 / sizeof(Element))
             memcpy(to, from, head_size_ * sizeof(Element));
           else
             for (int d = 0; d < head_size_; d += kLanes) store(to + d * 4, load_bf16(from + d));
@@ -186,7 +187,9 @@ class Attention {
     score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride, num_lines, tiles.k,
                            ahead_of_scores, num_tiles, scores_);
     Vec sums[kRows];
-    const Vec max = weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, sums);
+    const TokenScales* scales = cache_.kIsInt8 ? &tiles.scales : nullptr;
+    const Vec max =
+        weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, scales, sums);
     const bool starts = step.split == 0 || unit_->merge >= 0;
     const Rows to = unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
     Blend blend;
@@ -260,7 +263,7 @@ class Attention {
 
   const AttendArgs& args_;
   AttendPlan& plan_;
-  CacheReader<Dot, Element> cache_;
+  CacheReader<Dot, Stored> cache_;
   const int head_size_;
   const int group_;
   const float log2_scale_;
@@ -272,28 +275,23 @@ class Attention {
   Rows rows_{};
 };
 
-#if defined(QUIRE_BF16_DOT)
-using Bf16Attention = Attention<DotBf16, uint16_t>;
-#else
-using Bf16Attention = Attention<DotF32, uint16_t>;
-#endif
-
 template <class Kernel>
 void run_units(const AttendArgs& args, AttendPlan& plan, Team team) {
   thread_local Scratch scratch;
   Kernel kernel(args, plan, scratch);
-  const int count = int(plan.units.size());
-  for (int i = team.ticket->fetch_add(1); i < count; i = team.ticket->fetch_add(1))
-    kernel.run(plan.units[i]);
+  team.share(int64_t(plan.units.size()), [&](int64_t unit) { kernel.run(plan.units[unit]); });
 }
 
 }  // namespace
 
 void attend_part(const AttendArgs& args, AttendPlan& plan, Team team) {
-  if (args.dtype == QUIRE_BF16)
-    run_units<Bf16Attention>(args, plan, team);
+  const bool is_bf16 = args.dtype == QUIRE_BF16;
+  if (args.cache_is_int8)
+    is_bf16 ? run_units<Attention<Bf16Dot, uint16_t, int8_t>>(args, plan, team)
+            : run_units<Attention<DotF32, float, int8_t>>(args, plan, team);
   else
-    run_units<Attention<DotF32, float>>(args, plan, team);
+    is_bf16 ? run_units<Attention<Bf16Dot, uint16_t>>(args, plan, team)
+            : run_units<Attention<DotF32, float>>(args, plan, team);
 }
 
 }  // namespace quire

@@ -49,7 +49,7 @@ struct AttendPlan {
 // lengths of `args`, not its tensors.
 AttendPlan plan_attention(const AttendArgs& args, int num_threads);
 
-// This thread's share. The caller puts a barrier behind it, and sets the ticket to 0 before it.
+// See `team.h`.
 void attend_part(const AttendArgs& args, AttendPlan& plan, Team team);
 
 }  // namespace quire

@@ -29,5 +29,8 @@ void quire_attend(const AttendArgs* args) {
 
 void quire_write_kv(const WriteKvArgs* args) {
   const int num_threads = threads_for(int64_t{args->num_tokens} * args->num_kv_heads, kMinWrites);
-  parallel(num_threads, [&](Team team) { write_kv_part(*args, team); });
+  parallel(num_threads, [=](Team team) {
+    team.share_rows(args->num_tokens,
+                    [=](int64_t begin, int64_t end) { write_kv_rows(*args, begin, end); });
+  });
 }

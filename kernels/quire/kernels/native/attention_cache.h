@@ -1,11 +1,12 @@
 // Reading the paged cache: where the tiles of a split are, and copies of those that the loops of
-// `attention_tile.h` cannot read in place: small blocks' keys, a sequence's last tile, and bf16
-// where the dot products take floats. The layout is described in `kv_write.cpp`.
+// `attention_tile.h` cannot read in place: small blocks' keys, a sequence's last tile, int8, and
+// bf16 where the dot products take floats. The layout is described in `kv_write.cpp`.
 #pragma once
 
 #include <algorithm>
 
 #include "attention_tile.h"
+#include "quantize.h"
 #include "quire.h"
 
 namespace quire {
@@ -18,6 +19,10 @@ struct Tiles {
   const char* v_part[kMaxParts];
   const char* k[kSplitTiles];
   const char* v[kMaxParts];
+  // Of int8 only.
+  const char* k_scale_part[kMaxParts];
+  const char* v_scale_part[kMaxParts];
+  TokenScales scales;
 };
 
 template <class Dot, class Element>
@@ -25,6 +30,7 @@ class CacheReader {
  public:
   // The cache's tiles feed the dot products as they are; else they are converted to floats.
   static constexpr bool kDirect = Dot::kPack == 4 / sizeof(Element);
+  static constexpr bool kIsInt8 = sizeof(Element) == 1;
 
   explicit CacheReader(const AttendArgs& args) : args_(args), head_size_(args.head_size) {}
 
@@ -41,17 +47,21 @@ class CacheReader {
     const int32_t* table = args_.block_tables + row * args_.bt_stride;
     const int first = split * kSplitTokens, part = part_tokens();
     const int64_t token_bytes = head_size_ * sizeof(Element);
-    const int64_t head_bytes = args_.block_size * token_bytes;
+    const int64_t values_bytes = args_.block_size * token_bytes;
+    const int64_t head_bytes = values_bytes + (kIsInt8 ? 4 * args_.block_size : 0);
     const auto* k = static_cast<const char*>(args_.k_cache);
     const auto* v = static_cast<const char*>(args_.v_cache);
     tiles.tokens = std::min(kSplitTokens, args_.seq_lens[row] - first);
     int i = 0;
     for (int at = 0; at < tiles.tokens; at += part, ++i) {
       const int64_t block = table[(first + at) / args_.block_size];
-      const int64_t offset = (block * args_.num_kv_heads + head) * head_bytes +
-                             (first + at) % args_.block_size * token_bytes;
-      tiles.k_part[i] = k + offset;
-      tiles.v_part[i] = v + offset;
+      const int64_t begin = (block * args_.num_kv_heads + head) * head_bytes;
+      const int token = (first + at) % args_.block_size;
+      tiles.k_part[i] = k + begin + token * token_bytes;
+      tiles.v_part[i] = v + begin + token * token_bytes;
+      if (!kIsInt8) continue;
+      tiles.k_scale_part[i] = k + begin + values_bytes + 4 * token;
+      tiles.v_scale_part[i] = v + begin + values_bytes + 4 * token;
     }
     for (; i * part < kSplitTokens; ++i) {
       tiles.k_part[i] = tiles.k_part[i - 1];
@@ -61,6 +71,7 @@ class CacheReader {
 
   // Makes the tiles fit for the loops: as they are, if they can be.
   void fetch(Tiles& tiles) {
+    if constexpr (kIsInt8) return fetch_int8(tiles);
     const int part = part_tokens(), parts = kTileTokens / part;
     const int lines_per_token = head_size_ / kLanes;
     const int64_t part_bytes = part * head_size_ * int64_t{sizeof(Element)};
@@ -96,6 +107,37 @@ class CacheReader {
   }
 
  private:
+  // Tiles of what the dot products take, in the same order.
+  void fetch_int8(Tiles& tiles) {
+    using Value = std::conditional_t<Dot::kPack == 2, bf16, float>;
+    const int part = part_tokens(), parts = kTileTokens / part, line = part * Dot::kPack;
+    for (int i = 0; i * kTileTokens < tiles.tokens; ++i) {
+      char* k_copy = gathered_ + i * tile_bytes();
+      char* v_copy = k_copy + kSplitTiles * tile_bytes();
+      int8_t keys[kTileTokens * kMaxHeadSize];
+      memset(tiles.scales.k + i * kTileTokens, 0, kTileTokens * 4);
+      memset(tiles.scales.v + i * kTileTokens, 0, kTileTokens * 4);
+      for (int j = 0; j < parts; ++j) {
+        const int from = i * parts + j, token = i * kTileTokens + j * part;
+        auto* values = reinterpret_cast<Value*>(v_copy + j * (tile_bytes() / parts));
+        tiles.v[from] = reinterpret_cast<char*>(values);
+        const int valid = std::min(part, tiles.tokens - token);
+        if (valid <= 0) {  // a weight of 0 times what is left here may be NaN
+          memset(values, 0, tile_bytes() / parts);
+          continue;
+        }
+        for (int row = 0; parts > 1 && row < head_size_ / Dot::kPack; ++row)
+          memcpy(keys + (row * parts + j) * line, tiles.k_part[from] + row * line, line);
+        widen(reinterpret_cast<const int8_t*>(tiles.v_part[from]), values, part * head_size_);
+        memcpy(tiles.scales.k + token, tiles.k_scale_part[from], valid * 4);
+        memcpy(tiles.scales.v + token, tiles.v_scale_part[from], valid * 4);
+      }
+      const auto* whole = reinterpret_cast<const int8_t*>(tiles.k_part[i]);
+      widen(parts > 1 ? keys : whole, reinterpret_cast<Value*>(k_copy), kTileTokens * head_size_);
+      tiles.k[i] = k_copy;
+    }
+  }
+
   // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16]. The
   // block's values are wanted soon.
   void insert_keys(const char* from, const char* ahead, int slot, char* to) const {

@@ -70,6 +70,18 @@ struct DotBf16 {
 };
 #endif
 
+// What multiplies q and K in bf16.
+#if defined(QUIRE_BF16_DOT)
+using Bf16Dot = DotBf16;
+#else
+using Bf16Dot = DotF32;
+#endif
+
+// By what an int8 split's K and V are to be multiplied, token by token; zeros past its last token.
+struct TokenScales {
+  float k[kSplitTokens], v[kSplitTokens];
+};
+
 // A row's weights of one split; the bytes of a broadcast word are the same for both types.
 template <class Dot>
 constexpr int kWeightStride = kSplitTokens * 4 / Dot::kPack;
@@ -132,15 +144,18 @@ inline void score_rows(const char* q, int num_lines, const char* const* k,
 // The rows' softmax over a split, relative to each row's maximum in the split, of the `num_tiles *
 // 16` scores of each. Row i's first `visible[i]` tokens count; the weights of the others are zero.
 // Lane i of the result is row i's maximum (-inf where nothing is visible), and sums[i] has a lane
-// for every 16th token.
+// for every 16th token. Of an int8 split, `scales` enter the scores and the weights, not the sums.
 template <class Dot, int kRows>
 inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visible)[kRows],
-                 float log2_scale, Vec (&sums)[kRows]) {
+                 float log2_scale, const TokenScales* scales, Vec (&sums)[kRows]) {
   constexpr int kTileBytes = kTileTokens * 4 / Dot::kPack;
   const Vec hidden = splat(-__builtin_inff());
   Vec most[kRows];
   for (int row = 0; row < kRows; ++row) {
     float* at = scores + row * kSplitTokens;
+    if (scales)
+      for (int i = 0; i < num_tiles * kTileTokens; i += kTileTokens)
+        store(at + i, mul(load(at + i), load(scales->k + i)));
     const int whole = visible[row] > 0 ? visible[row] / kTileTokens : 0;
     for (int tile = whole; tile < num_tiles; ++tile) {
       const int count = visible[row] - tile * kTileTokens;
@@ -166,7 +181,8 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visibl
       const Vec weight =
           exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
       sum = add(sum, weight);
-      Dot::store_weights(to + tile * kTileBytes, weight);
+      Dot::store_weights(to + tile * kTileBytes,
+                         scales ? mul(weight, load(scales->v + tile * kTileTokens)) : weight);
     }
     sums[row] = sum;
   }

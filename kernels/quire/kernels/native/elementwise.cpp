@@ -1,6 +1,5 @@
 // What a layer does between its matrix products: RMS norm, rotary embedding; and the argmax of
-// greedy sampling. Rows are shared evenly among the threads; each row is computed alone, in one
-// order, so its bits are its own.
+// greedy sampling. Each row is computed alone, in one order, so its bits are its own.
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -32,7 +31,7 @@ void norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float e
 }
 
 template <class T>
-void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
+void norm_rows_of(const NormArgs& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     int64_t source = args.rows ? args.rows[row] : row;
     norm_row(static_cast<const T*>(args.x) + source * args.num_channels,
@@ -81,31 +80,34 @@ int64_t argmax_row(const float* x, int64_t size) {
 
 using namespace quire;
 
-void rms_norm_part(const NormArgs& args, Team team) {
-  int64_t begin = args.num_rows * team.thread / team.size;
-  int64_t end = args.num_rows * (team.thread + 1) / team.size;
-  args.dtype == QUIRE_BF16 ? norm_rows<bf16>(args, begin, end) : norm_rows<float>(args, begin, end);
+void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
+  args.dtype == QUIRE_BF16 ? norm_rows_of<bf16>(args, begin, end) : norm_rows_of<float>(args, begin, end);
 }
 
-void rotary_part(const RotaryArgs& args, Team team) {
-  int64_t begin = args.num_tokens * team.thread / team.size;
-  int64_t end = args.num_tokens * (team.thread + 1) / team.size;
+void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end) {
   args.dtype == QUIRE_BF16 ? rotate_tokens<bf16>(args, begin, end)
                            : rotate_tokens<float>(args, begin, end);
 }
 
 void quire_rms_norm(const NormArgs* args, int32_t num_threads) {
-  parallel(num_threads, [=](Team team) { rms_norm_part(*args, team); });
+  parallel(num_threads, [=](Team team) {
+    team.share_rows(args->num_rows,
+                    [=](int64_t begin, int64_t end) { rms_norm_rows(*args, begin, end); });
+  });
 }
 
 void quire_rotary(const RotaryArgs* args, int32_t num_threads) {
-  parallel(num_threads, [=](Team team) { rotary_part(*args, team); });
+  parallel(num_threads, [=](Team team) {
+    team.share_rows(args->num_tokens,
+                    [=](int64_t begin, int64_t end) { rotary_rows(*args, begin, end); });
+  });
 }
 
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
-    for (int64_t row = team.thread; row < args->num_rows; row += team.size)
+    team.share(args->num_rows, [=](int64_t row) {
       args->out[row] = argmax_row(args->x + row * args->stride, args->num_columns);
+    });
   });
 }
 

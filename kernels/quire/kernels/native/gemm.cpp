@@ -12,12 +12,12 @@
 // that stay in level-2 cache while a panel passes, and the first tile of a panel fetches the next
 // one from memory: with one row this reads at the speed of DRAM, with many it computes at 1
 // vdpbf16ps a cycle.
-#include <algorithm>
 #include <array>
-#include <type_traits>
 #include <utility>
 
 #include "elements.h"
+#include "linear_pieces.h"
+#include "linear_store.h"
 #include "quire.h"
 
 namespace quire {
@@ -31,8 +31,6 @@ constexpr int kTileRows = 3;
 #else
 constexpr int kTileRows = 2;
 #endif
-constexpr int kPanelColumns = 2 * kLanes;
-constexpr int kChunkRows = 96;
 
 inline uint32_t load_lane(const void* p) {
   uint32_t lane;
@@ -141,40 +139,6 @@ void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t*
   }
 }
 
-inline Vec silu(Vec x) {
-  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below, 1e-36 and not -0
-  return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
-}
-
-// Puts the sums of some rows where `kMode` says.
-template <class T, int kMode>
-void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
-            int num_rows) {
-  using Out = std::conditional_t<kMode == QUIRE_STORE_F32, float, T>;
-  const LinearWeights& weights = *args.weights;
-  const int64_t width = kMode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
-  const int64_t column = panel * (kMode == QUIRE_GATED ? kLanes : kPanelColumns);
-  const int64_t left = width - column;
-  Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
-  Vec bias[2] = {zero(), zero()};
-  if (weights.bias)
-    for (int v = 0; v < 2; ++v) bias[v] = load(weights.bias + panel * kPanelColumns + v * kLanes);
-  for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
-    Vec lo = sums[r][0], hi = sums[r][1];
-    if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
-    if (kMode == QUIRE_GATED) {
-      const Vec gate = rounded<T>(silu(rounded<T>(lo)));
-      write(out, mul(gate, rounded<T>(hi)), left);
-      continue;
-    }
-    if (kMode == QUIRE_ADD) lo = add(read(out, left), rounded<T>(lo));
-    write(out, lo, left);
-    if (left <= kLanes) continue;
-    if (kMode == QUIRE_ADD) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
-    write(out + kLanes, hi, left - kLanes);
-  }
-}
-
 template <class T, int R>
 void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
           const uint32_t* ahead) {
@@ -184,12 +148,7 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, const uint32_t* w,
   int splits = args.weights->splits;
   Sums<R> sums;
   add_tree<T, R>(sums, x, x_stride, w, ahead, lanes, splits);
-  switch (args.mode) {
-    case QUIRE_STORE: return finish<T, QUIRE_STORE>(args, row, panel, sums.at, R);
-    case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums.at, R);
-    case QUIRE_ADD: return finish<T, QUIRE_ADD>(args, row, panel, sums.at, R);
-    case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums.at, R);
-  }
+  store_tile<T>(args, row, panel, sums.at, R);
 }
 
 using Tile = void (*)(const LinearArgs&, int64_t, int64_t, const uint32_t*, const uint32_t*);
@@ -201,64 +160,15 @@ constexpr std::array<Tile, sizeof...(R)> tiles(std::integer_sequence<int, R...>)
 template <class T>
 constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kTileRows>());
 
-// A piece of work: some panels for one chunk of rows.
-struct Pieces {
-  int64_t num_panels, panels_each, num_groups, num_chunks;
-
-  Pieces(const LinearArgs& args, int team_size) {
-    const LinearWeights& weights = *args.weights;
-    num_panels = linear_panels(weights);
-    num_chunks = (args.num_rows + kChunkRows - 1) / kChunkRows;
-    // Enough pieces that no thread waits long at the end; enough panels that they stream.
-    int64_t wanted = (16 * team_size + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
-    panels_each = std::max<int64_t>(1, num_panels / wanted);
-    num_groups = (num_panels + panels_each - 1) / panels_each;
-  }
-  int64_t count() const { return num_groups * num_chunks; }
-};
-
 template <class T>
 void run(const LinearArgs& args, Team team) {
-  const Pieces pieces(args, team.size);
   const auto* weights = static_cast<const uint32_t*>(args.weights->weight);
   const int64_t panel_size = args.weights->num_in / Lane<T>::kSteps * kPanelColumns;
-  auto take = [&] { return static_cast<int64_t>(team.ticket->fetch_add(1)); };
-  // One piece is taken in advance, to know what to fetch while the last panel is computed.
-  int64_t next = take();
-  while (next < pieces.count()) {
-    const int64_t piece = next;
-    next = take();
-    const int64_t group = piece / pieces.num_chunks, chunk = piece % pieces.num_chunks;
-    const int64_t first = group * pieces.panels_each;
-    const int64_t end = std::min(first + pieces.panels_each, pieces.num_panels);
-    const int64_t next_first = next / pieces.num_chunks * pieces.panels_each;
-    // Even shares of the rows: two tiles of 10 and one of 11 rather than 12, 12 and 7.
-    const int64_t begin = args.num_rows * chunk / pieces.num_chunks;
-    const int64_t num_rows = args.num_rows * (chunk + 1) / pieces.num_chunks - begin;
-    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-    for (int64_t panel = first; panel < end; ++panel) {
-      int64_t following = panel + 1 < end ? panel + 1 : next_first;
-      if (following >= pieces.num_panels) following = panel;
-      for (int64_t i = 0; i < num_tiles; ++i) {
-        int64_t row = begin + num_rows * i / num_tiles;
-        int64_t size = begin + num_rows * (i + 1) / num_tiles - row;
-        const int64_t ahead = i == 0 ? following : panel;
-        kTiles<T>[size - 1](args, row, panel, weights + panel * panel_size,
-                            weights + ahead * panel_size);
-      }
-    }
-  }
-}
-
-// The row of W that a column of a panel holds, or -1 beyond the last.
-int64_t source_row(const LinearWeights& weights, int64_t panel, int column) {
-  if (!weights.gated) {
-    int64_t row = panel * kPanelColumns + column;
-    return row < weights.num_out ? row : -1;
-  }
-  int64_t half = weights.num_out / 2, row = panel * kLanes + column % kLanes;
-  if (row >= half) return -1;
-  return column < kLanes ? row : half + row;
+  for_each_tile(args, team, kTileRows,
+                [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
+                  kTiles<T>[num_rows - 1](args, row, panel, weights + panel * panel_size,
+                                          weights + ahead * panel_size);
+                });
 }
 
 template <class T>
@@ -271,12 +181,8 @@ void pack_panel(const PackArgs& args, int64_t panel) {
   for (int column = 0; column < kPanelColumns; ++column) {
     int64_t row = source_row(weights, panel, column);
     rows[column] = row < 0 ? nullptr : static_cast<const T*>(args.source) + row * args.stride;
-    if (weights.bias) {
-      float value = 0;
-      if (row >= 0) value = sum_of_lanes(read(static_cast<const T*>(args.source_bias) + row, 1));
-      const_cast<float*>(weights.bias)[panel * kPanelColumns + column] = value;
-    }
   }
+  pack_bias<T>(args, panel);
   for (int64_t k = 0; k < lanes; ++k)
     for (int column = 0; column < kPanelColumns; ++column)
       *out++ = rows[column] ? load_lane(rows[column] + k * Lane<T>::kSteps) : 0;
@@ -287,13 +193,8 @@ void pack_panel(const PackArgs& args, int64_t panel) {
 
 using namespace quire;
 
-int64_t linear_panels(const LinearWeights& weights) {
-  int64_t columns = weights.gated ? weights.num_out / 2 : weights.num_out;
-  int64_t each = weights.gated ? kLanes : kPanelColumns;
-  return (columns + each - 1) / each;
-}
-
 void linear_part(const LinearArgs& args, Team team) {
+  if (args.weights->is_int8) return linear_int8_part(args, team);
   args.dtype == QUIRE_BF16 ? run<bf16>(args, team) : run<float>(args, team);
 }
 
@@ -305,9 +206,9 @@ int32_t quire_panel_columns() { return kPanelColumns; }
 
 void quire_pack(const PackArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
-    const int64_t num_panels = linear_panels(args->weights);
-    for (int64_t panel = team.thread; panel < num_panels; panel += team.size)
+    team.share(linear_panels(args->weights), [=](int64_t panel) {
       args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
                                 : pack_panel<float>(*args, panel);
+    });
   });
 }

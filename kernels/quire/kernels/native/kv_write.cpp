@@ -6,24 +6,37 @@
 //     bf16   K tile [D/2][tokens][2 channels]   V tile [tokens/2][D][2 tokens]
 //     f32    K tile [D][tokens]                 V tile [tokens][D]
 //
-// A block's bytes are as many as in [block_size][K][D], and whole blocks may be copied; what is
-// inside is between this file and the attention.
+// In int8 the values are in the order of the type that the dot products take (`Bf16Dot`, `DotF32`),
+// a byte each, and behind a head's part of a block are its tokens' scales, float [block_size].
+//
+// A block's bytes are as many as in [block_size][K][D], with 4 more behind the D in int8, and whole
+// blocks may be copied; what is inside is between this file and the attention.
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "attention.h"
 #include "attention_tile.h"
+#include "quantize.h"
 
 namespace quire {
 namespace {
 
-constexpr int kPieceTokens = 32;  // per ticket
+// A token's values of one head, as column `lane` of its tile.
+template <int kPack, class Stored>
+void put(const Stored* k, const Stored* v, Stored* k_tile, Stored* v_tile, int head_size,
+         int tile_tokens, int lane) {
+  for (int word = 0; word < head_size / kPack; ++word)
+    memcpy(k_tile + (word * tile_tokens + lane) * kPack, k + word * kPack, kPack * sizeof(Stored));
+  v_tile += lane / kPack * kPack * int64_t{head_size} + lane % kPack;
+  for (int d = 0; d < head_size; ++d) v_tile[d * kPack] = v[d];
+}
 
-template <class Element>
-void write_token(const WriteKvArgs& args, int token) {
-  constexpr int kPack = 4 / sizeof(Element);
-  const int head_size = args.head_size;
+template <class Element, int kPack, bool kIsInt8>
+void write_token(const WriteKvArgs& args, int64_t token) {
+  using Stored = std::conditional_t<kIsInt8, uint8_t, Element>;
+  const int head_size = args.head_size, width = head_size + (kIsInt8 ? 4 : 0);
   const int tile_tokens = std::min(args.block_size, kTileTokens);
   const int64_t block = args.slots[token] / args.block_size;
   const int offset = int(args.slots[token] % args.block_size);
@@ -32,27 +45,32 @@ void write_token(const WriteKvArgs& args, int token) {
   const Element* k = static_cast<const Element*>(args.k) + token * args.k_stride_t;
   const Element* v = static_cast<const Element*>(args.v) + token * args.v_stride_t;
   for (int head = 0; head < args.num_kv_heads; ++head, k += head_size, v += head_size) {
-    const int64_t at =
-        (block * args.num_kv_heads + head) * args.block_size * head_size + tile_at;
-    Element* k_to = static_cast<Element*>(args.k_cache) + at + lane * kPack;
-    for (int word = 0; word < head_size / kPack; ++word)
-      memcpy(k_to + word * tile_tokens * kPack, k + word * kPack, 4);
-    Element* v_to = static_cast<Element*>(args.v_cache) + at +
-                    lane / kPack * kPack * int64_t{head_size} + lane % kPack;
-    for (int d = 0; d < head_size; ++d) v_to[d * kPack] = v[d];
+    const int64_t at = (block * args.num_kv_heads + head) * args.block_size * width;
+    Stored* k_to = static_cast<Stored*>(args.k_cache) + at;
+    Stored* v_to = static_cast<Stored*>(args.v_cache) + at;
+    if constexpr (kIsInt8) {
+      uint8_t k_values[kMaxHeadSize], v_values[kMaxHeadSize];
+      const float k_scale = quantize(k, head_size, 0, k_values);
+      const float v_scale = quantize(v, head_size, 0, v_values);
+      const int64_t scale_at = int64_t{args.block_size} * head_size + 4 * offset;
+      memcpy(k_to + scale_at, &k_scale, sizeof k_scale);
+      memcpy(v_to + scale_at, &v_scale, sizeof v_scale);
+      put<kPack>(k_values, v_values, k_to + tile_at, v_to + tile_at, head_size, tile_tokens, lane);
+    } else {
+      put<kPack>(k, v, k_to + tile_at, v_to + tile_at, head_size, tile_tokens, lane);
+    }
   }
 }
 
 }  // namespace
 }  // namespace quire
 
-void write_kv_part(const WriteKvArgs& args, Team team) {
-  for (;;) {
-    const int first = team.ticket->fetch_add(1) * quire::kPieceTokens;
-    if (first >= args.num_tokens) return;
-    const int end = std::min(args.num_tokens, first + quire::kPieceTokens);
-    for (int token = first; token < end; ++token)
-      args.dtype == QUIRE_BF16 ? quire::write_token<uint16_t>(args, token)
-                               : quire::write_token<float>(args, token);
-  }
+void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end) {
+  using namespace quire;
+  const bool is_bf16 = args.dtype == QUIRE_BF16;
+  const auto write = args.cache_is_int8 ? (is_bf16 ? write_token<bf16, Bf16Dot::kPack, true>
+                                                   : write_token<float, DotF32::kPack, true>)
+                                        : (is_bf16 ? write_token<bf16, 2, false>
+                                                   : write_token<float, 1, false>);
+  for (int64_t token = begin; token < end; ++token) write(args, token);
 }

@@ -3,37 +3,14 @@
 // The library is compiled once for each instruction set, and the loader picks one; so there is no
 // dispatch in here, only `#if defined(__AVX512BF16__)` and the like. Tensors are row-major and
 // their strides count elements.
-//
-// Threads. A kernel is a function `..._part(args, team)` that every thread of a team calls with
-// the same arguments and that does that thread's share: no barrier and no OpenMP inside, so that
-// a whole forward pass runs in one parallel region. `quire_...` wraps it in a region of its own.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
-struct Team {
-  int thread;      // 0 .. size - 1
-  int size;
-  std::atomic<int>* ticket;  // shared, 0 at the start: `ticket->fetch_add(1)` is the next piece
-                             // of work, so that a core that is busy elsewhere takes fewer
-};
+#include "team.h"
 
-// Calls `work(team)` on each of `num_threads` threads; alone, without OpenMP.
-template <class Work>
-void parallel(int num_threads, const Work& work) {
-  std::atomic<int> ticket{0};
-#if defined(_OPENMP)
-  if (num_threads > 1) {
-#pragma omp parallel num_threads(num_threads)
-    work(Team{omp_get_thread_num(), omp_get_num_threads(), &ticket});
-    return;
-  }
-#endif
-  work(Team{0, 1, &ticket});
+namespace quire {
+struct Greatest;
 }
 
 enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
@@ -45,7 +22,7 @@ extern "C" {
 // The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at most;
 // a block 4, 8 or a multiple of 16 tokens.
 struct AttendArgs {
-  int32_t dtype;            // of q, out and the caches
+  int32_t dtype;            // of q and out
   const void* q;            // [T, H, D]; a token's heads are contiguous
   int64_t q_stride_t;
   void* out;                // [T, H, D], contiguous
@@ -62,10 +39,11 @@ struct AttendArgs {
   int32_t head_size;
   int32_t block_size;
   float scale;              // above 0
+  int32_t cache_is_int8;    // with a scale for each token and head; else it is of `dtype`
 };
 
 struct WriteKvArgs {
-  int32_t dtype;
+  int32_t dtype;            // of k and v
   const void* k;            // [T, K, D]; a token's heads are contiguous
   const void* v;
   int64_t k_stride_t;
@@ -77,12 +55,14 @@ struct WriteKvArgs {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
+  int32_t cache_is_int8;
 };
 
 void quire_attend(const AttendArgs* args);
 void quire_write_kv(const WriteKvArgs* args);
 
-// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp).
+// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp), or by `quire_pack_int8`
+// (gemm_int8.cpp).
 struct LinearWeights {
   const void* weight;       // ceil(num_out / panel) panels of panel * num_in values
   const float* bias;        // in the order of the panels' columns, or null
@@ -90,6 +70,7 @@ struct LinearWeights {
   int64_t num_out;          // of a gated layer: gates, then as many ups
   int32_t splits;           // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
   int32_t gated;
+  int32_t is_int8;
 };
 
 struct PackArgs {
@@ -105,17 +86,35 @@ enum LinearMode : int32_t {
   QUIRE_STORE_F32 = 1,      // out [T, num_out] in float
   QUIRE_ADD = 2,            // out [T, num_out] += the result, each rounded to dtype
   QUIRE_GATED = 3,          // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
+  QUIRE_GREATEST = 4,       // as QUIRE_STORE_F32, but of the last `num_greedy` rows only what
+                            // `greatest.h` keeps
 };
 
 struct LinearArgs {
   int32_t dtype;
   int32_t mode;
   const LinearWeights* weights;
-  const void* x;            // [T, num_in]; the stride is even in bfloat16
+  const void* x;            // [T, num_in]; the stride is even in bfloat16. int8: `quire_quantize`'s
   int64_t x_stride;
   void* out;
   int64_t out_stride;
   int64_t num_rows;
+  const float* x_scales;    // int8: [T, splits]
+  int64_t num_greedy;
+  quire::Greatest* greatest;  // [num_greedy], of this thread
+};
+
+// The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
+struct QuantizeArgs {
+  int32_t dtype;            // of x
+  int32_t splits;           // as the layer's
+  const void* x;            // [T, num_in]
+  int64_t x_stride;
+  int64_t num_in;
+  int64_t num_rows;
+  void* out;                // [T, splits, ceil(num_in / splits / 4) * 4] bytes
+  int64_t out_stride;
+  float* scales;            // [T, splits]
 };
 
 struct NormArgs {
@@ -175,6 +174,7 @@ struct ForwardArgs {
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
+  int32_t cache_is_int8;
   float eps;
   float scale;
   const float* cos;         // [positions, D / 2]
@@ -199,7 +199,12 @@ struct ForwardArgs {
   void* attended;           // [T, H D]
   void* hidden;             // [T, F]
   float* partial;           // [T, C], where `is_shared`
-  float* logits;            // [S, V of this rank]
+  void* quantized;          // [T, `quantized_stride`]: any layer's input in int8, where one is
+  int64_t quantized_stride;
+  float* scales;            // [T, splits] of any layer
+  int64_t num_greedy;       // the last so many of S want no logits, only
+  float* greatest;          // [num_greedy, 2]: the greatest one and its column, the first of equals
+  float* logits;            // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {
@@ -213,6 +218,9 @@ struct ArgmaxArgs {
 int32_t quire_panel_columns();
 void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
+int64_t quire_int8_bytes(const LinearWeights* weights);  // to pack these into
+void quire_pack_int8(const PackArgs* args, int32_t num_threads);
+void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_rms_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
@@ -222,9 +230,12 @@ void quire_huge_pages(void* start, int64_t size);
 
 }  // extern "C"
 
-// Each thread of the team calls it; the caller puts a barrier behind it. Attention: `attention.h`.
-void write_kv_part(const WriteKvArgs& args, Team team);
+// See `team.h`. Attention: `attention.h`.
 void linear_part(const LinearArgs& args, Team team);
-void rms_norm_part(const NormArgs& args, Team team);
-void rotary_part(const RotaryArgs& args, Team team);
-int64_t linear_panels(const LinearWeights& weights);
+void linear_int8_part(const LinearArgs& args, Team team);
+
+// Rows or tokens `begin` to `end`.
+void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end);
+void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end);
+void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end);
+void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end);

@@ -1,0 +1,98 @@
+// What all linear layers share, whatever their weights are made of: which output columns a panel
+// has, and how a tile's sums get to where they belong.
+#pragma once
+
+#include <type_traits>
+
+#include "elements.h"
+#include "greatest.h"
+#include "quire.h"
+
+namespace quire {
+
+constexpr int kPanelColumns = 2 * kLanes;
+
+inline int64_t linear_panels(const LinearWeights& weights) {
+  int64_t columns = weights.gated ? weights.num_out / 2 : weights.num_out;
+  int64_t each = weights.gated ? kLanes : kPanelColumns;
+  return (columns + each - 1) / each;
+}
+
+// The row of W that a column of a panel holds, or -1 beyond the last.
+inline int64_t source_row(const LinearWeights& weights, int64_t panel, int column) {
+  if (!weights.gated) {
+    int64_t row = panel * kPanelColumns + column;
+    return row < weights.num_out ? row : -1;
+  }
+  int64_t half = weights.num_out / 2, row = panel * kLanes + column % kLanes;
+  if (row >= half) return -1;
+  return column < kLanes ? row : half + row;
+}
+
+template <class T>
+void pack_bias(const PackArgs& args, int64_t panel) {
+  const LinearWeights& weights = args.weights;
+  if (!weights.bias) return;
+  float* out = const_cast<float*>(weights.bias) + panel * kPanelColumns;
+  for (int column = 0; column < kPanelColumns; ++column) {
+    const int64_t row = source_row(weights, panel, column);
+    const T* bias = static_cast<const T*>(args.source_bias) + row;
+    out[column] = row < 0 ? 0 : sum_of_lanes(read(bias, 1));
+  }
+}
+
+inline Vec silu(Vec x) {
+  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below, 1e-36 and not -0
+  return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
+}
+
+// Puts the sums of some rows where `kMode` says.
+template <class T, int kMode>
+void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
+            int num_rows) {
+  constexpr bool kIsFloat = kMode == QUIRE_STORE_F32 || kMode == QUIRE_GREATEST;
+  using Out = std::conditional_t<kIsFloat, float, T>;
+  const LinearWeights& weights = *args.weights;
+  const int64_t width = kMode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
+  const int64_t column = panel * (kMode == QUIRE_GATED ? kLanes : kPanelColumns);
+  const int64_t left = width - column;
+  Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
+  Vec bias[2] = {zero(), zero()};
+  if (weights.bias)
+    for (int v = 0; v < 2; ++v) bias[v] = load(weights.bias + panel * kPanelColumns + v * kLanes);
+  for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
+    Vec lo = sums[r][0], hi = sums[r][1];
+    if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
+    if (kMode == QUIRE_GATED) {
+      const Vec gate = rounded<T>(silu(rounded<T>(lo)));
+      write(out, mul(gate, rounded<T>(hi)), left);
+      continue;
+    }
+    if (kMode == QUIRE_GREATEST && row + r >= args.num_rows - args.num_greedy) {
+      Greatest& greatest = args.greatest[row + r - (args.num_rows - args.num_greedy)];
+      greatest.take(lo, column, left);
+      greatest.take(hi, column + kLanes, left - kLanes);
+      continue;
+    }
+    if (kMode == QUIRE_ADD) lo = add(read(out, left), rounded<T>(lo));
+    write(out, lo, left);
+    if (left <= kLanes) continue;
+    if (kMode == QUIRE_ADD) hi = add(read(out + kLanes, left - kLanes), rounded<T>(hi));
+    write(out + kLanes, hi, left - kLanes);
+  }
+}
+
+// The same for the mode that `args` says.
+template <class T>
+void store_tile(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
+                int num_rows) {
+  switch (args.mode) {
+    case QUIRE_STORE: return finish<T, QUIRE_STORE>(args, row, panel, sums, num_rows);
+    case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums, num_rows);
+    case QUIRE_ADD: return finish<T, QUIRE_ADD>(args, row, panel, sums, num_rows);
+    case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums, num_rows);
+    case QUIRE_GREATEST: return finish<T, QUIRE_GREATEST>(args, row, panel, sums, num_rows);
+  }
+}
+
+}  // namespace quire
