@@ -1,4 +1,8 @@
-"""Every kernel as it is launched for each supported GPU: what `compile_check` compiles."""
+"""Every kernel as it is launched for each supported GPU: what `compile_check` compiles.
+
+`shipped_cases` are those whose registers, stack and memory are judged; `portable_cases` are of
+GPUs for which the kernels must compile, and nothing was chosen yet.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -31,6 +35,10 @@ from quire.kernels.triton_sample import sample_kernel
 
 CAPABILITIES = (80, 90)
 """A100 and H100/H200."""
+PORTABLE_CAPABILITIES = (100, 120)
+"""Blackwell: B200, and RTX 50."""
+AMD_CAPABILITY = 94
+"""MI300 (gfx942), as torch counts it."""
 NORM_SIZES = (2048, 8192, 32768)
 """The longest row of each number of warps."""
 
@@ -63,6 +71,15 @@ def shipped_cases(
     for dtype, capability in itertools.product(dtypes, capabilities):
         yield from _row_cases(dtype, capability)
     yield from map(_sample_case, capabilities)
+
+
+def portable_cases() -> Iterator[KernelCase]:
+    """Every kernel in bfloat16 with heads of 128, for GPUs that were not at hand at all."""
+    yield from shipped_cases(
+        head_sizes=(128,),
+        dtypes=(torch.bfloat16,),
+        capabilities=(*PORTABLE_CAPABILITIES, AMD_CAPABILITY),
+    )
 
 
 def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator[KernelCase]:

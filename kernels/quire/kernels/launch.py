@@ -74,7 +74,8 @@ def launch_config(
         return _FLOAT[kernel, width]
     if is_float8 and (kernel, width) == ("decode", "wide"):
         return _WIDE_FLOAT8_DECODE
-    return (_HALF_SM90 if capability >= 90 else _HALF_SM80)[kernel, width]
+    # A consumer Blackwell (120) has neither wgmma nor the memory of a data centre's chip.
+    return (_HALF_SM90 if 90 <= capability < 120 else _HALF_SM80)[kernel, width]
 
 
 def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
