@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.worker.completion import Completion, Progress, request_output
-from quire.worker.config import Device, DType, EngineConfig
+from quire.worker.config import Device, DType, EngineConfig, KvCacheDType
 from quire.worker.engine import Engine
 from quire.worker.errors import InvalidRequest
 from quire.worker.executor import make_executor
@@ -43,6 +43,8 @@ class LLM:
         model: A checkpoint directory in Hugging Face format (Llama architecture, safetensors).
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (that of the activations) or, on a GPU, "fp8": half the memory, and
+            K and V rounded to 4 significant bits.
         seed: Requests that bring no seed get one drawn from this, in their order.
         gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
             (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
@@ -54,6 +56,7 @@ class LLM:
         max_num_batched_tokens: Tokens that one step computes.
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
         device: "auto", "cpu" or "cuda".
+        enforce_eager: On a GPU, run decodes without CUDA graphs.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
 
     Raises:
@@ -67,6 +70,7 @@ class LLM:
         *,
         tensor_parallel_size: int = 1,
         dtype: DType = "auto",
+        kv_cache_dtype: KvCacheDType = "auto",
         seed: int = 0,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -77,12 +81,14 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         device: Device = "auto",
+        enforce_eager: bool = False,
         num_threads: int | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=Path(model),
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -93,6 +99,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             device=device,
+            enforce_eager=enforce_eager,
             num_threads=num_threads,
         )
         self._tokenizer = _load_tokenizer(self.config.model)

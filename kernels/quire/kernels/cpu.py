@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels import reference
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import (
     Decoder,
     DecoderShape,
@@ -28,6 +29,7 @@ from quire.kernels.decoder import (
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
+# (of `rotate_and_write_kv`: A heads of Q, K and V together   R half of the rotated size)
 # X = queries * G pairs of a query and a head of its group
 
 TILE = 128
@@ -53,9 +55,30 @@ class CpuBackend:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
+        del options  # of these it is only a float8 cache's scales that a write needs
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
         v_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD)
+
+    def rotate_and_write_kv(
+        self,
+        qkv_TAD: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
+        num_kv_heads = k_cache.shape[2]
+        # Q and K lie side by side, so one call rotates both.
+        qk_TAD = self.rotary_embedding(qkv_TAD[:, :-num_kv_heads], cos_TR, sin_TR)
+        k_TKD, v_TKD = qk_TAD[:, -num_kv_heads:], qkv_TAD[:, -num_kv_heads:]
+        self.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
+        return qk_TAD[:, :-num_kv_heads]
 
     def attend(
         self,
@@ -70,6 +93,7 @@ class CpuBackend:
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         del num_decodes, max_query_len, max_seq_len  # decodes and chunks are one code path here
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -81,7 +105,9 @@ class CpuBackend:
         decodes: dict[int, list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
             num_queries = starts[row + 1] - starts[row]
-            if num_queries == 1:
+            if num_queries == 1 and seq_len == 0:
+                out_THD[starts[row]].zero_()
+            elif num_queries == 1:
                 decodes.setdefault(-(-seq_len // TILE), []).append(row)
             elif num_queries:
                 tiles = slice(-(-seq_len // TILE) * per_tile)
@@ -92,6 +118,7 @@ class CpuBackend:
                     out_THD[starts[row] : starts[row + 1]],
                     seq_len=seq_len,
                     scale=scale,
+                    window=options.window,
                 )
         for num_tiles, rows in decodes.items():
             step = max(1, _MAX_TILES // num_tiles)
@@ -105,6 +132,7 @@ class CpuBackend:
                     _gather_tiles(v_cache, tables_RM, lens),
                     seq_lens=lens,
                     scale=scale,
+                    window=options.window,
                 ).to(q_THD.dtype)
         return out_THD
 
@@ -147,7 +175,13 @@ def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tens
 
 
 def _attend_decodes(
-    q_RHD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, *, seq_lens: list[int], scale: float
+    q_RHD: Tensor,
+    k_RAKLD: Tensor,
+    v_RAKLD: Tensor,
+    *,
+    seq_lens: list[int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """One query of each row; the rows have the same number of tiles."""
     num_rows, num_heads, head_size = q_RHD.shape
@@ -156,7 +190,14 @@ def _attend_decodes(
     q_RKGD = (q_RHD.float() * scale).view(num_rows, num_kv_heads, group, head_size)
     q_RKXD = pad(q_RKGD, (0, 0, 0, max(0, _MIN_PAIRS - group)))
     positions_RX = torch.tensor(seq_lens).sub_(1).view(-1, 1)
-    out_RKXD = _attend(q_RKXD, k_RAKLD, v_RAKLD, positions_RX, first_tile=k_RAKLD.shape[1] - 1)
+    out_RKXD = _attend(
+        q_RKXD,
+        k_RAKLD,
+        v_RAKLD,
+        positions_RX,
+        first_tile=k_RAKLD.shape[1] - 1,
+        window=window,
+    )
     return out_RKXD[:, :, :group].reshape(q_RHD.shape)
 
 
@@ -168,6 +209,7 @@ def _attend_queries(
     *,
     seq_len: int,
     scale: float,
+    window: int | None,
 ) -> None:
     """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
     num_queries, num_heads, head_size = q_QHD.shape
@@ -189,13 +231,20 @@ def _attend_queries(
             v_1AKLD[:, :num_tiles],
             positions_1X.clamp_(max=position + len(chunk) - 1)[None],
             first_tile=position // TILE,
+            window=window,
         )
         out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
         out_QHD[first : first + step] = out.transpose(0, 1).reshape(-1, num_heads, head_size)
 
 
 def _attend(
-    q_RKXD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, positions_RX: Tensor, *, first_tile: int
+    q_RKXD: Tensor,
+    k_RAKLD: Tensor,
+    v_RAKLD: Tensor,
+    positions_RX: Tensor,
+    *,
+    first_tile: int,
+    window: int | None,
 ) -> Tensor:
     """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
@@ -206,8 +255,12 @@ def _attend(
     shape = (num_rows, num_tiles, num_kv_heads, num_pairs, -1)
     q = q_RKXD.unsqueeze(1).expand(*shape).reshape(-1, num_pairs, head_size)
     scores_RAKXL = torch.bmm(q, k_RAKLD.flatten(0, 2).transpose(1, 2)).view(*shape)
+    if window is not None:
+        first_tile = 0
     tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)
     hidden = tokens_AL > positions_RX[:, None, None, :, None]
+    if window is not None:
+        hidden |= tokens_AL <= positions_RX[:, None, None, :, None] - window
     scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))
 
     # Not exp2, fast as it is: its bits depend on where threads split the tensor.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
@@ -54,7 +55,10 @@ class NativeBackend(CpuBackend):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
+        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(k_TKD.dtype, k_TKD.shape[2]):
             return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
@@ -87,7 +91,9 @@ class NativeBackend(CpuBackend):
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
+        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(q_THD.dtype, q_THD.shape[2]):
             return super().attend(
                 q_THD,

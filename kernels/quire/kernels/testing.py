@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}
@@ -49,11 +50,23 @@ class PagedBatch:
             "query_starts_B1": self._ints(self.query_starts),
         }
 
-    def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+    def attend(
+        self,
+        backend: AttentionBackend,
+        *,
+        num_decodes: int = 0,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
         """What a backend says."""
-        return self.call(backend, num_decodes=num_decodes)()
+        return self.call(backend, num_decodes=num_decodes, options=options)()
 
-    def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
+    def call(
+        self,
+        backend: AttentionBackend,
+        *,
+        num_decodes: int = 0,
+        options: AttentionOptions = PLAIN,
+    ) -> Callable[[], Tensor]:
         """`attend` with its tables on the device already, as an engine's layers find them."""
         tables = self.tables()
         return lambda: backend.attend(
@@ -65,12 +78,18 @@ class PagedBatch:
             max_query_len=max((queries for _, queries in self.rows), default=0),
             max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
             scale=self.scale,
+            options=options,
         )
 
-    def expected(self) -> Tensor:
+    def expected(self, *, options: AttentionOptions = PLAIN) -> Tensor:
         """What the twin says."""
         return reference.paged_attention(
-            self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **self.tables(),
+            scale=self.scale,
+            options=options,
         )
 
     def stored_by(self, backend: AttentionBackend) -> "PagedBatch":

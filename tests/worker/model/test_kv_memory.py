@@ -9,6 +9,7 @@ import torch
 
 from quire.worker import kv_cache
 from quire.worker.errors import ConfigError
+from quire.worker.executor import make_executor
 from quire.worker.model_config import read_model_config
 
 ConfigOf = Callable[..., Any]
@@ -32,6 +33,13 @@ def test_a_block_is_k_and_v_of_every_layer(config_of: ConfigOf, tiny_llama: Path
     assert halved.block_bytes == 2 * 2 * 8 * 1 * 16 * 4
     replicated = layout(config_of(tiny_llama, block_size=8, tensor_parallel_size=4))
     assert replicated.num_kv_heads == 1
+
+
+def test_a_float8_cache_is_refused_on_a_cpu(config_of: ConfigOf, tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': only the kernels for GPUs"):
+        make_executor(config_of(tiny_llama, kv_cache_dtype="fp8"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp4': one of \('auto', 'fp8'\)"):
+        config_of(tiny_llama, kv_cache_dtype="fp4")
 
 
 def test_bytes_are_of_the_whole_group(config_of: ConfigOf, tiny_llama: Path) -> None:

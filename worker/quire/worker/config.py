@@ -10,6 +10,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+KvCacheDType = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,14 @@ class EngineConfig:
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
     """Of weights, activations and KV; "auto" is the checkpoint's own."""
+    kv_cache_dtype: KvCacheDType = "auto"
+    """"auto" is that of the activations; "fp8" (float8_e4m3fn, on GPUs) takes half the memory of
+    16 bits, and rounds K and V to 4 significant bits."""
     device: Device = "auto"
     """"auto" is "cuda" where a device is present, else "cpu"."""
+    enforce_eager: bool = False
+    """On a GPU, run decodes call by call instead of as CUDA graphs: starts sooner, leaves a little
+    more memory for KV, and is slower in small batches."""
     block_size: int = 16
     """Tokens of KV cache in a block: a power of two from 4 to 128."""
     gpu_memory_utilization: float | None = None
@@ -69,6 +76,10 @@ class EngineConfig:
             "must be 1 or more",
         )
         _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
+        dtypes = get_args(KvCacheDType)
+        _check(
+            self.kv_cache_dtype in dtypes, "kv_cache_dtype", self.kv_cache_dtype, f"one of {dtypes}"
+        )
         _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")
         share = self.gpu_memory_utilization
         _check(

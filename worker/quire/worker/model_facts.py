@@ -10,7 +10,7 @@ from quire.worker.config import EngineConfig
 from quire.worker.model_config import (
     LlamaConfig,
     read_model_config,
-    resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
 )
 
@@ -52,7 +52,7 @@ def model_facts(config: EngineConfig) -> ModelFacts:
         vocab_size=model.vocab_size,
         max_model_len=resolve_max_model_len(config, model),
         eos_token_ids=model.eos_token_ids,
-        kv_dtype=resolve_dtype(config, model),
+        kv_dtype=resolve_kv_dtype(config, model),
     )
 
 

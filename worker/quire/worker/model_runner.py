@@ -15,12 +15,13 @@ from quire.worker import kv_cache
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
-from quire.worker.llama import Llama
+from quire.worker.llama import Llama, attention_options
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
     check_parallel,
     read_model_config,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
 )
 from quire.worker.sampler import sample
@@ -44,7 +45,9 @@ class ModelRunner:
         self._config = config
         self._device = device
         dtype = getattr(torch, resolve_dtype(config, model))
-        backend = backend_for(device)
+        kv_dtype = getattr(torch, resolve_kv_dtype(config, model))
+        _check_kv_dtype(config, dtype, device)
+        backend = backend_for(device, options=attention_options(model, self._max_model_len))
         weights = load_weights(
             open_checkpoint(config.model),
             model,
@@ -60,7 +63,7 @@ class ModelRunner:
             tp=tp,
             max_model_len=self._max_model_len,
         )
-        self._layout = kv_cache.kv_layout(config, model, dtype=dtype)
+        self._layout = kv_cache.kv_layout(config, model, dtype=kv_dtype)
         self._kv: KvCache = []
 
     def num_blocks_that_fit(self) -> int:
@@ -143,6 +146,18 @@ class ModelRunner:
             logits_SV.double()  # the sampler's largest temporary
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
+
+
+def _check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if config.kv_cache_dtype == "fp8" and device.type == "cpu":
+        raise ConfigError(
+            "kv_cache_dtype='fp8': only the kernels for GPUs have it; use 'auto' on a CPU"
+        )
+    if config.kv_cache_dtype == "fp8" and dtype == torch.float32:
+        raise ConfigError(
+            "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit queries; "
+            "use dtype='bfloat16', or kv_cache_dtype='auto'"
+        )
 
 
 def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
