@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from quire.kernels.compile_cases import KernelCase, shipped_cases
 from quire.kernels.compile_check import all_cases, compile_all
-from quire.kernels.launch import SPLIT_TOKENS, launch_config
+from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 
@@ -36,6 +36,8 @@ def test_tiles_fit_the_splits_and_the_dot_product(case: KernelCase) -> None:
     if case.kernel in (decode_kernel, prefill_kernel):
         assert SPLIT_TOKENS % case.constants["BLOCK_N"] == 0
         assert case.constants["BLOCK_M"] >= 16
+    if case.kernel is decode_kernel:  # as what rows share is read in tiles of the same shape
+        assert case.constants["BLOCK_M"] == SHARED_PAIRS
 
 
 @pytest.mark.parametrize("head_size", [8, 48, 512])

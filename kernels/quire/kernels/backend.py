@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
@@ -65,6 +66,7 @@ class AttentionBackend(Protocol):
         max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
         """Causal attention of the step's tokens over the paged cache; ``[T, H, D]`` like q.
 
@@ -76,6 +78,8 @@ class AttentionBackend(Protocol):
         chunks. On a GPU decodes and chunks sum in different orders; with ``num_decodes=0`` every
         row, decodes too, takes the order of the chunks. A decode of length 0 gets zeros: such rows
         fill a batch up.
+
+        ``shared`` names decodes that read the same blocks; it may save time, and changes no bit.
         """
 
     def rms_norm(

@@ -37,6 +37,7 @@ from quire.kernels.compile_cases import (
 )
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
+from quire.kernels.triton_shared import shared_kernel
 
 _SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
 _TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -44,6 +45,9 @@ _INDEX_TYPES = {
     "table_ptr": "*i32",
     "seq_lens_ptr": "*i32",
     "query_starts_ptr": "*i32",
+    "shared_ptr": "*i32",
+    "rows_ptr": "*i32",
+    "splits_ptr": "*i32",
     "slots_ptr": "*i64",
     "parts_ptr": "*fp32",
     "stats_ptr": "*fp32",
@@ -55,7 +59,13 @@ _ALIGNED_STRIDES = (
     *("q_stride", "k_stride", "v_stride"),
     *("x_stride", "residual_stride", "gate_up_stride"),
 )
-_UNALIGNED = ("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr")
+_UNALIGNED = (
+    *("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr"),
+    *("shared_ptr", "rows_ptr", "splits_ptr"),
+)
+
+
+_MATRIX_KERNELS = (decode_kernel, shared_kernel, prefill_kernel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +96,7 @@ class Compiled:
         if halves and case.kernel is prefill_kernel and case.capability == 90:
             if not self.wgmma:
                 faults.append("no wgmma: block_m must be a multiple of 64")
-        elif halves and case.kernel in (decode_kernel, prefill_kernel) and not self.mma:
+        elif halves and case.kernel in _MATRIX_KERNELS and not self.mma:
             faults.append("no tensor-core instructions")
         return faults
 

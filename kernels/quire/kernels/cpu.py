@@ -26,6 +26,7 @@ from quire.kernels.decoder import (
     PlainGatedLinear,
     PlainLinear,
 )
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
@@ -94,8 +95,10 @@ class CpuBackend:
         max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
-        del num_decodes, max_query_len, max_seq_len  # decodes and chunks are one code path here
+        # Decodes and chunks are one code path here, and caches find what rows share.
+        del num_decodes, max_query_len, max_seq_len, shared
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts: list[int] = query_starts_B1.tolist()
         seq_lens: list[int] = seq_lens_B.tolist()

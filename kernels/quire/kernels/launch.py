@@ -25,6 +25,11 @@ one long sequence fills a GPU, long enough that its partial result (G * D float3
 of the KV it read."""
 
 
+SHARED_PAIRS = 16
+"""(row, query head) pairs that a decode program takes: `block_m` of every decode's entry below,
+so that rows may share a program and have the bits that they have alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """The shape of one program."""
@@ -171,5 +176,8 @@ ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 ACTIVATION_BLOCK = 1024
 SAMPLE_BLOCK = 4096
+ADJUST_BLOCK = 1024
+ALL_REDUCE_BLOCK = 2048
+ALL_REDUCE_OPTIONS = compiler_options(num_warps=8)
 _ROTARY_BLOCK = 1024
 _NORM_WARPS = ((2048, 4), (8192, 8), (MAX_CHANNELS, 16))

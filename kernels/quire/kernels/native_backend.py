@@ -12,6 +12,7 @@ from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
@@ -92,7 +93,9 @@ class NativeBackend(CpuBackend):
         max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
+        del shared  # the library finds out by itself
         assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(q_THD.dtype, q_THD.shape[2]):
             return super().attend(

@@ -37,13 +37,14 @@ class Llama:
         self._weights = weights
         self._backend = backend
         self._tp = tp
-        self._options = attention_options(config, max_model_len)
+        self.options = attention_options(config, max_model_len)
+        self.num_heads = config.num_heads // tp.size
         self.num_kv_heads = max(1, config.num_kv_heads // tp.size)
         cos_PR, sin_PR = rotary_tables(
             config.rope, config.head_size, max_model_len, device=weights.norm_C.device
         )
         self._shape = DecoderShape(
-            num_heads=config.num_heads // tp.size,
+            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=config.head_size,
             eps=config.rms_norm_eps,
@@ -106,7 +107,7 @@ class Llama:
             k_cache,
             v_cache,
             batch.slot_mapping_T,
-            options=self._options,
+            options=self.options,
         )
         out_THD = self._backend.attend(
             q_THD,
@@ -119,7 +120,8 @@ class Llama:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=self._shape.scale,
-            options=self._options,
+            options=self.options,
+            shared=batch.shared,
         )
         return self._tp.all_reduce(layer.o(out_THD.flatten(1)))
 
