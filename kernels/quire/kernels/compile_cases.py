@@ -133,8 +133,10 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
             cache_dtype=torch.float8_e4m3fn,
         )
         sizes_fp8 = {**decode_sizes, **decode_fp8.tile(), **plain, **apart}
+        shared_fp8 = {**shared_sizes, **decode_fp8.tile()}
         kernels += [
             ("decode_fp8", decode_kernel, sizes_fp8, decode_fp8.options()),
+            ("shared_fp8", shared_kernel, shared_fp8, decode_fp8.options()),
             ("prefill_fp8", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
         ]
     for name, kernel, constants, options in kernels:

@@ -177,7 +177,7 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
     facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
     assert facts.eos_token_ids == (2, 7)
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
-    assert model_facts(config_of(copy, kv_cache_dtype="fp8")).kv_dtype == "float8_e4m3fn"
+    assert model_facts(config_of(copy, kv_cache_dtype="fp8")).kv_dtype == "fp8 of float32"
 
 
 def test_more_context_than_the_model_was_trained_for_is_refused(

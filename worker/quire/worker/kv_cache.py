@@ -39,12 +39,13 @@ class KvLayout:
 
 
 def kv_layout(config: EngineConfig, model: LlamaConfig, *, dtype: torch.dtype) -> KvLayout:
+    """``dtype`` is the model's; the cache's may be another."""
     return KvLayout(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=max(1, model.num_kv_heads // config.tensor_parallel_size),
         head_size=model.head_size,
-        dtype=dtype,
+        dtype=torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype,
     )
 
 

@@ -93,13 +93,6 @@ def resolve_dtype(config: EngineConfig, model: LlamaConfig) -> str:
     return model.dtype if config.dtype == "auto" else config.dtype
 
 
-def resolve_kv_dtype(config: EngineConfig, model: LlamaConfig) -> str:
-    """The type of the KV cache: that of the activations, or "float8_e4m3fn"."""
-    if config.kv_cache_dtype == "fp8":
-        return "float8_e4m3fn"
-    return resolve_dtype(config, model)
-
-
 def resolve_max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
     """The longest prompt + output.
 

@@ -10,7 +10,7 @@ from quire.worker.config import EngineConfig
 from quire.worker.model_config import (
     LlamaConfig,
     read_model_config,
-    resolve_kv_dtype,
+    resolve_dtype,
     resolve_max_model_len,
 )
 
@@ -46,13 +46,17 @@ def model_facts(config: EngineConfig) -> ModelFacts:
         ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
     """
     model = read_model_config(config.model)
+    dtype = resolve_dtype(config, model)
     return ModelFacts(
         name=config.model.resolve().name,
         fingerprint=fingerprint(model, open_checkpoint(config.model).files),
         vocab_size=model.vocab_size,
         max_model_len=resolve_max_model_len(config, model),
         eos_token_ids=model.eos_token_ids,
-        kv_dtype=resolve_kv_dtype(config, model),
+        # KV computed in another type is not the same either once it is rounded.
+        kv_dtype=dtype
+        if config.kv_cache_dtype == "auto"
+        else f"{config.kv_cache_dtype} of {dtype}",
     )
 
 

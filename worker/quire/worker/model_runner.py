@@ -24,7 +24,6 @@ from quire.worker.model_config import (
     check_parallel,
     read_model_config,
     resolve_dtype,
-    resolve_kv_dtype,
     resolve_max_model_len,
 )
 from quire.worker.sampler import sample
@@ -49,7 +48,6 @@ class ModelRunner:
         self._config = config
         self._device = device
         dtype = getattr(torch, resolve_dtype(config, model))
-        kv_dtype = getattr(torch, resolve_kv_dtype(config, model))
         _check_kv_dtype(config, dtype, device)
         backend = backend_for(device, options=attention_options(model, self._max_model_len))
         weights = load_weights(
@@ -67,7 +65,7 @@ class ModelRunner:
             tp=tp,
             max_model_len=self._max_model_len,
         )
-        self._layout = kv_cache.kv_layout(config, model, dtype=kv_dtype)
+        self._layout = kv_cache.kv_layout(config, model, dtype=dtype)
         self._vocab_size = model.vocab_size if tp.rank == 0 else None
         self._kv: KvCache = []
         self._graphs: DecodeGraphs | None = None
