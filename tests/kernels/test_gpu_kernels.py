@@ -245,6 +245,21 @@ def test_sampled_tokens_are_those_of_the_twin(vocab_size: int) -> None:
     assert got.tolist() == reference.sample(logits, **parameters).tolist()
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_norms_and_activations_are_those_of_the_twin(
+    triton: AttentionBackend, dtype: torch.dtype
+) -> None:
+    from quire.kernels.triton_elementwise import silu_and_mul
+
+    x, residual = torch.randn(2, 7, 4096, device="cuda").to(dtype)
+    weight = torch.randn(4096, device="cuda").to(dtype)
+    got, got_sum = triton.rms_norm(x, weight, eps=1e-5, residual_TC=residual)
+    want, want_sum = reference.rms_norm(x, weight, eps=1e-5, residual_TC=residual)
+    assert_near_twin(got, want)
+    assert torch.equal(got_sum, want_sum)
+    assert_near_twin(silu_and_mul(x), reference.silu_and_mul(x))
+
+
 def test_penalties_and_bans_have_the_bits_of_the_twin() -> None:
     from quire.kernels.triton_logits import adjust_logits
 

@@ -19,6 +19,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from quire.kernels.launch import SPLIT_TOKENS
+from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_backend import TritonBackend
 from quire.llm import LLM, SamplingParams
 from quire.worker import model_runner
@@ -61,6 +63,43 @@ def test_a_model_generates_what_it_does_on_a_cpu(
     expected = generate(path)
     monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
     assert generate(path) == expected
+
+
+@pytest.mark.slow
+def test_decodes_that_share_a_prefix_generate_what_they_do_on_a_cpu(
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_llama("one-layer", num_hidden_layers=1)
+    stem = [3 + number % 300 for number in range(SPLIT_TOKENS + 3)]
+    prompts = [[*stem, 7], [*stem, 8, 9]]
+
+    def generate_both() -> list[list[int]]:
+        with LLM(path, device="cpu", num_blocks=64, num_threads=1, max_num_seqs=2) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], GREEDY, use_tqdm=False
+            )
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected = generate_both()
+    found = []
+
+    def find(self: model_runner.ModelRunner, step: StepInput) -> SharedArrays | None:
+        rows = step.num_decodes
+        found.append(
+            find_shared(
+                step.block_tables_BM[:rows],
+                step.seq_lens_B[:rows],
+                block_size=16,
+                group=2,
+                min_saved_tokens=1,
+            )
+        )
+        return found[-1]
+
+    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(model_runner.ModelRunner, "_find_shared", find)
+    assert generate_both() == expected
+    assert any(each is not None for each in found)
 
 
 @pytest.mark.slow

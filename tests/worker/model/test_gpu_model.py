@@ -1,6 +1,7 @@
 """The engine on a GPU: graphs, sampling on the device, its memory, and what it generates."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.launch import SPLIT_TOKENS
+from quire.kernels.shared_prefix import find_shared
 from quire.llm import LLM, SamplingParams
+from quire.worker import model_runner
 from quire.worker.device_sampler import DeviceSampler
 from quire.worker.sampler import sample
 from quire.worker.staging import Array, stage
@@ -64,6 +68,18 @@ def test_greedy_tokens_are_those_of_transformers(
     settings: dict[str, Any], tiny_llama: Path, prompts: Any, expected: list[list[int]]
 ) -> None:
     assert generate(tiny_llama, prompts, GREEDY, **settings) == expected
+
+
+def test_decodes_that_share_a_prefix_generate_what_they_do_apart(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem = [3 + number % 300 for number in range(2 * SPLIT_TOKENS - 60)]
+    prompts = [{"prompt_token_ids": [*stem, 4 + row]} for row in range(6)]
+    apart = generate(tiny_llama, prompts, GREEDY)
+    # As the runner's own, but for as little as there is.
+    eager = partial(find_shared, min_saved_tokens=1)
+    monkeypatch.setattr(model_runner, "find_shared", eager)
+    assert generate(tiny_llama, prompts, GREEDY) == apart
 
 
 def test_sampled_tokens_with_penalties_are_those_of_a_cpu(tiny_llama: Path, prompts: Any) -> None:
