@@ -197,6 +197,7 @@ def test_the_public_surface_is_this() -> None:
         "model",
         "tensor_parallel_size",
         "dtype",
+        "kv_cache_dtype",
         "seed",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
@@ -207,5 +208,6 @@ def test_the_public_surface_is_this() -> None:
         "max_num_batched_tokens",
         "enable_prefix_caching",
         "device",
+        "enforce_eager",
         "num_threads",
     ]
