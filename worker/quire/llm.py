@@ -40,7 +40,7 @@ class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
     Args:
-        model: A checkpoint directory in Hugging Face format (Llama or Mistral architecture, safetensors).
+        model: A checkpoint directory in Hugging Face format (Llama or Mistral, safetensors).
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto" (that of the activations) or, on a GPU, "fp8": half the memory, and

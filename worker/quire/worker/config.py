@@ -22,7 +22,7 @@ class EngineConfig:
     """
 
     model: Path
-    """A checkpoint directory in Hugging Face format (Llama or Mistral architecture, safetensors)."""
+    """A checkpoint directory in Hugging Face format (Llama or Mistral, safetensors)."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
