@@ -48,6 +48,11 @@ class LaunchConfig:
     def options(self) -> dict[str, int | bool]:
         return compiler_options(num_warps=self.num_warps, num_stages=self.num_stages)
 
+    def shared_options(self) -> dict[str, int | bool]:
+        """Of a decode whose rows share their KV: with a third stage that of float8 spills. The
+        number of stages changes no bit."""
+        return compiler_options(num_warps=self.num_warps, num_stages=min(2, self.num_stages))
+
 
 def launch_config(
     kernel: Literal["decode", "prefill"],

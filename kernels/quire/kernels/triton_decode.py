@@ -127,7 +127,7 @@ def decode_attention(
             BLOCK_D=block_d,
             SPLIT=SPLIT_TOKENS,
             CAPPED=options.soft_cap is not None,
-            **config.options(),
+            **config.shared_options(),
         )
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,
