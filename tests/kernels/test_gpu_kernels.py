@@ -203,6 +203,11 @@ def test_reading_a_shared_prefix_once_changes_no_bit(
     apart = batch.attend(triton, num_decodes=9)
     assert torch.equal(batch.attend(triton, num_decodes=9, shared=shared), apart)
     assert_near_twin(apart, batch.expected())
+    if dtype != torch.float32:
+        k_cache, v_cache = (c.to(torch.float8_e4m3fn) for c in (batch.k_cache, batch.v_cache))
+        rounded = replace(batch, k_cache=k_cache, v_cache=v_cache)
+        apart = rounded.attend(triton, num_decodes=9)
+        assert torch.equal(rounded.attend(triton, num_decodes=9, shared=shared), apart)
 
 
 def test_a_decode_in_a_cuda_graph_has_the_same_bits(triton: AttentionBackend) -> None:

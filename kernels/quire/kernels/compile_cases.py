@@ -115,7 +115,7 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
         ("prefill", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
         ("decode_full", decode_kernel, {**decode_sizes, **full, **apart}, decode.options()),
         ("decode_rest", decode_kernel, {**decode_sizes, **plain, **together}, decode.options()),
-        ("shared", shared_kernel, shared_sizes, decode.shared_options()),
+        ("shared", shared_kernel, shared_sizes, decode.shared_options(is_float8=False)),
         ("prefill_full", prefill_kernel, {**prefill_sizes, **full}, prefill.options()),
         ("merge", merge_kernel, {**sizes, **split}, MERGE_OPTIONS),
         ("write_kv", write_kernel, written_sizes, WRITE_OPTIONS),
@@ -136,7 +136,7 @@ def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator
         shared_fp8 = {**shared_sizes, **decode_fp8.tile()}
         kernels += [
             ("decode_fp8", decode_kernel, sizes_fp8, decode_fp8.options()),
-            ("shared_fp8", shared_kernel, shared_fp8, decode_fp8.shared_options()),
+            ("shared_fp8", shared_kernel, shared_fp8, decode_fp8.shared_options(is_float8=True)),
             ("prefill_fp8", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
         ]
     for name, kernel, constants, options in kernels:

@@ -127,7 +127,7 @@ def decode_attention(
             BLOCK_D=block_d,
             SPLIT=SPLIT_TOKENS,
             CAPPED=options.soft_cap is not None,
-            **config.shared_options(),
+            **config.shared_options(is_float8=k_cache.dtype == torch.float8_e4m3fn),
         )
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,

@@ -4,6 +4,7 @@ Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,3 +74,20 @@ def test_a_split_that_is_shared_is_read_from_the_first_rows_blocks_alone() -> No
     want = batch.attend(TRITON, num_decodes=2)
     batch.block_tables[1, : SPLIT_TOKENS // 16] = 0  # NaN
     assert torch.equal(batch.attend(TRITON, num_decodes=2, shared=shared), want)
+
+
+def test_sharing_a_float8_cache_changes_no_bit() -> None:
+    batch = paged_batch(
+        [(SPLIT_TOKENS + 5, 1), (SPLIT_TOKENS + 70, 1)],
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=32,
+        block_size=16,
+        dtype=torch.float16,
+    ).with_shared_prefix(0, 1, SPLIT_TOKENS // 16)
+    k_cache, v_cache = (cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache))
+    rounded = replace(batch, k_cache=k_cache, v_cache=v_cache)
+    shared = shared_splits(rounded, num_decodes=2)
+    together = rounded.attend(TRITON, num_decodes=2, shared=shared)
+    assert torch.equal(together, rounded.attend(TRITON, num_decodes=2))
+    assert_near_twin(together, rounded.expected())
