@@ -238,7 +238,7 @@ async def test_events_begin_with_a_snapshot_and_go_on_from_there(start_group: An
         events = stub.Events(pb.EventsRequest())
         snapshot = await next_batch(events)
         root = root_hash(model_fingerprint="hash-1", kv_dtype="float32", block_size=4)
-        hashes = hash_blocks(np.array(prompt, dtype=np.uint32), block_size=4, parent=root)
+        hashes = hash_blocks(np.array(prompt, dtype=np.uint32), block_size=4, root=root)
         assert snapshot.snapshot == frozenset(hashes)
         assert (snapshot.epoch, snapshot.first_seq) == (group.engine.events.epoch, 1)
 

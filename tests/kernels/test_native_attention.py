@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire import native_build
 from quire.kernels import native
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
@@ -204,7 +205,7 @@ def test_write_kv_stores_each_value_once_and_touches_nothing_else(
 def _backend(isa: str) -> NativeBackend:
     try:
         return NativeBackend(native.load(isa))
-    except native.BuildError as error:
+    except native_build.BuildError as error:
         pytest.skip(str(error))
 
 

@@ -48,7 +48,7 @@ def hash_prompt(token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
     root = root_hash(
         model_fingerprint="m", kv_dtype="float32", block_size=BLOCK_SIZE, cache_salt=cache_salt
     )
-    return hash_blocks(as_token_ids(token_ids), block_size=BLOCK_SIZE, parent=root)
+    return hash_blocks(as_token_ids(token_ids), block_size=BLOCK_SIZE, root=root)
 
 
 @pytest.fixture

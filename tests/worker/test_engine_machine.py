@@ -217,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         parent: BlockHash | None = None
         array = np.array(tokens, dtype=np.uint32)
-        for block_hash in hash_blocks(array, block_size=self.block_size, parent=root):
+        for block_hash in hash_blocks(array, block_size=self.block_size, root=root):
             self.parents[block_hash] = parent
             parent = block_hash
 

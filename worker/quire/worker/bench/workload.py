@@ -144,7 +144,7 @@ def infinite_cache_hit_tokens(
     num_hits = 0
     for prompt, output in requests:
         hashes = hash_blocks(
-            np.concatenate([prompt, output[:-1]]), block_size=block_size, parent=root
+            np.concatenate([prompt, output[:-1]]), block_size=block_size, root=root
         )
         for block_hash in hashes[: (len(prompt) - 1) // block_size]:
             if block_hash not in seen:
