@@ -24,6 +24,7 @@ from quire.router.directory import (
     BlockDirectory,
     GroupId,
     NeedsResync,
+    Position,
 )
 from quire.router.errors import NoGroupAvailable
 from quire.router.policy import POLICIES, Decision, GroupState, RouteRequest
@@ -193,8 +194,8 @@ class RoutingTable:
                 return Applied(0)
             return self._directory.apply(group_id, batch, now_s=self._clock())
 
-    def events_position(self, group_id: GroupId) -> tuple[int, int]:
-        """The epoch and event number with which to subscribe to the group's events."""
+    def events_position(self, group_id: GroupId) -> Position:
+        """With what to subscribe to the group's events."""
         with self._lock:
             return self._directory.position(group_id)
 
