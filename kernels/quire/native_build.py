@@ -88,17 +88,13 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def _build_into(
-    target: Path, compiler: list[str], flags: Sequence[str], files: list[Path]
-) -> None:
+def _build_into(target: Path, compiler: list[str], flags: Sequence[str], files: list[Path]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
         units = [file for file in files if file.suffix == ".cpp"]
         os.replace(_compile(compiler, flags, units, Path(scratch)), target)
 
 
-def _compile(
-    compiler: list[str], flags: Sequence[str], units: list[Path], scratch: Path
-) -> Path:
+def _compile(compiler: list[str], flags: Sequence[str], units: list[Path], scratch: Path) -> Path:
     """All units at once, each in a process of its own, then the link."""
     objects = [scratch / f"{unit.stem}.o" for unit in units]
     commands = [

@@ -1,4 +1,4 @@
-"""The directory in a whole cluster: what is wrong in it costs time, never a token, and is mended."""
+"""The directory in a whole cluster: an error in it costs time, never a token, and is mended."""
 
 import asyncio
 import random
@@ -22,7 +22,9 @@ def prompts(count: int) -> list[list[int]]:
 async def generate(cluster: Any, prompt: list[int]) -> list[int]:
     params = pb.SamplingParams(seed=5, max_tokens=6, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=params)
-    return [token async for chunk in cluster.inference.Generate(request) for token in chunk.token_ids]
+    return [
+        token async for chunk in cluster.inference.Generate(request) for token in chunk.token_ids
+    ]
 
 
 async def ask_all(cluster: Any) -> None:

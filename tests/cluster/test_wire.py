@@ -78,7 +78,9 @@ def test_fields_that_are_not_set_take_their_defaults() -> None:
             first_seq=st.integers(0, 9),
             snapshot=st.one_of(st.just([]), hashes).map(BlockHashes.of),
             buckets=st.one_of(st.none(), st.binary(max_size=3)),
-            digest=st.one_of(st.none(), st.integers(0, 255).map(lambda i: Digest(bytes([i]) * 2048))),
+            digest=st.one_of(
+                st.none(), st.integers(0, 255).map(lambda i: Digest(bytes([i]) * 2048))
+            ),
         ),
     )
 )

@@ -15,7 +15,7 @@ from quire.router.holders import HolderIndex
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.hashing import BlockHash, BlockHashes
+from quire.worker.hashing import BlockHash
 
 NUM_BLOCKS = 12
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
@@ -160,7 +160,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         group, batch = self.on_the_way[index] if keep else self.on_the_way.pop(index)
         answer = self.apply(group, batch)
         if isinstance(answer, NeedsResync):
-            assert answer.position == self.position(group)
+            assert answer == NeedsResync(*self.position(group))
 
     @precondition(lambda self: self.on_the_way)
     @rule(data=st.data())
@@ -352,7 +352,7 @@ def test_a_gap_names_the_event_to_go_on_from_and_changes_nothing(new: New) -> No
     directory = new()
     directory.apply(GROUPS[0], stored(UNIVERSE[0], epoch=5), now_s=0)
     late = EventBatch(epoch=5, first_seq=3, events=(BlocksRemoved((UNIVERSE[0],)),))
-    assert directory.apply(GROUPS[0], late, now_s=0) == NeedsResync(Position(5, 1))
+    assert directory.apply(GROUPS[0], late, now_s=0) == NeedsResync(5, 1)
     assert held(directory, GROUPS[0]) == {UNIVERSE[0]}
     assert directory.stats().num_gaps == 1
 
@@ -360,7 +360,7 @@ def test_a_gap_names_the_event_to_go_on_from_and_changes_nothing(new: New) -> No
 def test_a_heartbeat_ahead_of_the_directory_shows_the_loss(new: New) -> None:
     directory = new()
     heartbeat = EventBatch(epoch=5, first_seq=2)
-    assert directory.apply(GROUPS[0], heartbeat, now_s=0) == NeedsResync(Position(5, 0))
+    assert directory.apply(GROUPS[0], heartbeat, now_s=0) == NeedsResync(5, 0)
 
 
 def test_heartbeats_keep_a_group_but_gaps_do_not(new: New) -> None:
@@ -397,9 +397,9 @@ def test_drift_is_found_by_the_digest_and_only_its_bucket_is_asked_for(new: New)
     directory.apply(GROUPS[0], log.since(0), now_s=0)
     directory._index.remove(UNIVERSE[4], slot=0)  # 4 % 3 == 1, its bucket.
     answer = directory.apply(GROUPS[0], log.since(1), now_s=0)
-    assert answer == NeedsResync(Position(5, 1, drifted=bytes([1])))
+    assert answer == NeedsResync(5, 1, drifted=bytes([1]))
     assert directory.stats().num_drifted_buckets == 1
-    events, bucket = log.replay(1, buckets=answer.position.drifted)
+    events, bucket = log.replay(1, buckets=answer.drifted)
     assert bucket.snapshot is not None
     assert set(bucket.snapshot) == {name_of(number) for number in range(1, NUM_BLOCKS, 3)}
     assert directory.apply(GROUPS[0], events, now_s=0) == Applied(0)

@@ -16,6 +16,7 @@ from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
 
 NUM_BLOCKS = 400
 NUM_SLOTS = 70  # More than the bits of a word.
+SLOTS = range(NUM_SLOTS)  # Named by themselves.
 
 
 def crowded(number: int) -> bytes:
@@ -76,7 +77,7 @@ def test_both_are_a_dict_of_sets(changes: list[tuple[str, int, tuple[int, int]]]
     for index in both:
         for block in BLOCKS:
             holders = {slot for slot in model if block in model[slot]}
-            assert index.longest_prefix(block) == dict.fromkeys(holders, 1)
+            assert index.longest_prefix(block, SLOTS) == dict.fromkeys(holders, 1)
         for slot in range(index.num_slots):
             assert index.digests(slot) == (_digest(model[slot]), bytes(NUM_BUCKETS))
 
@@ -91,15 +92,15 @@ def test_every_end_of_a_chain_is_found(ends: dict[int, int]) -> None:
             index.add(prompt[: 32 * end], slot=slot)
         for length in (1, 2, 9, 399, 400):
             expected = {slot: min(end, length) for slot, end in ends.items() if end}
-            assert index.longest_prefix(prompt[: 32 * length]) == expected
+            assert index.longest_prefix(prompt[: 32 * length], SLOTS) == expected
             lengths = index.prefix_lengths(prompt[: 32 * length])
             assert {slot: int(lengths[slot]) for slot in np.nonzero(lengths)[0]} == expected
 
 
 def test_a_prompt_without_blocks_or_a_directory_without_groups_has_no_prefix() -> None:
     for index in indexes(max_blocks=10):
-        assert index.longest_prefix(b"") == {}
-        assert index.longest_prefix(BLOCKS[0]) == {}
+        assert index.longest_prefix(b"", SLOTS) == {}
+        assert index.longest_prefix(BLOCKS[0], SLOTS) == {}
         assert index.prefix_lengths(BLOCKS[0]).tolist() == []
 
 

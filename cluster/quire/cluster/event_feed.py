@@ -52,7 +52,9 @@ class EventFeed:
                 await buffer.wait(self._heartbeat_s)
                 if buffer.overflowed:
                     buffer.clear()
-                    batches = [await self._engine_loop.call(lambda engine: engine.events.snapshot())]
+                    batches = [
+                        await self._engine_loop.call(lambda engine: engine.events.snapshot())
+                    ]
                 elif loop.time() >= digest_at_s:
                     # Told by the engine's thread, in which digest and events are of one moment.
                     # What it tells is in the buffer too, now or soon, and is passed over there.

@@ -162,7 +162,11 @@ class Gateway:
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
         """The hashes of a prompt's full blocks; none before a first group told its model."""
         card = self.groups.card
-        return BlockHashes() if card is None else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        return (
+            BlockHashes()
+            if card is None
+            else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        )
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound."""

@@ -81,9 +81,7 @@ def available_isas() -> tuple[str, ...]:
 
 def build(isa: str) -> Path:
     """The compiled library; compiles only what is not in the cache."""
-    return native_build.build(
-        f"native-{isa}", sources=_SOURCES, flags=[*_FLAGS, *ISA_FLAGS[isa]]
-    )
+    return native_build.build(f"native-{isa}", sources=_SOURCES, flags=[*_FLAGS, *ISA_FLAGS[isa]])
 
 
 if __name__ == "__main__":

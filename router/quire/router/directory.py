@@ -50,12 +50,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class NeedsResync:
-    """Something is missing: ask for it from ``position``.
+    """Something is missing: ask for it from this position.
 
     Either events before the batch, and it was left out, or buckets that turned out to differ.
     """
 
-    position: Position
+    epoch: int
+    next_seq: int
+    drifted: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +127,7 @@ class BlockDirectory:
         Groups that lack the first block are left out. It costs a few look-ups per end of a
         group's prefix, not one per hash: see `quire.router.holders`.
         """
-        lengths = self._index.longest_prefix(BlockHashes.of(hashes).data)
-        names = self._names
-        return {names[slot]: length for slot, length in lengths.items()}
+        return self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
 
     def prefix_lengths(self, hashes: Sequence[BlockHash]) -> Lengths:
         """The same as an array over `slot`, which costs no more for hundreds of groups.
@@ -156,7 +156,7 @@ class BlockDirectory:
         if num_known < 0 and (batch.snapshot is None or batch.buckets is not None):
             # Not heard, for what counts as news: a group that never gets to resync goes stale.
             self._num_gaps += 1
-            return NeedsResync(group.position)
+            return NeedsResync(*group.position)
         group.last_heard_s = now_s
         num_events = 0
         if batch.snapshot is None:
@@ -171,7 +171,7 @@ class BlockDirectory:
         if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
             self._compare(group, batch.digest)
             if group.drifted:
-                return NeedsResync(group.position)
+                return NeedsResync(*group.position)
         return Applied(num_events)
 
     def position(self, group_id: GroupId) -> Position:

@@ -15,10 +15,12 @@ and `python_holders` where there is no compiler.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 Slot = int
 """A small number that stands for a group."""
@@ -63,23 +65,16 @@ class HolderIndex(Protocol):
         """Of each bucket the XOR of the slot's keys, as in `quire.worker.events.Digest`; and
         for each a byte that is not 0 where blocks were refused."""
 
-    def longest_prefix(self, hashes: bytes) -> dict[Slot, int]:
+    def longest_prefix(self, hashes: bytes, names: Sequence[T]) -> dict[T, int]:
         """How many of a chain's ``hashes`` each slot holds from the first on; not those of none.
 
+        ``names`` are those of the slots in the answer.
         Where a slot holds it with holes, one of its ends: it holds the last block counted, and
         the next one not.
         """
 
     def prefix_lengths(self, hashes: bytes) -> Lengths:
         """The same for all slots. The array is the index's, and good until the next call."""
-
-
-def record(lengths: dict[Slot, int], mask: int, length: int) -> None:
-    """Notes ``length`` for each bit of ``mask``."""
-    while mask:
-        bit = mask & -mask
-        lengths[bit.bit_length() - 1] = length
-        mask ^= bit
 
 
 def new_index(*, max_blocks: int) -> HolderIndex:

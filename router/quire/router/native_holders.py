@@ -7,13 +7,14 @@ import ctypes
 import functools
 import logging
 import weakref
+from collections.abc import Sequence
 from ctypes import c_char_p, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
 
 from quire import native_build
-from quire.router.holders import Lengths, Slot
+from quire.router.holders import Lengths, Slot, T
 from quire.worker.events import NUM_BUCKETS
 from quire.worker.hashing import HASH_BYTES
 
@@ -107,12 +108,12 @@ class NativeHolders:
         self._library.quire_holders_digests(self._index, slot, digests, refused)
         return digests.raw, refused.raw
 
-    def longest_prefix(self, hashes: bytes) -> dict[Slot, int]:
+    def longest_prefix(self, hashes: bytes, names: Sequence[T]) -> dict[T, int]:
         num_found = self._look_up(
             self._index, hashes, len(hashes) // HASH_BYTES, self._lengths_at, self._found_at
         )
         lengths = self._lengths
-        return {slot: lengths[slot] for slot in self._found[:num_found]}
+        return {names[slot]: lengths[slot] for slot in self._found[:num_found]}
 
     def prefix_lengths(self, hashes: bytes) -> Lengths:
         self._look_up(

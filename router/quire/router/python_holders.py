@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.router.holders import Lengths, Slot, record
+from quire.router.holders import Lengths, Slot, T
 from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
 
 
@@ -101,7 +101,7 @@ class PythonHolders:
         held = self._slots[slot]
         return struct.pack(f"<{NUM_BUCKETS}Q", *held.digests), bytes(held.refused)
 
-    def longest_prefix(self, hashes: bytes) -> dict[Slot, int]:
+    def longest_prefix(self, hashes: bytes, names: Sequence[T]) -> dict[T, int]:
         keys = memoryview(hashes).cast("Q")  # Every fourth is a key.
         num_hashes = len(keys) // 4
         if not num_hashes:
@@ -111,7 +111,7 @@ class PythonHolders:
         if first is None:
             return {}
         last = get(keys[4 * num_hashes - 4], _NOBODY)
-        lengths: dict[Slot, int] = {}
+        lengths: dict[T, int] = {}
         alive = first.mask
         # Spans of blocks, the first one on top, with the holders at both ends.
         spans = [(num_hashes - 1, last, num_hashes, _NOBODY), (0, first, num_hashes - 1, last)]
@@ -131,12 +131,15 @@ class PythonHolders:
                     high, at_high = middle, at
             leaving = alive & at_low.mask & ~at_high.mask
             alive ^= leaving
-            record(lengths, leaving, high)
+            while leaving:
+                bit = leaving & -leaving
+                lengths[names[bit.bit_length() - 1]] = high
+                leaving ^= bit
         return lengths
 
     def prefix_lengths(self, hashes: bytes) -> Lengths:
         lengths = np.zeros(self.num_slots, dtype=np.int32)
-        for slot, length in self.longest_prefix(hashes).items():
+        for slot, length in self.longest_prefix(hashes, range(self.num_slots)).items():
             lengths[slot] = length
         return lengths
 

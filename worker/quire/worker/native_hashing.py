@@ -24,7 +24,7 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-msha", "-msse4.1")
 @functools.cache
 def library() -> ctypes.PyDLL | None:
     """The library, or ``None``: hashlib gives the same names, ten times slower."""
-    if not _CPU_FLAGS <= native_build.cpu_flags():
+    if _CPU_FLAGS - native_build.cpu_flags():
         return None
     return native_build.load_or_do_without(_load, without="prompts are hashed by hashlib, slower")
 
