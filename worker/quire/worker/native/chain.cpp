@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -73,12 +74,12 @@ inline void store_digest(const State& state, uint8_t* out) {
 
 // N compressions that have nothing to do with each other.
 template <int N>
-inline __attribute__((always_inline)) void compress(State* const (&states)[N],
+inline __attribute__((always_inline)) void compress(State (&states)[N],
                                                     const uint8_t* const (&chunks)[N]) {
     State s[N];
     __m128i w[N][4];
     for (int n = 0; n < N; n++) {
-        s[n] = *states[n];
+        s[n] = states[n];
         for (int i = 0; i < 4; i++)
             w[n][i] = big_endian(_mm_loadu_si128((const __m128i*)chunks[n] + i));
     }
@@ -97,33 +98,52 @@ inline __attribute__((always_inline)) void compress(State* const (&states)[N],
             s[n].abef = _mm_sha256rnds2_epu32(s[n].abef, s[n].cdgh, _mm_shuffle_epi32(k, 0x0e));
         }
     for (int n = 0; n < N; n++) {
-        states[n]->abef = _mm_add_epi32(states[n]->abef, s[n].abef);
-        states[n]->cdgh = _mm_add_epi32(states[n]->cdgh, s[n].cdgh);
+        states[n].abef = _mm_add_epi32(states[n].abef, s[n].abef);
+        states[n].cdgh = _mm_add_epi32(states[n].cdgh, s[n].cdgh);
     }
+}
+
+inline void compress1(State& state, const uint8_t* chunk) {
+    State states[] = {state};
+    const uint8_t* chunks[] = {chunk};
+    compress(states, chunks);
+    state = states[0];
+}
+
+inline void compress2(State& a, const uint8_t* chunk_a, State& b, const uint8_t* chunk_b) {
+    State states[] = {a, b};
+    const uint8_t* chunks[] = {chunk_a, chunk_b};
+    compress(states, chunks);
+    a = states[0];
+    b = states[1];
 }
 
 // The end of one prefix, still to be compressed.
 struct Ending {
     State state;
-    uint8_t chunk[kChunk];
+    alignas(16) uint8_t chunk[kChunk] = {0x80};
+    bool has_tail = false;
     uint8_t* out = nullptr;  // Null: there is none.
 
     void begin(const State& chain, const uint8_t* tail, uint64_t num_bytes, uint8_t* digest) {
-        const size_t num_tail = num_bytes % kChunk;
-        state = chain;
-        std::memcpy(chunk, tail, num_tail);
-        std::memset(chunk + num_tail, 0, kChunk - num_tail);
-        chunk[num_tail] = 0x80;
+        // The length in bits, big-endian, is the last 8 bytes. It is stored as it will be read, 16
+        // bytes at once: the read else waits until the store has left the core.
         const uint64_t num_bits = __builtin_bswap64(8 * num_bytes);
-        std::memcpy(chunk + kChunk - 8, &num_bits, 8);
+        _mm_store_si128((__m128i*)(chunk + 48), _mm_set_epi64x(int64_t(num_bits), 0));
+        const size_t num_tail = num_bytes % kChunk;
+        if (num_tail || has_tail) {
+            std::memset(chunk, 0, kChunk - 8);
+            std::memcpy(chunk, tail, num_tail);
+            chunk[num_tail] = 0x80;
+            has_tail = num_tail;
+        }
+        state = chain;
         out = digest;
     }
 
     void finish() {
         if (!out) return;
-        State* states[] = {&state};
-        const uint8_t* chunks[] = {chunk};
-        compress(states, chunks);
+        compress1(state, chunk);
         write();
     }
 
@@ -139,9 +159,7 @@ extern "C" {
 
 void quire_chain_begin(Chain* chain, const uint8_t* first_chunk) {
     State state = load(kInitial);
-    State* states[] = {&state};
-    const uint8_t* chunks[] = {first_chunk};
-    compress(states, chunks);
+    compress1(state, first_chunk);
     store(state, chain->h);
     chain->num_bytes = kChunk;
 }
@@ -150,36 +168,32 @@ void quire_chain_begin(Chain* chain, const uint8_t* first_chunk) {
 void quire_chain_extend(Chain* chain, const uint8_t* data, int64_t block_bytes, int64_t num_blocks,
                         uint8_t* digests) {
     State state = load(chain->h);
+    uint64_t num_bytes = chain->num_bytes;
     Ending ending;
     for (int64_t block = 0; block < num_blocks; block++, digests += kDigest) {
-        const uint8_t* end = data + block_bytes;
-        while (data < end) {
-            const size_t num_tail = chain->num_bytes % kChunk;
-            size_t num_taken = kChunk - num_tail;
-            if (num_taken > size_t(end - data)) num_taken = end - data;
+        for (const uint8_t* end = data + block_bytes; data < end;) {
+            const size_t num_tail = num_bytes % kChunk;
+            const size_t num_taken = std::min<size_t>(kChunk - num_tail, end - data);
             const uint8_t* chunk = data;
             if (num_taken < kChunk) {
                 std::memcpy(chain->tail + num_tail, data, num_taken);
                 chunk = chain->tail;
             }
             data += num_taken;
-            chain->num_bytes += num_taken;
-            if (chain->num_bytes % kChunk) break;
+            num_bytes += num_taken;
+            if (num_bytes % kChunk) break;
             if (ending.out) {
-                State* states[] = {&state, &ending.state};
-                const uint8_t* chunks[] = {chunk, ending.chunk};
-                compress(states, chunks);
+                compress2(state, chunk, ending.state, ending.chunk);
                 ending.write();
             } else {
-                State* states[] = {&state};
-                const uint8_t* chunks[] = {chunk};
-                compress(states, chunks);
+                compress1(state, chunk);
             }
         }
         ending.finish();  // Where the block filled no chunk.
-        ending.begin(state, chain->tail, chain->num_bytes, digests);
+        ending.begin(state, chain->tail, num_bytes, digests);
     }
     ending.finish();
     store(state, chain->h);
+    chain->num_bytes = num_bytes;
 }
 }
