@@ -6,7 +6,8 @@ PYTHON is an interpreter that has ``ai-dynamo-runtime``; Ray's prefix tree is ta
 Each subject runs in a process of its own (`bench/directory_subjects.py`), in turn. Chains have
 8,000 blocks. One is held by every group, each other one by 1 to 4. Half of the prompts are held by
 some group to their end, half up to their middle. Events come as their wire format (protobuf,
-JSON), of 128 blocks or of one. Prints tables, and writes them to bench/results/.
+JSON), of 128 blocks or of one. Prints tables, and writes them to bench/results/, together with
+the cells of earlier runs under the same name.
 """
 
 import argparse
@@ -19,11 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RAY_AT_MOST = 1_000_000
+RAY_AT_MOST = 100_000
 """Ray's tree stores text and takes minutes for more."""
 
-Cell = tuple[int, int]  # Blocks, groups.
-Results = dict[str, dict[str, float]]  # By subject.
+Cell = tuple[int, int]
+"""Blocks, groups."""
+
+Results = dict[str, dict[str, float]]
+"""By subject."""
 
 
 def main() -> None:
@@ -41,11 +45,19 @@ def main() -> None:
         for size in arguments.sizes
         for groups in (arguments.largest_groups if size > 1_000_000 else arguments.groups)
     ]
-    results = {cell: _run_cell(*cell, arguments.peers_python) for cell in cells}
+    target = HERE / "results" / f"{arguments.name}.json"
+    results = _load(target) if target.exists() else {}
+    for cell in cells:
+        results[cell] = _run_cell(*cell, arguments.peers_python)
+        target.write_text(json.dumps([[*cell, found] for cell, found in results.items()]) + "\n")
+    results = dict(sorted(results.items()))
     text = "\n\n".join([f"# The block directory\n\n{_host()}", *_tables(results)]) + "\n"
     print(text)
-    target = HERE / "results" / f"{arguments.name}.md"
-    target.write_text(text)
+    target.with_suffix(".md").write_text(text)
+
+
+def _load(path: Path) -> dict[Cell, Results]:
+    return {(size, groups): found for size, groups, found in json.loads(path.read_text())}
 
 
 def _run_cell(num_blocks: int, num_groups: int, peers_python: Path | None) -> Results:

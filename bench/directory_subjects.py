@@ -24,6 +24,7 @@ PROMPT_BLOCKS = (100, 1_000, 8_000)
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = (16_384, 131_072)
 NUM_LOOKUPS = 400
+NUM_SLOW_LOOKUPS = 60
 HASH = 32
 """Bytes of a block's name."""
 
@@ -218,7 +219,7 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     draw = random.Random(1)
     for num_prompt_blocks in PROMPT_BLOCKS:
         queries = []
-        for index in range(NUM_LOOKUPS):
+        for index in range(NUM_SLOW_LOOKUPS if whole_prompts else NUM_LOOKUPS):
             number = draw.randrange(1, num_chains)
             chain = _chain(number)[: HASH * num_prompt_blocks]
             if index % 2:  # The other half of the prompt was never seen.
@@ -234,7 +235,9 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     popular = subject.query(_chain(0))
     found = subject.look_up(popular)
     assert len(found) == num_groups, len(found)
-    _add_times(result, "look_up_popular", subject.look_up, [popular] * 50)
+    _add_times(
+        result, "look_up_popular", subject.look_up, [popular] * (10 if whole_prompts else 50)
+    )
     if hasattr(subject, "lengths"):
         _add_times(result, "lengths_popular", subject.lengths, [popular] * 50)
     for what in ("decide", "hash_only"):
