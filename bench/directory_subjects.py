@@ -28,6 +28,9 @@ NUM_SLOW_LOOKUPS = 60
 HASH = 32
 """Bytes of a block's name."""
 
+Held = dict[Any, int]
+"""Blocks by group."""
+
 
 class Subject(Protocol):
     """``chain`` is the names of a chain's blocks, `HASH` bytes each."""
@@ -38,11 +41,9 @@ class Subject(Protocol):
     def removed(self, group: int, chain: bytes, start: int, stop: int) -> Any: ...
     def apply(self, group: int, event: Any) -> None: ...
     def query(self, chain: bytes) -> Any: ...
-    def look_up(self, query: Any) -> dict[int, int]:
-        """Blocks held by group."""
-
+    def look_up(self, query: Any) -> Held: ...
     def decide(self, tokens: Any) -> None:
-        """From the tokens of a prompt to the groups' overlaps, and where it has one, a choice."""
+        """From the tokens of a prompt to the overlap with each group."""
 
     def tokens(self, count: int) -> Any: ...
 
@@ -88,8 +89,8 @@ class Quire:
     def query(self, chain: bytes) -> Any:
         return self._hashing.BlockHashes(chain)
 
-    def look_up(self, query: Any) -> dict[int, int]:
-        found: Any = self._directory.longest_prefix(query)
+    def look_up(self, query: Any) -> Held:
+        found: Held = self._directory.longest_prefix(query)
         return found
 
     def lengths(self, query: Any) -> None:
@@ -143,8 +144,8 @@ class Dynamo:
     def query(self, chain: bytes) -> Any:
         return _numbers(chain)
 
-    def look_up(self, query: Any) -> dict[int, int]:
-        found: dict[int, int] = self._tree.find_matches(query).scores
+    def look_up(self, query: Any) -> Held:
+        found: Held = self._tree.find_matches(query).scores
         return found
 
     def tokens(self, count: int) -> Any:
@@ -181,7 +182,7 @@ class Ray:
     def query(self, chain: bytes) -> Any:
         return chain.hex()
 
-    def look_up(self, query: Any) -> dict[int, int]:
+    def look_up(self, query: Any) -> Held:
         text, tenants = self._tree.prefix_match(query)
         return dict.fromkeys(tenants or (), len(text) // (2 * HASH))
 

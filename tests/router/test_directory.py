@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.router import native_holders
 from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
-from quire.router.holders import HolderIndex
+from quire.router.holders import HolderIndex, Lengths
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
@@ -275,7 +275,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert {g: n for g in GROUPS if (n := _at(lengths, directory.slot(g)))} == found
 
 
-def _at(lengths: Sequence[int], slot: int | None) -> int:
+def _at(lengths: Lengths, slot: int | None) -> int:
     return 0 if slot is None else int(lengths[slot])
 
 

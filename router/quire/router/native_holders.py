@@ -127,7 +127,7 @@ class NativeHolders:
         self._found = (c_uint32 * num_slots)()
         self._lengths_at = c_void_p(ctypes.addressof(self._lengths))
         self._found_at = c_void_p(ctypes.addressof(self._found))
-        self._lengths_array = np.frombuffer(self._lengths, dtype=np.int32)
+        self._lengths_array: Lengths = np.frombuffer(memoryview(self._lengths), dtype=np.int32)
 
     def _check(self, slot: Slot) -> None:
         assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
