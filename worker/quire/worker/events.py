@@ -8,7 +8,6 @@ The directory knows a block by its *key*, 64 bits of its hash, and keys fall int
 and then, which shows what went wrong without anyone noticing, and asks for the odd buckets again.
 """
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,12 @@ from quire.worker.hashing import BlockHash, BlockHashes
 
 NUM_BUCKETS = 256
 DIGEST_BYTES = 8 * NUM_BUCKETS
+
+_BUCKET_BYTE = 7
+"""Of a hash: the highest of its key."""
+
+_UNDIGESTED_AT_MOST = 4096
+"""Blocks that the log has not yet taken into its digest."""
 
 Digest = NewType("Digest", bytes)
 """Of each bucket the XOR of the keys that are held: little-endian uint64s."""
@@ -82,7 +87,8 @@ class EventLog:
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._stored: set[BlockHash] = set()
-        self._digest = [0] * NUM_BUCKETS
+        self._digest = np.zeros(NUM_BUCKETS, dtype="<u8")
+        self._undigested: list[BlockHash] = []
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []
 
     @property
@@ -91,15 +97,21 @@ class EventLog:
 
     def stored(self, hashes: Iterable[BlockHash]) -> None:
         """What is stored already is no news."""
-        new = tuple(name for name in dict.fromkeys(hashes) if name not in self._stored)
-        self._stored.update(new)
-        self._append(BlocksStored(new))
+        names = tuple(hashes)
+        new = set(names)
+        if len(new) < len(names) or not self._stored.isdisjoint(new):
+            names = tuple(name for name in dict.fromkeys(names) if name not in self._stored)
+        self._stored |= new
+        self._append(BlocksStored(names))
 
     def removed(self, hashes: Iterable[BlockHash]) -> None:
         """What is not stored cannot go."""
-        gone = tuple(name for name in dict.fromkeys(hashes) if name in self._stored)
-        self._stored.difference_update(gone)
-        self._append(BlocksRemoved(gone))
+        names = tuple(hashes)
+        gone = set(names)
+        if len(gone) < len(names) or not gone <= self._stored:
+            names = tuple(name for name in dict.fromkeys(names) if name in self._stored)
+        self._stored -= gone
+        self._append(BlocksRemoved(names))
 
     def since(self, seq: int) -> EventBatch:
         """All events from number ``seq`` on, or a snapshot where some of those are gone.
@@ -117,7 +129,7 @@ class EventLog:
         stored: Iterable[BlockHash] = self._stored
         if buckets is not None:
             chosen = frozenset(buckets)
-            stored = (name for name in self._stored if bucket_of(_key(name)) in chosen)
+            stored = (name for name in self._stored if name[_BUCKET_BYTE] in chosen)
         return EventBatch(
             epoch=self.epoch,
             first_seq=self._next_seq,
@@ -143,17 +155,20 @@ class EventLog:
     def _append(self, event: BlockEvent) -> None:
         if not event.hashes:
             return
-        for name in event.hashes:
-            key = _key(name)
-            self._digest[bucket_of(key)] ^= key
+        self._undigested += event.hashes
+        if len(self._undigested) > _UNDIGESTED_AT_MOST:
+            self._digest_all()
         self._events.append(event)
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         for on_event in self._subscribers:
             on_event(seq, event)
 
+    def _digest_all(self) -> None:
+        """Many at once: one by one it would cost more than all else that the log does."""
+        keys = np.frombuffer(b"".join([name[:8] for name in self._undigested]), dtype="<u8")
+        np.bitwise_xor.at(self._digest, keys >> np.uint64(56), keys)
+        self._undigested.clear()
+
     def _pack(self) -> Digest:
-        return Digest(struct.pack(f"<{NUM_BUCKETS}Q", *self._digest))
-
-
-def _key(name: BlockHash) -> int:
-    return int.from_bytes(name[:8], "little")
+        self._digest_all()
+        return Digest(self._digest.tobytes())
