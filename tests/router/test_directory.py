@@ -4,6 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from quire.router.holders import HolderIndex, Lengths
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.hashing import BlockHash
+from quire.worker.hashing import BlockHash, hash_blocks, root_hash
 
 NUM_BLOCKS = 12
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
@@ -389,6 +390,22 @@ def test_memory_does_not_grow_with_the_number_of_holders(new: New) -> None:
     stats = directory.stats()
     assert (stats.num_blocks, stats.num_holdings) == (500, 50_000)
     assert set(directory.longest_prefix(prompt).values()) == {500}
+
+
+def test_tenants_models_and_adapters_live_side_by_side(new: New) -> None:
+    tokens = np.arange(64, dtype=np.uint32)
+    common = {"model_fingerprint": "m", "kv_dtype": "f", "block_size": 16}
+    others = [{}, {"cache_salt": "x"}, {"adapter": "x"}, {"model_fingerprint": "x"}]
+    prompts = [
+        hash_blocks(tokens, block_size=16, root=root_hash(**{**common, **other}))  # type: ignore[arg-type]
+        for other in others
+    ]
+    directory = new()
+    for prompt, group in zip(prompts, [*GROUPS, GroupId("d")], strict=True):
+        directory.apply(group, stored(*prompt), now_s=0)
+    assert [directory.longest_prefix(prompt) for prompt in prompts] == [
+        {group: 4} for group in [*GROUPS, GroupId("d")]
+    ]
 
 
 def test_drift_is_found_by_the_digest_and_only_its_bucket_is_asked_for(new: New) -> None:
