@@ -6,8 +6,8 @@ PYTHON is an interpreter that has ``ai-dynamo-runtime``; Ray's prefix tree is ta
 Each subject runs in a process of its own (`bench/directory_subjects.py`), in turn. Chains have
 8,000 blocks. One is held by every group, each other one by 1 to 4. Half of the prompts are held by
 some group to their end, half up to their middle. Events come as their wire format (protobuf,
-JSON), of 128 blocks or of one. Prints tables, and writes them to bench/results/, together with
-the cells of earlier runs under the same name.
+JSON), of 512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to
+bench/results/, together with the cells of earlier runs under the same name.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _tables(results: dict[Cell, Results]) -> list[str]:
     ]
     rates = [
         "## Events and memory",
-        "Million blocks a second in events of 128 blocks (of one), from their wire format.\n",
+        "Million blocks a second in events of 512 blocks (of one), from their wire format.\n",
         "| blocks | groups | | stored | removed | mixed | bytes per block |",
         "|---|---|---|---|---|---|---|",
     ]

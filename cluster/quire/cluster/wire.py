@@ -99,16 +99,21 @@ def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
 
 def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
     """Raises ValueError where what should be hashes or a digest has another length."""
-    is_snapshot, is_part = message.HasField("snapshot"), message.snapshot.HasField("buckets")
-    if message.HasField("digest") and len(message.digest) != DIGEST_BYTES:
-        raise ValueError(f"digest of {len(message.digest)} bytes: must have {DIGEST_BYTES}")
+    snapshot = buckets = digest = None
+    if message.HasField("snapshot"):
+        snapshot = BlockHashes(message.snapshot.stored)
+        buckets = message.snapshot.buckets if message.snapshot.HasField("buckets") else None
+    if message.HasField("digest"):
+        digest = Digest(message.digest)
+        if len(digest) != DIGEST_BYTES:
+            raise ValueError(f"digest of {len(digest)} bytes: must have {DIGEST_BYTES}")
     return EventBatch(
         epoch=message.epoch,
         first_seq=message.first_seq,
-        events=tuple(_event(event) for event in message.events),
-        snapshot=BlockHashes(message.snapshot.stored) if is_snapshot else None,
-        buckets=message.snapshot.buckets if is_part else None,
-        digest=Digest(message.digest) if message.HasField("digest") else None,
+        events=tuple([_event(event) for event in message.events]),
+        snapshot=snapshot,
+        buckets=buckets,
+        digest=digest,
     )
 
 

@@ -1,4 +1,4 @@
-// From 64-bit keys to ids of sets, 16 to 20 bytes a key.
+// From 64-bit keys to ids of sets, 16 to 24 bytes a key.
 //
 // A key's top bits choose one of 1,024 segments, which grow one by one: no event waits for more
 // than a thousandth of the table to be moved. A segment is an array of buckets of one cache line:
@@ -55,7 +55,7 @@ class Segment {
 
     // `key` must not be there.
     void insert(Key key, SetId id) {
-        if (num_keys_ >= kFullAt * num_buckets_) resize(num_buckets_ + num_buckets_ / 4 + 1);
+        if (num_keys_ >= kFullAt * num_buckets_) resize(num_buckets_ + num_buckets_ / 2 + 1);
         place(key, id);
     }
 
