@@ -62,9 +62,8 @@ class BlockHashes(Sequence[BlockHash]):
         return BlockHash(self.data[begin : begin + HASH_BYTES])
 
     def __iter__(self) -> Iterator[BlockHash]:
-        data = self.data
-        for begin in range(0, len(data), HASH_BYTES):
-            yield BlockHash(data[begin : begin + HASH_BYTES])
+        names: list[BlockHash] = np.frombuffer(self.data, dtype=f"V{HASH_BYTES}").tolist()
+        return iter(names)
 
     def __eq__(self, other: object) -> bool:
         """Equal to any sequence of the same names."""
