@@ -2,12 +2,17 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from quire.cluster import group_client
+from quire.cluster.wire import events_from_proto
 from quire.router.directory import BlockDirectory
+from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.worker.events import EventBatch
 from quire.worker.hashing import BlockHash
 
 pytestmark = pytest.mark.anyio
@@ -67,6 +72,31 @@ async def test_drift_is_mended_while_the_cluster_works(start_cluster: Any) -> No
         stats = cluster.table.stats().directory
         assert stats.num_drifted_buckets > 0
         assert stats.num_gaps == 0
+
+
+async def test_lost_events_and_odd_messages_are_asked_for_again(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(0)
+
+    def lossy(message: group_pb2.EventBatch) -> EventBatch:
+        batch = events_from_proto(message)
+        fate = draw.random()
+        if fate < 0.2:
+            raise ValueError("no hashes at all")
+        if fate < 0.5 and batch.events:
+            return replace(batch, first_seq=batch.first_seq + 1, events=batch.events[1:])
+        return batch
+
+    monkeypatch.setattr(group_client, "events_from_proto", lossy)
+    async with start_cluster(num_blocks=60) as cluster:
+        directory = cluster.table._directory
+        while directory.stats().num_gaps < 3:
+            await ask_all(cluster)
+            await generate(cluster, [draw.randrange(100)] * 30)  # Lets others go.
+        while not _is_true(directory, cluster):
+            await asyncio.sleep(0.05)
+        assert directory.stats().num_drifted_buckets == 0
 
 
 def _is_true(directory: BlockDirectory, cluster: Any) -> bool:
