@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.router.config import RoutingConfig
-from quire.router.directory import Applied, GroupId, NeedsResync
+from quire.router.directory import Applied, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable
 from quire.router.policy import GroupState
 from quire.router.table import GroupLoad, RoutingTable
@@ -176,7 +176,7 @@ def test_a_group_that_left_is_forgotten_and_its_late_messages_change_nothing(
         table.route("s", hashes=prompt, num_prompt_tokens=70)
     table.update_members([A])
     assert state_of(table, A) == GroupState(group=A)
-    assert table.events_position(A) == (0, 0)
+    assert table.events_position(A) == Position()
     table.completed("r")
     assert table.stats().num_in_flight_blocks == 0
     assert state_of(table, A) == GroupState(group=A)

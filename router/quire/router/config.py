@@ -21,7 +21,7 @@ class RoutingConfig:
     reservation_timeout_s: float = 60.0
     """What a group's frames have not shown by then will not come: stop counting it."""
     max_directory_blocks: int = 4_000_000
-    """Distinct blocks in the directory, of some 80 bytes each."""
+    """Distinct blocks in the directory, of some 20 bytes each (100 where there is no compiler)."""
     max_in_flight: int = 65_536
     """Requests remembered; past that the oldest is forgotten, as if it had ended."""
     max_in_flight_blocks: int = 1_000_000

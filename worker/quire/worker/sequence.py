@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.worker.blocks import BlockId
-from quire.worker.hashing import BlockHash, TokenIds, hash_blocks
+from quire.worker.hashing import BlockHash, HashChain, TokenIds
 from quire.worker.outputs import FinishReason
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import Ints, Longs, Penalties
@@ -71,7 +71,7 @@ class Sequence:
         self.num_blocks = 0
         self.num_registered = 0
         """Blocks at the beginning that bear their hash in the pool."""
-        self._root = root
+        self._chain = None if root is None else HashChain(root, block_size=block_size)
         self.hashes: list[BlockHash] = []
         """Of every block that the tokens fill, computed or not; empty without a root."""
         self._extend_hashes()
@@ -152,13 +152,8 @@ class Sequence:
         return block_ids
 
     def _extend_hashes(self) -> None:
-        if self._root is not None:
-            self.hashes += hash_blocks(
-                self.token_ids,
-                block_size=self._block_size,
-                parent=self.hashes[-1] if self.hashes else self._root,
-                first_block=len(self.hashes),
-            )
+        if self._chain is not None:
+            self.hashes += self._chain.extend(self.token_ids)
 
 
 class _TokenCounts:

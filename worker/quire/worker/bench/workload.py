@@ -144,7 +144,7 @@ def infinite_cache_hits(
     hits: list[int] = []
     for prompt, output in requests:
         hashes = hash_blocks(
-            np.concatenate([prompt, output[:-1]]), block_size=block_size, parent=root
+            np.concatenate([prompt, output[:-1]]), block_size=block_size, root=root
         )
         usable = hashes[: (len(prompt) - 1) // block_size]
         num_found = next((i for i, name in enumerate(usable) if name not in seen), len(usable))
