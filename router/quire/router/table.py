@@ -26,7 +26,8 @@ from quire.router.directory import (
     NeedsResync,
 )
 from quire.router.errors import NoGroupAvailable
-from quire.router.policy import POLICIES, Decision, GroupState, RouteRequest
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Decision, GroupState, RouteRequest, decide
 from quire.router.stats import RoutingStats
 from quire.worker.events import EventBatch
 from quire.worker.hashing import BlockHash
@@ -51,6 +52,8 @@ class GroupLoad:
 @dataclass(slots=True)
 class _Group:
     load: GroupLoad | None = None
+    num_blocks: int | None = None
+    """The most that were ever available."""
     num_frames: int = 0
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
@@ -84,7 +87,7 @@ class RoutingTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config or RoutingConfig()
-        self._choose = POLICIES[self._config.policy]
+        self._policy = POLICIES[self._config.policy]()
         self._block_size = block_size
         self._clock = clock
         self._lock = threading.Lock()
@@ -127,14 +130,15 @@ class RoutingTable:
                 block_size=self._block_size,
                 exclude=exclude,
                 ordinal=self._num_routed.total(),
+                now_s=self._clock(),
             )
             states = [_state(group_id, group) for group_id, group in self._groups.items()]
-            overlap = {
-                group_id: _extend(held.get(group_id, 0), hashes, group.prefixes)
+            overlap = [
+                _extend(held.get(group_id, 0), hashes, group.prefixes)
                 for group_id, group in self._groups.items()
-            }
+            ]
             try:
-                decision = self._choose(request, states, overlap)
+                decision = decide(self._policy, request, states, overlap)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
@@ -179,6 +183,7 @@ class RoutingTable:
             if group is None:
                 return
             group.load = load
+            group.num_blocks = max(group.num_blocks or 0, load.num_available_blocks)
             group.num_frames += 1
             while group.reserved and (
                 not group.reserved[0].is_reserved
@@ -283,6 +288,7 @@ def _state(group_id: GroupId, group: _Group) -> GroupState:
         num_waiting=load.num_waiting if load else 0,
         num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
         num_available_blocks=load.num_available_blocks if load else None,
+        num_blocks=group.num_blocks,
         num_reserved_requests=group.num_reserved_requests,
         num_reserved_tokens=group.num_reserved_tokens,
     )
