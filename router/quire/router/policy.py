@@ -92,6 +92,9 @@ class Policy(Protocol):
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         """The request goes to ``group``."""
 
+    def finished(self, request: RouteRequest, group: GroupId) -> None:
+        """The request ended there, however it did, or is about to be routed again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

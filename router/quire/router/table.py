@@ -67,6 +67,8 @@ class _Group:
 class _InFlight:
     """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
 
+    request: RouteRequest
+    group_id: GroupId
     group: _Group
     num_predicted_tokens: int
     num_prefill_tokens: int
@@ -252,6 +254,8 @@ class RoutingTable:
         if self._num_in_flight_blocks + len(blocks) > self._config.max_in_flight_blocks:
             blocks = ()
         in_flight = _InFlight(
+            request=request,
+            group_id=decision.group,
             group=group,
             num_predicted_tokens=decision.predicted_cached_tokens,
             num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
@@ -270,6 +274,7 @@ class RoutingTable:
         request = self._in_flight.pop(request_id, None)
         if request is None:
             return
+        self._policy.finished(request.request, request.group_id)
         _unreserve(request)
         self._num_in_flight_blocks -= len(request.blocks)
         prefixes = request.group.prefixes

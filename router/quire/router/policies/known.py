@@ -4,20 +4,22 @@ Each is their rule with their defaults, fed with our exact directory unless its 
 otherwise, so that what is compared is the rule and not the quality of what it knows.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from math import inf
 from random import Random
 
 from quire.router.directory import GroupId
 from quire.router.policies.prefix_memory import PrefixMemory
+from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
+from quire.worker.hashing import BlockHash
 
 _REQUEST = 64.0
 """Where a rule counts requests: more than what the common tie-break takes for a tie."""
 
 
-class SglangCacheAware:
+class SglangCacheAware(Forgetful):
     """SGLang's router, ``cache_aware``, with its defaults (sgl-router, README and CLI).
 
     Where requests in flight differ by more than 64 and by more than half, the fewest win. Else
@@ -52,7 +54,7 @@ class SglangCacheAware:
             self._sent.add(request.hashes, group)
 
 
-class RayPrefixAffinity:
+class RayPrefixAffinity(Forgetful):
     """Ray Serve LLM's ``PrefixCacheAffinityRouter`` with its defaults (ray.llm, 2.60).
 
     The longest match of what was sent wins if it is at least 10 % of the prompt, however loaded;
@@ -83,7 +85,7 @@ class RayPrefixAffinity:
         self._sent.add(request.hashes, group)
 
 
-class LlmdScorers:
+class LlmdScorers(Forgetful):
     """llm-d's inference scheduler: prefix : queue : KV scorers as 3 : 2 : 2 (its default profile).
 
     Prefix is the matched share of the prompt, queue is 1 for the shortest and 0 for the longest,
@@ -105,11 +107,8 @@ class LlmdScorers:
             for state, queue, hit in zip(groups, queues, hits, strict=True)
         ]
 
-    def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
 
-
-class Preble:
+class Preble(Forgetful):
     """Preble's E2 (Srivatsa et al., ICLR 2025), section 3.2.
 
     Where the longest match is more than half of the prompt it is exploited, unless that group's
@@ -160,7 +159,7 @@ class Preble:
         return self._loads[group]
 
 
-class Mooncake:
+class Mooncake(Forgetful):
     """Mooncake's Conductor (Qin et al., FAST 2025, algorithm 1) without fetching from peers:
     the least of what is queued and the prefill of what is missing."""
 
@@ -175,34 +174,46 @@ class Mooncake:
             for state, hit in zip(groups, hits, strict=True)
         ]
 
-    def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
-
 
 class DynamoCost:
     """NVIDIA Dynamo's KV router: ``weight * prefill blocks + decode blocks``, temperature 0.
 
-    Prefill counts what is queued and what is missing of this request; decode counts the blocks
-    that running and queued sequences hold. The default weight is 1; 20 was found to be good.
+    Prefill counts what is queued and what this request lacks; decode counts the different blocks
+    of all requests that were sent and have not ended, this one's included, as its router tracks
+    them itself. The default weight is 1; 20 was found to be good.
     """
 
     reason: Reason = "least_loaded"
 
     def __init__(self, *, weight: float) -> None:
         self._weight = weight
+        self._active: dict[GroupId, Counter[BlockHash]] = defaultdict(Counter)
+        self._num_ends: dict[GroupId, int] = defaultdict(int)  # Partial blocks at prompts' ends.
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
-        num_tokens, block_size = request.num_prompt_tokens, request.block_size
+        hashes, num_tokens, size = request.hashes, request.num_prompt_tokens, request.block_size
         costs = []
         for state, hit in zip(groups, hits, strict=True):
-            queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-            held = 0
-            if state.num_blocks and state.num_available_blocks is not None:
-                held = (state.num_blocks - state.num_available_blocks) * block_size
-            costs.append(self._weight * (queued + num_tokens - hit) + held + queued)
+            active = self._active[state.group]
+            shared = 0
+            while shared < len(hashes) and hashes[shared] in active:
+                shared += 1
+            decode = len(active) + self._num_ends[state.group] + len(hashes) - shared
+            prefill = state.num_pending_prefill_tokens + state.num_reserved_tokens
+            costs.append(self._weight * (prefill + num_tokens - hit) + decode * size)
         return costs
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
+        self._active[group].update(request.hashes)
+        self._num_ends[group] += 1
+
+    def finished(self, request: RouteRequest, group: GroupId) -> None:
+        self._num_ends[group] -= 1
+        active = self._active[group]
+        for block in request.hashes:
+            if active[block] == 1:
+                del active[block]
+            else:
+                active[block] -= 1

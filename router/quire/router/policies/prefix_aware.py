@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import exp
 
 from quire.router.directory import GroupId
+from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
 from quire.worker.hashing import BlockHash
 
@@ -41,7 +42,7 @@ class PrefixAwareConfig:
     window_s: float = 10.0
 
 
-class PrefixAware:
+class PrefixAware(Forgetful):
     """See the module's docstring."""
 
     reason: Reason = "least_loaded"
@@ -75,9 +76,6 @@ class PrefixAware:
                 )
             costs.append(cost)
         return costs
-
-    def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
 
 
 class Average:

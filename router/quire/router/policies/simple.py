@@ -13,7 +13,17 @@ policies that rank a block of running context at about a twentieth of a block of
 lowest times to first token: 64 tokens is a context of some 1,300."""
 
 
-class RoundRobin:
+class Forgetful:
+    """A policy that keeps nothing from one request to the next."""
+
+    def routed(self, request: RouteRequest, group: GroupId) -> None:
+        pass
+
+    def finished(self, request: RouteRequest, group: GroupId) -> None:
+        pass
+
+
+class RoundRobin(Forgetful):
     """The groups in turn, in the order of their names."""
 
     reason: Reason = "round_robin"
@@ -24,11 +34,8 @@ class RoundRobin:
         turn = sorted(state.group for state in groups)[request.ordinal % len(groups)]
         return [0.0 if state.group == turn else inf for state in groups]
 
-    def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
 
-
-class AnyGroup(RoundRobin):
+class AnyGroup(Forgetful):
     """Any group; the same one for the same ordinal."""
 
     reason: Reason = "random"
@@ -40,7 +47,7 @@ class AnyGroup(RoundRobin):
         return [0.0 if state.group == drawn else inf for state in groups]
 
 
-class LeastLoaded(RoundRobin):
+class LeastLoaded(Forgetful):
     """The group with the least work queued and running, whatever it holds."""
 
     reason: Reason = "least_loaded"
@@ -51,7 +58,7 @@ class LeastLoaded(RoundRobin):
         return [s.num_queued_tokens + RUNNING_TOKENS * s.num_requests for s in groups]
 
 
-class PowerOfTwo(RoundRobin):
+class PowerOfTwo(Forgetful):
     """The one with fewer requests of two drawn at random (Mitzenmacher 2001; Serve's default)."""
 
     reason: Reason = "random"
@@ -65,7 +72,7 @@ class PowerOfTwo(RoundRobin):
         return [64.0 * s.num_requests if s.group in drawn else inf for s in groups]
 
 
-class BoundedHash(RoundRobin):
+class BoundedHash(Forgetful):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), of the
     first block: the first group in the prefix's own order that has no more than 1.25 times its
     share of the requests. Rendezvous order stands for the ring."""

@@ -17,6 +17,7 @@ from quire.router.policy import GroupState, RouteRequest, cheapest, usable_token
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
+from quire.router.simulate.pool import Chain
 from quire.router.simulate.trace import Trace
 from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.events import BlockEvent, EventBatch, EventLog
@@ -49,15 +50,15 @@ class FlatGateway:
         self._no_overlap = [0] * num_groups
         self._coming: dict[BlockHash, dict[int, int]] = {}  # By block and bit: requests in flight.
         self._blocks: dict[int, Sequence[BlockHash]] = {}  # By request, counted in `_coming`.
+        self._requests: dict[int, RouteRequest] = {}
         self._num_routed = 0
 
     def route(self, request_id: int) -> tuple[int, int]:
         trace, states = self._trace, self._states
         chain = trace.chains[request_id]
         num_tokens = trace.num_input[request_id]
-        overlap = self._no_overlap.copy()
-        for bit, length in self._holders.lengths(chain, self._coming).items():
-            overlap[bit.bit_length() - 1] = length
+        held = self._holders.lengths(chain)
+        overlap = self._overlap(chain, held)
         request = RouteRequest(
             hashes=chain,
             num_prompt_tokens=num_tokens,
@@ -72,8 +73,19 @@ class FlatGateway:
         self._policy.routed(request, state.group)
         state.num_reserved_requests += 1
         state.num_reserved_tokens += num_tokens - hits[index]
-        self._remember(request_id, chain[overlap[index] :], 1 << index)
+        self._requests[request_id] = request
+        self._remember(request_id, chain[held.get(1 << index, 0) :], 1 << index)
         return index, hits[index]
+
+    def _overlap(self, chain: Chain, held: dict[int, int]) -> list[int]:
+        """What each group holds, and goes on with in flight."""
+        overlap, coming, size = self._no_overlap.copy(), self._coming, len(chain)
+        for bit in {**held, **coming.get(chain[0], {})} if chain else ():
+            length = held.get(bit, 0)
+            while length < size and bit in coming.get(chain[length], ()):
+                length += 1
+            overlap[bit.bit_length() - 1] = length
+        return overlap
 
     def frame(self, index: int, group: Group) -> None:
         # The group had every request routed to it when the step ended.
@@ -83,12 +95,13 @@ class FlatGateway:
         state.num_running = group.num_running
         state.num_waiting = group.num_waiting
         state.num_available_blocks = group.pool.num_available
-        state.num_blocks = group.pool.num_blocks
+        state.num_blocks = max(state.num_blocks or 0, state.num_available_blocks)
 
     def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
         pass
 
     def finished(self, request_id: int, index: int) -> None:
+        self._policy.finished(self._requests.pop(request_id), self._states[index].group)
         bit, coming = 1 << index, self._coming
         for block in self._blocks.pop(request_id):
             counts = coming[block]

@@ -38,8 +38,8 @@ class Holders:
         else:
             self._apply(bit, is_stored, blocks)
 
-    def lengths(self, chain: Chain, coming: dict[BlockHash, dict[int, int]]) -> dict[int, int]:
-        """How many leading blocks each group's bit holds, or will before it gets to them."""
+    def lengths(self, chain: Chain) -> dict[int, int]:
+        """How many leading blocks each group's bit holds, of those that hold the first."""
         late = self._late
         while late and late[0][0] <= self._clock.now_ms:
             _, bit, is_stored, blocks = late.popleft()
@@ -48,11 +48,7 @@ class Holders:
         masks = self._masks
         alive, position = -1, 0
         for block in chain:
-            mask = masks.get(block, 0)
-            if block in coming:
-                for bit in coming[block]:
-                    mask |= bit
-            still = alive & mask
+            still = alive & masks.get(block, 0)
             if still != alive:
                 if position:
                     _note(lengths, alive & ~still, position)

@@ -32,7 +32,7 @@ class Pool(Protocol):
         """Holds a match and takes new blocks, or does nothing where they are not available."""
 
     def register(self, request_id: int, chain: Chain, begin: int, end: int) -> None:
-        """Names blocks ``begin`` to ``end`` of an admitted request."""
+        """Names blocks ``begin`` to ``end`` of an admitted request, as far as the chain goes."""
 
     def release(self, request_id: int, chain: Chain, end: int) -> None:
         """Lets go of all blocks of a request, the first ``end`` of which are registered."""
@@ -90,7 +90,8 @@ class LruPool:
     def register(self, request_id: int, chain: Chain, begin: int, end: int) -> None:
         held, cached = self._held, self._cached
         stored: list[BlockHash] = []
-        for block in chain[begin:end]:
+        named = chain[begin:end]
+        for block in named:
             if block in held:
                 held[block] += 1
                 self._num_free += 1
@@ -101,7 +102,7 @@ class LruPool:
             else:
                 held[block] = 1
                 stored.append(block)
-        self._num_nameless[request_id] -= end - begin
+        self._num_nameless[request_id] -= len(named)
         if stored:
             self._log.stored(stored)
 

@@ -24,6 +24,20 @@ class Result:
     hit: Sequence[int]
     """Tokens that were there."""
 
+    def after(self, share: float) -> "Result":
+        """Without the first ``share`` of the requests, which found caches empty."""
+        begin = int(share * len(self.arrival_ms))
+        return Result(
+            num_groups=self.num_groups,
+            num_input=self.num_input[begin:],
+            arrival_ms=self.arrival_ms[begin:],
+            first_token_ms=self.first_token_ms[begin:],
+            last_token_ms=self.last_token_ms[begin:],
+            group=self.group[begin:],
+            predicted_hit=self.predicted_hit[begin:],
+            hit=self.hit[begin:],
+        )
+
     @cached_property
     def ttft_s(self) -> NDArray[np.float64]:
         return (np.asarray(self.first_token_ms) - np.asarray(self.arrival_ms)) / 1000

@@ -189,6 +189,7 @@ class _Simulation:
 
     def _result(self) -> Result:
         trace = self._trace
+        assert all(self._last_ms), "a request was never served"
         return Result(
             num_groups=self._config.num_groups,
             num_input=trace.num_input,
