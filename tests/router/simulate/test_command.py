@@ -78,8 +78,8 @@ def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
     # The base is the shortest decode, which the prefill has in it.
     assert cost.prefill_ms(500) == pytest.approx(52.0)
     assert cost.base == pytest.approx(2.01)
-    assert cost.decode_ms(100 / 100_000) == pytest.approx(2.01)
-    assert cost.decode_ms(10_000 / 100_000) == pytest.approx(3.0)
+    assert cost.decode_ms(100) == pytest.approx(2.01)
+    assert cost.decode_ms(10_000) == pytest.approx(3.0)
     two = bench_step(tmp_path / "two.json", chunk=100, chunk_ms=12.0)
     cost = fit_cost([one, two], num_cache_tokens=100_000)
     assert (cost.base, cost.per_token) == (pytest.approx(2.0), pytest.approx(0.1))

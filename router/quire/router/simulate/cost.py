@@ -5,7 +5,8 @@
     decode  = decode_base + decode_linear * p + decode_quadratic * p**2
 
 n new prompt tokens in the step, n_i those of one prompt and context_i what was computed of it
-before, p the share of the cache that is held. A step without prompt tokens has no
+before, p the tokens that the decodes attend to as a share of the cache, 1 at most:
+what several sequences share is read once for each. A step without prompt tokens has no
 first term, one without decodes no second.
 """
 
@@ -32,7 +33,9 @@ class CostModel:
         """Of tokens with nothing before them."""
         return self.base + (self.per_token + self.per_token2 * num_tokens) * num_tokens
 
-    def decode_ms(self, fill: float) -> float:
+    def decode_ms(self, num_context: float) -> float:
+        """Of a step whose decodes attend to so many tokens together."""
+        fill = min(num_context / self.num_cache_tokens, 1.0)
         return self.decode_base + (self.decode_linear + self.decode_quadratic * fill) * fill
 
     def slowed(self, factor: float) -> "CostModel":

@@ -59,6 +59,7 @@ class Group:
         self._begun: list[tuple[float, int, int, int]] = []  # Key, request, computed, hits.
         self._decodes: list[tuple[int, int]] = []  # Step of its last token, request.
         self._chunks: list[tuple[int, int, int]] = []  # Of the step: request, computed, hits.
+        self._num_context = 0  # Tokens that the decodes attend to, shared ones once for each.
         self._step = 0
         self._num_steps = 0  # That are under way.
         self._step_began = 0.0
@@ -68,7 +69,6 @@ class Group:
         self.num_pending = 0
         """Prompt tokens neither cached nor computed."""
         self.wake_at: float | None = None
-        self.busy_ms = 0.0
 
     @property
     def num_running(self) -> int:
@@ -98,7 +98,7 @@ class Group:
     def end(self, now: float) -> None:
         """Ends the step: hands out its tokens."""
         self._step += self._num_steps
-        self.busy_ms += now - self._step_began
+        self._num_context += self._num_steps * len(self._decodes)
         if self._num_chunk_tokens:
             self._end_chunks()
         decodes = self._decodes
@@ -118,28 +118,26 @@ class Group:
             self._on_first_token(request_id, num_hits * self._block_size)
             num_output = self._num_output[request_id]
             heappush(self._decodes, (self._step + num_output - 1, request_id))
+            self._num_context += num_input + 1
         self._chunks = []
 
     def begin(self, now: float) -> None:
         """Begins the next step, if there is anything to compute."""
         self._step_began = now
-        waiting, begun = self._waiting, self._begun
-        pool = self.pool
-        if waiting or begun:
+        if self._waiting or self._begun:
             self._fill_step()
-        num_tokens = self._num_chunk_tokens
-        fill = 1 - pool.num_available / pool.num_blocks
-        if num_tokens:
-            cost = self._cost
-            step_ms = cost.prefill_ms(num_tokens)
+        cost, decodes = self._cost, self._decodes
+        if self._num_chunk_tokens:
+            step_ms = cost.prefill_ms(self._num_chunk_tokens)
             if cost.per_context:
                 step_ms += cost.per_context * self._num_context_products
-            if self._decodes:
-                step_ms += cost.decode_ms(fill)
+            if decodes:
+                step_ms += cost.decode_ms(self._num_context)
             self._num_steps = 1
-        elif self._decodes:
-            step_ms = self._cost.decode_ms(fill)
-            self._num_steps = self._decodes[0][0] - self._step
+        elif decodes:
+            self._num_steps = decodes[0][0] - self._step
+            # Each step attends to one token more of each sequence: take the middle one's time.
+            step_ms = cost.decode_ms(self._num_context + self._num_steps * len(decodes) / 2)
         else:
             self.wake_at = None
             self._num_steps = 0
@@ -193,6 +191,7 @@ class Group:
 
     def _finish(self, request_id: int) -> None:
         size = self._block_size
+        self._num_context -= self._num_input[request_id] + self._num_output[request_id]
         self.pool.release(request_id, self._chains[request_id], self._num_input[request_id] // size)
         self._on_finish(request_id)
 
