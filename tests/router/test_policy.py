@@ -163,7 +163,7 @@ def test_a_prefix_is_worth_waiting_for_until_the_queue_is_longer_than_what_it_sa
 ) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
     overlap = {GroupId("a"): 64}
-    for queued, expected in ((0, "a"), (500, "a"), (2500, "b")):
+    for queued, expected in ((0, "a"), (5000, "a"), (20_000, "b")):
         a = GroupState(group=GroupId("a"), num_pending_prefill_tokens=queued)
         assert route(prompt, [a, *idle("b")], overlap).group == expected
 

@@ -107,6 +107,7 @@ class RoutingTable:
         self._num_started = 0
         self._num_started_predicted_tokens = 0
         self._num_started_cached_tokens = 0
+        self._num_started_wrong_tokens = 0
 
     def route(
         self,
@@ -161,6 +162,8 @@ class RoutingTable:
                 self._num_started += 1
                 self._num_started_predicted_tokens += request.num_predicted_tokens
                 self._num_started_cached_tokens += num_cached_tokens
+                wrong = abs(request.num_predicted_tokens - num_cached_tokens)
+                self._num_started_wrong_tokens += wrong
                 _unreserve(request)
 
     def completed(self, request_id: str) -> None:
@@ -235,6 +238,7 @@ class RoutingTable:
                 num_started=self._num_started,
                 num_started_predicted_tokens=self._num_started_predicted_tokens,
                 num_started_cached_tokens=self._num_started_cached_tokens,
+                num_started_wrong_tokens=self._num_started_wrong_tokens,
                 num_groups=len(self._groups),
                 num_in_flight=len(self._in_flight),
                 num_in_flight_blocks=self._num_in_flight_blocks,
