@@ -62,5 +62,6 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Intercept and slope."""
-    slope, intercept = np.polyfit(*zip(*points, strict=True), 1).tolist()
+    xs, ys = np.array(points).T
+    slope, intercept = np.polyfit(xs, ys, 1).tolist()
     return intercept, slope

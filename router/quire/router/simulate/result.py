@@ -40,7 +40,9 @@ class Result:
 
     @cached_property
     def ttft_s(self) -> NDArray[np.float64]:
-        return (np.asarray(self.first_token_ms) - np.asarray(self.arrival_ms)) / 1000
+        first = np.asarray(self.first_token_ms, dtype=np.float64)
+        ttft: NDArray[np.float64] = (first - np.asarray(self.arrival_ms, dtype=np.float64)) / 1000
+        return ttft
 
     @property
     def hit_rate(self) -> float:

@@ -5,7 +5,6 @@ to the last bit (`Result.digest`).
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Literal, get_args
@@ -140,30 +139,34 @@ class _Simulation:
         return self._gateways[request_id % len(self._gateways)]
 
     def _build_gateways(self) -> tuple[list[Gateway], list[EventLog]]:
-        config = self._config
+        config, trace, clock = self._config, self._trace, self._clock
+        lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
+        numbers = range(config.num_gateways)
         if config.use_table:
             logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
-            build: partial[Gateway] = partial(
-                TableGateway,
-                logs=logs,
-                lag_ms=config.event_lag_ms,
-                loss=config.event_loss,
-                seed=config.seed,
+            return [
+                TableGateway(
+                    trace=trace,
+                    clock=clock,
+                    logs=logs,
+                    policy=config.policy,
+                    lag_ms=lag_ms,
+                    loss=loss,
+                    seed=seed + number,
+                )
+                for number in numbers
+            ], logs
+        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
+        return [
+            FlatGateway(
+                trace=trace,
+                clock=clock,
+                num_groups=config.num_groups,
+                policy=config.policy,
+                holders=holders,
             )
-        else:
-            holders = Holders(
-                clock=self._clock,
-                lag_ms=config.event_lag_ms,
-                loss=config.event_loss,
-                seed=config.seed,
-            )
-            logs = [holders.log_of(index) for index in range(config.num_groups)]
-            build = partial(FlatGateway, holders=holders, num_groups=config.num_groups)
-        gateways = [
-            build(trace=self._trace, clock=self._clock, policy=config.policy)
-            for _ in range(config.num_gateways)
-        ]
-        return gateways, logs
+            for _ in numbers
+        ], [holders.log_of(index) for index in range(config.num_groups)]
 
     def _build_group(self, index: int, log: EventLog) -> Group:
         config = self._config
