@@ -163,7 +163,7 @@ def test_a_prefix_is_worth_waiting_for_until_the_queue_is_longer_than_what_it_sa
 ) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
     overlap = {GroupId("a"): 64}
-    for queued, expected in ((0, "a"), (5000, "a"), (20_000, "b")):
+    for queued, expected in ((0, "a"), (500, "a"), (2500, "b")):
         a = GroupState(group=GroupId("a"), num_pending_prefill_tokens=queued)
         assert route(prompt, [a, *idle("b")], overlap).group == expected
 
@@ -180,11 +180,27 @@ def test_among_ties_one_block_more_decides_for_every_prefix(blocks: Blocks) -> N
         assert decision.group == "a"
 
 
-def test_at_equal_hits_the_group_whose_cache_is_held_less_is_taken(blocks: Blocks) -> None:
+def test_a_prefix_is_copied_while_there_is_time_and_stays_where_it_is_under_pressure(
+    blocks: Blocks,
+) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
-    full = GroupState(group=GroupId("a"), num_available_blocks=10, num_blocks=1000)
-    roomy = GroupState(group=GroupId("b"), num_available_blocks=900, num_blocks=1000)
-    assert route(prompt, [full, roomy], {}).group == "b"
+    queued = [GroupState(group=GroupId(name), num_pending_prefill_tokens=2500) for name in "ab"]
+    groups, overlap = [*queued, *idle("c")], [64, 0, 0]
+    policy = POLICIES["prefix_aware"]()
+    assert decide(policy, prompt, groups, overlap).group == "c"
+    for now_s in range(60):
+        decide(policy, replace(prompt, now_s=float(now_s)), queued, [0, 0])
+    assert decide(policy, replace(prompt, now_s=60.0), groups, overlap).group == "a"
+
+
+def test_a_decision_explains_itself(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=1024)
+    groups = [GroupState(group=GroupId("a"), num_reserved_tokens=100), *idle("b")]
+    decision = route(prompt, groups, {GroupId("a"): 10})
+    a, b = decision.candidates
+    assert (a.num_cached_tokens, a.num_prefill_tokens, a.num_queued_tokens) == (160, 864, 100)
+    assert (b.num_cached_tokens, b.num_prefill_tokens, b.num_queued_tokens) == (0, 1024, 0)
+    assert decision.group == min(decision.candidates, key=lambda c: c.cost).group
 
 
 def test_round_robin_takes_turns(blocks: Blocks) -> None:
