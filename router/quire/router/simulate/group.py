@@ -2,7 +2,7 @@
 
 Always true: what is registered in the pool has been scheduled to be computed, what a running
 request may need until its end is set aside at its admission (so nothing is ever preempted), and
-`wake_at` is the end of the step, or of the run of equal decode steps, that is under way.
+``wake_at`` is the end of the step, or of the run of equal decode steps, that is under way.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,8 @@ class EngineConfig:
 
 
 class Group:
+    """Times are in milliseconds, and never read but given."""
+
     def __init__(
         self,
         *,
