@@ -90,6 +90,7 @@ def test_a_first_frame_settles_a_reservation_at_once(blocks: Blocks) -> None:
     assert state_of(table, A).num_reserved_tokens == 100
     stats = table.stats()
     assert (stats.num_started, stats.num_started_cached_tokens) == (1, 32)
+    assert stats.num_started_wrong_tokens == 32 - stats.num_started_predicted_tokens
     table.completed("first")
     assert state_of(table, A).num_reserved_requests == 0
 

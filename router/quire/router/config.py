@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.router.policy import POLICIES
+from quire.router.policies.catalog import POLICIES
 from quire.worker.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ class RoutingConfig:
     """
 
     policy: str = "prefix_aware"
-    """One of `quire.router.policy.POLICIES`."""
+    """One of `quire.router.policies.catalog.POLICIES`."""
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0

@@ -29,7 +29,8 @@ from quire.router.directory import (
 )
 from quire.router.errors import NoGroupAvailable
 from quire.router.in_flight import new_counts
-from quire.router.policy import POLICIES, Decision, GroupState, RouteRequest
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Decision, GroupState, RouteRequest, decide
 from quire.router.stats import RoutingStats
 from quire.worker.events import EventBatch
 from quire.worker.hashing import BlockHash, BlockHashes
@@ -56,6 +57,8 @@ class _Group:
     number: int
     """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
     load: GroupLoad | None = None
+    num_blocks: int | None = None
+    """The most that were ever available."""
     num_frames: int = 0
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
@@ -67,6 +70,8 @@ class _Group:
 class _InFlight:
     """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
 
+    request: RouteRequest
+    group_id: GroupId
     group: _Group
     num_predicted_tokens: int
     num_prefill_tokens: int
@@ -88,7 +93,7 @@ class RoutingTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config or RoutingConfig()
-        self._choose = POLICIES[self._config.policy]
+        self._policy = POLICIES[self._config.policy]()
         self._block_size = block_size
         self._clock = clock
         self._lock = threading.Lock()
@@ -108,6 +113,7 @@ class RoutingTable:
         self._num_started = 0
         self._num_started_predicted_tokens = 0
         self._num_started_cached_tokens = 0
+        self._num_started_wrong_tokens = 0
 
     def route(
         self,
@@ -134,16 +140,16 @@ class RoutingTable:
                 block_size=self._block_size,
                 exclude=exclude,
                 ordinal=self._num_routed.total(),
+                now_s=self._clock(),
             )
             states = [_state(group_id, group) for group_id, group in self._groups.items()]
-            lengths = self._prefixes.extend(
+            overlap = self._prefixes.extend(
                 hashes.data,
                 [group.number for group in self._groups.values()],
                 [held.get(group_id, 0) for group_id in self._groups],
             )
-            overlap = dict(zip(self._groups, lengths, strict=True))
             try:
-                decision = self._choose(request, states, overlap)
+                decision = decide(self._policy, request, states, overlap)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
@@ -165,6 +171,8 @@ class RoutingTable:
                 self._num_started += 1
                 self._num_started_predicted_tokens += request.num_predicted_tokens
                 self._num_started_cached_tokens += num_cached_tokens
+                wrong = abs(request.num_predicted_tokens - num_cached_tokens)
+                self._num_started_wrong_tokens += wrong
                 _unreserve(request)
 
     def completed(self, request_id: str) -> None:
@@ -189,6 +197,7 @@ class RoutingTable:
             if group is None:
                 return
             group.load = load
+            group.num_blocks = max(group.num_blocks or 0, load.num_available_blocks)
             group.num_frames += 1
             while group.reserved and (
                 not group.reserved[0].is_reserved
@@ -238,6 +247,7 @@ class RoutingTable:
                 num_started=self._num_started,
                 num_started_predicted_tokens=self._num_started_predicted_tokens,
                 num_started_cached_tokens=self._num_started_cached_tokens,
+                num_started_wrong_tokens=self._num_started_wrong_tokens,
                 num_groups=len(self._groups),
                 num_in_flight=len(self._in_flight),
                 num_in_flight_blocks=self._num_in_flight_blocks,
@@ -256,6 +266,8 @@ class RoutingTable:
         if self._num_in_flight_blocks + len(blocks) > self._config.max_in_flight_blocks:
             blocks = BlockHashes()
         in_flight = _InFlight(
+            request=request,
+            group_id=decision.group,
             group=group,
             num_predicted_tokens=decision.predicted_cached_tokens,
             num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
@@ -274,6 +286,7 @@ class RoutingTable:
         request = self._in_flight.pop(request_id, None)
         if request is None:
             return
+        self._policy.finished(request.request, request.group_id)
         _unreserve(request)
         self._num_in_flight_blocks -= len(request.blocks)
         self._prefixes.remove(request.blocks.data, group=request.group.number)
@@ -287,6 +300,7 @@ def _state(group_id: GroupId, group: _Group) -> GroupState:
         num_waiting=load.num_waiting if load else 0,
         num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
         num_available_blocks=load.num_available_blocks if load else None,
+        num_blocks=group.num_blocks,
         num_reserved_requests=group.num_reserved_requests,
         num_reserved_tokens=group.num_reserved_tokens,
     )
