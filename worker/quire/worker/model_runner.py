@@ -4,6 +4,8 @@ Made in two steps, as the number of blocks must be agreed on in between: first t
 show how much memory is left, then the KV cache.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -62,6 +64,9 @@ class ModelRunner:
         )
         self._layout = kv_cache.kv_layout(config, model, dtype=dtype)
         self._kv: KvCache = []
+        self._tp = tp
+        self._sampled_S = torch.empty(0, dtype=torch.int64)
+        """The tokens of the last step, 0 where this rank does not know them."""
 
     def num_blocks_that_fit(self) -> int:
         """Blocks of KV for which this rank has room. On a GPU this runs the largest step."""
@@ -88,12 +93,26 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
-        logits_SV = self.forward(step)
-        return None if logits_SV is None else sample(logits_SV, step.sampling)
+        logits_SV = self.forward(self._with_late_tokens(step))
+        if logits_SV is None:
+            self._sampled_S = torch.zeros(len(step.sample_rows_S), dtype=torch.int64)
+            return None
+        output = sample(logits_SV, step.sampling)
+        self._sampled_S = torch.from_numpy(output.token_ids_S)
+        return output
 
     def forward(self, step: StepInput) -> Tensor | None:
         """Computes the step's tokens; float32 logits ``[S, V]`` on rank 0, ``None`` elsewhere."""
         return self._llama.forward(self._to_device(step), self._kv)
+
+    def _with_late_tokens(self, step: StepInput) -> StepInput:
+        """``step`` with the tokens that the one before it sampled. Only rank 0 knows them."""
+        if not len(step.late_tokens_L):
+            return step
+        sampled_S = self._tp.all_reduce(self._sampled_S.to(self._device)).cpu().numpy()
+        token_ids_T = step.token_ids_T.copy()
+        token_ids_T[step.late_tokens_L] = sampled_S[step.late_rows_L]
+        return replace(step, token_ids_T=token_ids_T)
 
     def _to_device(self, step: StepInput) -> Batch:
         query_lens_B = np.diff(step.query_starts_B1)

@@ -52,7 +52,12 @@ class Run:
 
 
 class ExecutorView:
-    """An executor with a smaller cache than its own, that notes the shape of the last step."""
+    """An executor with a smaller cache than its own, that notes the shape of the last step.
+
+    Nothing runs ahead, so that the time between two results is that of one step.
+    """
+
+    num_ahead = 0
 
     def __init__(self, executor: Executor, *, num_blocks: int) -> None:
         assert num_blocks <= executor.num_blocks
@@ -61,10 +66,13 @@ class ExecutorView:
         self.num_prefill_tokens = 0
         self.num_decodes = 0
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
         self.num_decodes = step.num_decodes
         self.num_prefill_tokens = len(step.token_ids_T) - step.num_decodes
-        return self._executor.execute(step)
+        self._executor.submit(step)
+
+    def result(self) -> StepOutput:
+        return self._executor.result()
 
     def close(self) -> None:
         """Leaves the executor open, for the next run."""
