@@ -111,9 +111,7 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
     def make(
         *, num_blocks: int = 16, block_size: int = 4, num_ahead: int = 0, **options: object
     ) -> tuple[Engine, PagedExecutor]:
-        executor = PagedExecutor(
-            num_blocks=num_blocks, block_size=block_size, num_ahead=num_ahead
-        )
+        executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size, num_ahead=num_ahead)
         defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
         config = EngineConfig(
             model=Path("none"),

@@ -208,4 +208,5 @@ def test_the_public_surface_is_this() -> None:
         "enable_prefix_caching",
         "device",
         "num_threads",
+        "async_scheduling",
     ]

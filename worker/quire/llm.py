@@ -55,6 +55,7 @@ class LLM:
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
         device: "auto", "cpu" or "cuda".
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
+        async_scheduling: Prepare the next step while one runs; by default on a GPU.
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
@@ -78,6 +79,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         device: Device = "auto",
         num_threads: int | None = None,
+        async_scheduling: bool | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=Path(model),
@@ -94,6 +96,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             device=device,
             num_threads=num_threads,
+            async_scheduling=async_scheduling,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         executor, facts = make_executor(self.config)

@@ -191,7 +191,7 @@ class Scheduler:
 
     def _must_wait(self) -> bool:
         """Whether the steps under way must be over before the next one can be chosen."""
-        if any([seq.needs_tokens and seq.num_in_flight for seq in self.running]):
+        if any(seq.needs_tokens and seq.num_in_flight for seq in self.running):
             return True
         budget = self._max_num_batched_tokens
         num_missing = sum(

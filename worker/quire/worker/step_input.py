@@ -151,9 +151,7 @@ def _token_ids(schedule: Schedule) -> Longs:
     return np.concatenate(token_ids, dtype=np.int64)
 
 
-def _grown(
-    array: npt.NDArray[Any], *, num_rows: int = 0, num_columns: int = 0
-) -> npt.NDArray[Any]:
+def _grown(array: npt.NDArray[Any], *, num_rows: int = 0, num_columns: int = 0) -> npt.NDArray[Any]:
     """A copy of at least so many rows and columns, what is new of them 0."""
     more = [(0, max(0, num_rows - array.shape[0]))]
     if array.ndim == 2:
