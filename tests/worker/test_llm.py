@@ -215,4 +215,5 @@ def test_the_public_surface_is_this() -> None:
         "device",
         "enforce_eager",
         "num_threads",
+        "async_scheduling",
     ]

@@ -61,6 +61,7 @@ class LLM:
         device: "auto", "cpu" or "cuda".
         enforce_eager: On a GPU, run decodes without CUDA graphs.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
+        async_scheduling: Prepare the next step while one runs; by default on a GPU.
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
@@ -87,6 +88,7 @@ class LLM:
         device: Device = "auto",
         enforce_eager: bool = False,
         num_threads: int | None = None,
+        async_scheduling: bool | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=Path(model),
@@ -106,6 +108,7 @@ class LLM:
             device=device,
             enforce_eager=enforce_eager,
             num_threads=num_threads,
+            async_scheduling=async_scheduling,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         executor, facts = make_executor(self.config)

@@ -130,6 +130,11 @@ def _add_cluster_flags(
         help="reuse the KV of prompts that begin alike",
     )
     add("--num-threads", type=int, help="CPU threads of each rank")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="prepare the next step while one runs; on GPUs if absent",
+    )
     add("--seed", type=int, default=0)
 
 
@@ -188,6 +193,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
         num_threads=arguments.num_threads,
+        async_scheduling=arguments.async_scheduling,
         seed=arguments.seed,
     )
     return ClusterConfig(

@@ -67,6 +67,11 @@ def _add_kind(
     engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
     engine("--num-threads", type=int, help="CPU threads of each rank; all cores if absent")
+    engine(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="prepare the next step while one runs; `step` shows both if absent",
+    )
     return parser
 
 
@@ -191,6 +196,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         num_threads=arguments.num_threads,
+        async_scheduling=arguments.async_scheduling,
     )
 
 

@@ -175,12 +175,21 @@ def test_a_cache_too_small_for_the_longest_request_is_refused() -> None:
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    times_ns = [{"schedule": 1000, "model forward": 5000 * n, "rest": 500} for n in (1, 2, 3)]
+    times_ns = [
+        {
+            "schedule": 1000,
+            "wait for rank 0": 5000 * n,
+            "rest": 500,
+            "rank 0: no step": 2000,
+            "rank 0: model forward": 5000 * n - 500,
+        }
+        for n in (1, 2, 3)
+    ]
     profile = step_profile("1 decode", times_ns)
-    assert list(profile.parts) == ["schedule", "model forward", "rest"]
+    assert list(profile.parts) == list(times_ns[0])
     assert profile.step.median_us == 1 + 10 + 0.5
-    assert profile.around_model.p99_us == 1.5
-    assert "model forward" in step_table([profile])
+    assert profile.around_model.p99_us == 2
+    assert "rank 0: model forward" in step_table([profile])
 
 
 def test_a_function_is_charged_for_its_own_time_only() -> None:

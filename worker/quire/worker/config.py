@@ -68,6 +68,8 @@ class EngineConfig:
     """From which requests without a seed of their own are given one."""
     num_threads: int | None = None
     """CPU threads of each rank; ``None`` shares the machine's cores among the ranks."""
+    async_scheduling: bool | None = None
+    """Prepare the next step while one runs; ``None`` does so where it pays: on GPUs."""
     step_timeout_s: float = 60.0
     """A step that takes longer means a hung rank: the group fails."""
 
@@ -133,6 +135,10 @@ class EngineConfig:
                 f"only the kernels for {_KINDS[only]} have it; set device={only!r}, or leave it out"
             )
             _check(device != other or getattr(self, name) != value, name, value, rule)
+
+    def num_ahead(self, *, is_gpu: bool) -> int:
+        """Steps to submit before the result of the one before them, on such a device."""
+        return int(is_gpu if self.async_scheduling is None else self.async_scheduling)
 
 
 def _check(ok: bool, name: str, value: object, rule: str) -> None:

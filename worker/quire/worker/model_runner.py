@@ -89,6 +89,9 @@ class ModelRunner:
                 self._buckets = make_buckets(
                     max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
                 )
+        self._tp = tp
+        self._sampled_S = torch.empty(0, dtype=torch.int64)
+        """The tokens of the last step, 0 where this rank does not know them."""
 
     def num_blocks_that_fit(self) -> int:
         """Blocks of KV for which this rank has room. On a GPU this runs the largest steps."""
@@ -123,15 +126,12 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
-        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
-            chosen = self._forward_and_choose(step, greedy_S)
-            return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
-        logits_SV = self.forward(step)
-        if logits_SV is None:
-            return None
-        if self._device_sampler is not None:
-            return self._device_sampler.sample(logits_SV, step.sampling).wait()
-        return sample(logits_SV, step.sampling)
+        output = self._run(self._with_late_tokens(step))
+        if output is None:
+            self._sampled_S = torch.zeros(len(step.sample_rows_S), dtype=torch.int64)
+        else:
+            self._sampled_S = torch.from_numpy(output.token_ids_S)
+        return output
 
     def forward(self, step: StepInput) -> Tensor | None:
         """Computes the step's tokens; float32 logits ``[S, V]`` on rank 0, ``None`` elsewhere.
@@ -145,6 +145,17 @@ class ModelRunner:
                 return self._graphs.run(step, bucket)
         return self._llama.forward(self._to_device(step, shared), self._kv)
 
+    def _run(self, step: StepInput) -> StepOutput | None:
+        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
+            chosen = self._forward_and_choose(step, greedy_S)
+            return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
+        logits_SV = self.forward(step)
+        if logits_SV is None:
+            return None
+        if self._device_sampler is not None:
+            return self._device_sampler.sample(logits_SV, step.sampling).wait()
+        return sample(logits_SV, step.sampling)
+
     def _forward_and_choose(
         self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
     ) -> tuple[Tensor, Longs] | None:
@@ -153,6 +164,15 @@ class ModelRunner:
         greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
         batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
         return self._llama.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
+
+    def _with_late_tokens(self, step: StepInput) -> StepInput:
+        """``step`` with the tokens that the one before it sampled. Only rank 0 knows them."""
+        if not len(step.late_tokens_L):
+            return step
+        sampled_S = self._tp.all_reduce(self._sampled_S.to(self._device)).cpu().numpy()
+        token_ids_T = step.token_ids_T.copy()
+        token_ids_T[step.late_tokens_L] = sampled_S[step.late_rows_L]
+        return replace(step, token_ids_T=token_ids_T)
 
     def _find_shared(self, step: StepInput) -> SharedArrays | None:
         """The context that so many decodes share that it is worth reading it once."""

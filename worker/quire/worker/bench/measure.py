@@ -58,7 +58,12 @@ class Run:
 
 
 class ExecutorView:
-    """An executor with a smaller cache than its own, that notes the shape of the last step."""
+    """An executor with a smaller cache than its own, that notes the shape of the last step.
+
+    Nothing runs ahead, so that the time between two results is that of one step.
+    """
+
+    num_ahead = 0
 
     def __init__(self, executor: Executor, *, num_blocks: int) -> None:
         assert num_blocks <= executor.num_blocks
@@ -68,12 +73,15 @@ class ExecutorView:
         self.num_attended = 0
         self.num_decodes = 0
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
         positions = step.positions_T[step.num_decodes :]
         self.num_decodes = step.num_decodes
         self.num_prefill_tokens = len(positions)
         self.num_attended = int(positions.sum()) + len(positions)
-        return self._executor.execute(step)
+        self._executor.submit(step)
+
+    def result(self) -> StepOutput:
+        return self._executor.result()
 
     def close(self) -> None:
         """Leaves the executor open, for the next run."""
