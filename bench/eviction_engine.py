@@ -67,7 +67,7 @@ class Slice:
         self._tokens = [_scaled(request) for request in requests]
         self._num_output = [-(-request.num_output_tokens // SCALE) for request in requests]
         self._prompts = [
-            Prompt(hash_blocks(tokens, block_size=BLOCK_SIZE, parent=root), len(tokens))
+            Prompt(list(hash_blocks(tokens, block_size=BLOCK_SIZE, root=root)), len(tokens))
             for tokens in self._tokens
         ]
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
@@ -43,7 +44,7 @@ def main() -> None:
 def compare(name: str, *, ranks: int, repeats: int) -> None:
     """Prints a line for each workload."""
     path = make_checkpoint(SHAPES[name], CACHE)
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "one rank": {"num_threads": ranks},
         "ranks": {"num_threads": 1, "tensor_parallel_size": ranks},
         "ranks, async": {
