@@ -178,7 +178,8 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
     facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
     assert facts.eos_token_ids == (2, 7)
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
-    assert model_facts(config_of(copy, kv_cache_dtype="fp8", device="cuda")).kv_dtype == "fp8 of float32"
+    on_gpu = config_of(copy, kv_cache_dtype="fp8", device="cuda")
+    assert model_facts(on_gpu).kv_dtype == "fp8 of float32"
 
 
 def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: Path) -> None:
