@@ -42,13 +42,13 @@ def random_step(
 ) -> StepInput:
     rng = np.random.default_rng(seed)
 
-    def ints(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    def ints(*shape: int) -> np.ndarray:
         return rng.integers(0, 2**31, shape).astype(np.int32)
 
-    def longs(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    def longs(*shape: int) -> np.ndarray:
         return rng.integers(0, 2**62, shape)
 
-    def floats(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    def floats(*shape: int) -> np.ndarray:
         return rng.random(shape).astype(np.float32)
 
     return StepInput(

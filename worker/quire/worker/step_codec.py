@@ -66,13 +66,13 @@ class StepSlots:
     def __init__(self, fd: int, *, offset: int, slot_bytes: int) -> None:
         """``fd`` is a file of ``offset + all_slots_bytes(slot_bytes)`` bytes."""
         memory = np.frombuffer(mmap.mmap(fd, offset + all_slots_bytes(slot_bytes)), np.uint8)
-        self._slots = memory[offset:].reshape(2, 2, slot_bytes)
+        self._slots = np.split(memory[offset:], 4)
 
     def step(self, number: int) -> Bytes:
-        return self._slots[0, number % 2]
+        return self._slots[number % 2]
 
     def output(self, number: int) -> Bytes:
-        return self._slots[1, number % 2]
+        return self._slots[2 + number % 2]
 
 
 def all_slots_bytes(slot_bytes: int) -> int:
