@@ -1,16 +1,25 @@
 """A forward pass of the native CPU library against the floor that the machine sets.
 
-    python bench/cpu_decoder.py [--models SML] [--threads N] [--cpu-time]
+    python bench/cpu_decoder.py [--models SML] [--threads N] [--cpu-time] [--fixed-order] [--busy N]
 
-Random bfloat16 weights, vocabulary 32,000. The floor adds up two parts: the products at the
-machine's rate, or the weights read once where that takes longer; and attention, computed or its
-KV read. It needs the machine to itself; beside other work, ``--cpu-time`` with one thread counts
-only the time that this process had.
+Random bfloat16 weights, vocabulary 32,000, greedy rows. The floor adds up two parts: the products
+at the machine's rate, or the weights read once where that takes longer; and attention, computed or
+its KV read, shared blocks once. It needs the machine to itself; beside other work, ``--cpu-time``
+with one thread counts only the time that this process had.
+
+``--fixed-order`` takes turns with a decoder whose o and down projections sum all of their input in
+one chain instead of four, as one rank alone could, and prints what the four cost: the only part of
+the order of sums that is there for ranks to share it. ``--busy`` starts that many processes that
+do nothing but take time.
 """
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,34 +53,62 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--fixed-order", action="store_true")
+    parser.add_argument("--busy", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    with _busy_processes(arguments.busy):
+        _measure(arguments)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     for name in arguments.models:
-        decoder = _decoder(name)
-        for rows in (
-            [(64, 1)],
-            [(48, 1)] * DECODES[name],
-            [(848, 1)] * DECODES[name],
-            [(512, 512)],
+        decoders = [
+            _decoder(name, num_parts=n) for n in ((4, 1) if arguments.fixed_order else (4,))
+        ]
+        for rows, shared in (
+            ([(64, 1)], 0),
+            ([(48, 1)] * DECODES[name], 0),
+            ([(848, 1)] * DECODES[name], 0),
+            ([(848, 1)] * DECODES[name], 768),
+            ([(512, 512)], 0),
+            ([(816, 48)] * 40, 768),
         ):
-            batch, kv = _step(name, rows)
-            times = []
+            batch, kv = _step(name, rows, shared)
+            greatest = torch.empty(len(rows), 2)
+            times: list[list[float]] = [[] for _ in decoders]
             for _ in range(arguments.rounds + 1):
-                start = clock()
-                decoder.forward(batch, kv, all_reduce=lambda x: x)
-                times.append(clock() - start)
-            seconds = statistics.median(times[1:])
-            floor = _floor_s(name, rows, num_threads=arguments.threads)
-            what = f"{len(rows)} rows of {rows[0][1]} new tokens at {rows[0][0]}"
-            print(
-                f"{name} {what:32} {seconds * 1e3:8.2f} ms   floor {floor * 1e3:8.2f} ms   "
-                f"{floor / seconds:4.0%}",
-                flush=True,
+                for decoder, durations in zip(decoders, times, strict=True):
+                    start = clock()
+                    decoder.forward(batch, kv, all_reduce=lambda x: x, greatest_G2=greatest)
+                    durations.append(clock() - start)
+            seconds = statistics.median(times[0][1:])
+            floor = _floor_s(name, rows, shared, num_threads=arguments.threads)
+            what = f"{len(rows)} x {rows[0][1]} at {rows[0][0]}" + f", {shared} shared" * bool(
+                shared
             )
+            line = f"{name} {what:32} {seconds * 1e3:8.2f} ms   floor {floor * 1e3:8.2f} ms"
+            line += f"   {floor / seconds:4.0%}"
+            if arguments.fixed_order:
+                ratios = [four / one for four, one in zip(times[0][1:], times[1][1:], strict=True)]
+                line += f"   fixed order / free {statistics.median(ratios):.3f}"
+            print(line, flush=True)
 
 
-def _decoder(name: str) -> Decoder:
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    command = (sys.executable, "-c", "while True: pass")
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _decoder(name: str, *, num_parts: int) -> Decoder:
     hidden, num_layers, heads, kv_heads, head, mlp = MODELS[name]
     backend = NativeBackend(native.load(native.available_isas()[0]))
 
@@ -83,10 +120,12 @@ def _decoder(name: str) -> Decoder:
         DecoderLayer(
             attention_norm_C=norm,
             qkv=backend.pack_linear(random((heads + 2 * kv_heads) * head, hidden)),
-            o=backend.pack_linear(random(hidden, heads * head), num_parts=4 - 3 * (heads % 4 > 0)),
+            o=backend.pack_linear(
+                random(hidden, heads * head), num_parts=1 if heads % 4 else num_parts
+            ),
             mlp_norm_C=norm,
             gate_up=backend.pack_gated_linear(random(2 * mlp, hidden)),
-            down=backend.pack_linear(random(hidden, mlp), num_parts=4),
+            down=backend.pack_linear(random(hidden, mlp), num_parts=num_parts),
         )
         for _ in range(num_layers)
     )
@@ -112,11 +151,13 @@ def _decoder(name: str) -> Decoder:
     return decoder
 
 
-def _step(name: str, rows: list[tuple[int, int]]) -> tuple[Batch, KvCache]:
-    """Rows of (tokens, new tokens), their blocks shuffled; no two rows share any."""
+def _step(name: str, rows: list[tuple[int, int]], shared: int) -> tuple[Batch, KvCache]:
+    """Rows of (tokens, new tokens), their blocks shuffled; the first ``shared`` tokens are in the
+    same blocks for all."""
     _, num_layers, _, kv_heads, head, _ = MODELS[name]
     per_row = -(-rows[0][0] // BLOCK)
     tables = torch.randperm(len(rows) * per_row).view(len(rows), per_row)
+    tables[:, : shared // BLOCK] = tables[0, : shared // BLOCK]
     positions = [torch.arange(tokens - new, tokens) for tokens, new in rows]
     slots = [
         table[at // BLOCK] * BLOCK + at % BLOCK for table, at in zip(tables, positions, strict=True)
@@ -142,7 +183,7 @@ def _step(name: str, rows: list[tuple[int, int]]) -> tuple[Batch, KvCache]:
     return batch, kv
 
 
-def _floor_s(name: str, rows: list[tuple[int, int]], *, num_threads: int) -> float:
+def _floor_s(name: str, rows: list[tuple[int, int]], shared: int, *, num_threads: int) -> float:
     hidden, num_layers, heads, kv_heads, head, mlp = MODELS[name]
     per_token = num_layers * hidden * (2 * (heads + kv_heads) * head + 3 * mlp)
     lm_head = VOCABULARY * hidden
@@ -150,7 +191,8 @@ def _floor_s(name: str, rows: list[tuple[int, int]], *, num_threads: int) -> flo
     weight_bytes = 2 * (per_token + lm_head)
     scores = sum(new * tokens - new * (new - 1) // 2 for tokens, new in rows)
     attention_flops = 4 * heads * head * num_layers * scores
-    kv_bytes = 4 * sum(tokens for tokens, _ in rows) * num_layers * kv_heads * head
+    read = shared + sum(tokens - shared for tokens, _ in rows)
+    kv_bytes = 4 * read * num_layers * kv_heads * head
     gemm_s = max(gemm_flops / GEMM_FLOPS, weight_bytes / BYTES)
     attention_s = max(attention_flops / ATTENTION_FLOPS, kv_bytes / BYTES)
     return (gemm_s + attention_s) / num_threads

@@ -41,9 +41,8 @@ def test_greedy_rows_are_those_without_any_use_for_logits() -> None:
 def test_tokens_and_logprobs_are_those_of_the_sampler_on_all_logits() -> None:
     greedy_S = greedy_rows(BATCH)
     token_ids = LOGITS[greedy_S].argmax(-1).numpy()
-    beside = sample_beside(
-        LOGITS[~torch.from_numpy(greedy_S)], BATCH, greedy_S=greedy_S, token_ids_G=token_ids
-    )
+    logits = LOGITS[~torch.from_numpy(greedy_S)]
+    beside = sample_beside((logits, token_ids), BATCH, greedy_S)
     expected = sample(LOGITS, BATCH)
     assert beside.token_ids_S.tolist() == expected.token_ids_S.tolist()
     assert beside.logprobs == expected.logprobs
@@ -69,6 +68,6 @@ def test_the_greatest_of_several_ranks_is_the_first_of_equals() -> None:
 
 def test_a_batch_of_greedy_rows_alone_is_not_sampled() -> None:
     every = np.ones(7, np.bool_)
-    output = sample_beside(LOGITS[:0], BATCH, greedy_S=every, token_ids_G=np.arange(7))
+    output = sample_beside((LOGITS[:0], np.arange(7)), BATCH, every)
     assert output == StepOutput(output.token_ids_S)
     assert output.token_ids_S.tolist() == list(range(7))

@@ -25,10 +25,12 @@ def greedy_rows(batch: SamplingBatch) -> Mask:
     return greedy_S
 
 
-def sample_beside(
-    logits_LV: Tensor, batch: SamplingBatch, *, greedy_S: Mask, token_ids_G: Longs
-) -> StepOutput:
-    """Samples the rows that are not greedy, and puts all tokens in the order of the rows."""
+def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, greedy_S: Mask) -> StepOutput:
+    """Samples the rows that are not greedy, and puts all tokens in the order of the rows.
+
+    ``chosen``: these rows' logits, and the tokens of the others.
+    """
+    logits_LV, token_ids_G = chosen
     rest_L = np.flatnonzero(~greedy_S)
     if not len(rest_L):
         return StepOutput(token_ids_G)

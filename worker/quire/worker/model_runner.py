@@ -27,7 +27,7 @@ from quire.worker.model_config import (
     resolve_max_model_len,
 )
 from quire.worker.sampler import sample
-from quire.worker.step import StepInput, StepOutput
+from quire.worker.step import Longs, StepInput, StepOutput
 from quire.worker.tensor_parallel import TensorParallel
 
 
@@ -92,7 +92,8 @@ class ModelRunner:
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
         if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
-            return self._execute_greedy(step, greedy_S)
+            chosen = self._forward_and_choose(step, greedy_S)
+            return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
         logits_SV = self.forward(step)
         return None if logits_SV is None else sample(logits_SV, step.sampling)
 
@@ -100,17 +101,14 @@ class ModelRunner:
         """Computes the step's tokens; float32 logits ``[S, V]`` on rank 0, ``None`` elsewhere."""
         return self._llama.forward(self._to_device(step), self._kv)
 
-    def _execute_greedy(
+    def _forward_and_choose(
         self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
-    ) -> StepOutput | None:
+    ) -> tuple[Tensor, Longs] | None:
+        """The logits of the rows that are not greedy, and the tokens of those that are."""
         batch = self._to_device(step)
         greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
         batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
-        result = self._llama.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
-        if result is None:
-            return None
-        logits, token_ids = result
-        return sample_beside(logits, step.sampling, greedy_S=greedy_S, token_ids_G=token_ids)
+        return self._llama.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
 
     def _to_device(self, step: StepInput) -> Batch:
         query_lens_B = np.diff(step.query_starts_B1)

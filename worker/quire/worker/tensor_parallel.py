@@ -59,7 +59,8 @@ class TensorParallel:
         starts_R1 = np.arange(self.size)[:, None] * num_columns // self.size
         columns_RG = parts_RG2[:, :, 1].astype(np.int64) + starts_R1
         best_G = parts_RG2[:, :, 0].argmax(axis=0)
-        return np.take_along_axis(columns_RG, best_G[None], axis=0)[0]
+        columns_G: Longs = columns_RG[best_G, np.arange(len(best_G))]
+        return columns_G
 
     def _gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's ``x`` on rank 0, ``None`` elsewhere."""

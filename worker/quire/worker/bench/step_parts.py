@@ -63,5 +63,7 @@ def rank_targets() -> list[Target]:
         Target(runner, "execute", REST),
         Target(runner, "_to_device", TO_DEVICE),
         Target(runner, "forward", FORWARD, finish),
+        Target(runner, "_forward_and_choose", FORWARD, finish),
         Target(model_runner, "sample", SAMPLE),
+        Target(model_runner, "sample_beside", SAMPLE),
     ]
