@@ -49,6 +49,8 @@ stubs: .venv-stubs/ready
 	.venv/bin/pip install --quiet torch==2.13.0
 	.venv/bin/pip install --quiet --editable '.[cluster]'
 	.venv/bin/python -m quire.kernels.native
+	.venv/bin/python -m quire.worker.native_hashing
+	.venv/bin/python -m quire.router.native_holders
 	touch $@
 
 .venv/dev: .venv/ready

@@ -213,5 +213,7 @@ def test_the_public_surface_is_this() -> None:
         "max_num_batched_tokens",
         "enable_prefix_caching",
         "device",
+        "enforce_eager",
         "num_threads",
+        "async_scheduling",
     ]

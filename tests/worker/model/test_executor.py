@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from quire.worker.errors import ConfigError, RankFailure
-from quire.worker.executor import InProcessExecutor, ProcessExecutor, make_executor
+from quire.worker.executor import InProcessExecutor, make_executor
+from quire.worker.process_executor import ProcessExecutor
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
