@@ -2,12 +2,13 @@
 
     python bench/directory.py --peers-python PYTHON [--sizes N …] [--groups N …]
 
-PYTHON is an interpreter that has ``ai-dynamo-runtime``; Ray's prefix tree is taken from Ray itself.
-Each subject runs in a process of its own (`bench/directory_subjects.py`), in turn. Chains have
-8,000 blocks. One is held by every group, each other one by 1 to 4. Half of the prompts are held by
-some group to their end, half up to their middle. Events come as their wire format (protobuf,
-JSON), of 512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to
-bench/results/, together with the cells of earlier runs under the same name.
+PYTHON is an interpreter that has ``ai-dynamo-runtime``; Ray's prefix tree is taken from Ray
+itself. Each subject runs in a process of its own (`bench/directory_subjects.py`), in turn. Chains
+have 8,000 blocks. One is held by every group, each other one by 1 to 4, up to an end of its own
+each. Half of the prompts are held by some group to their end, half up to their middle. Events come
+as their wire format (protobuf, JSON), of 512 blocks (a chunk of 8,192 tokens) or of one. Prints
+tables, and writes them to bench/results/, together with the cells of earlier runs under the same
+name.
 """
 
 import argparse
