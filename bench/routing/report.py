@@ -32,8 +32,9 @@ def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
             target = SOURCES[trace].target_s
             yield f"Capacity: the speed at which 99 % of requests wait {target} s at most\n"
             yield from _table(capacity, lambda cell: "speed", _speed)
-        robust = {c: v for c, v in here.items() if c.load == 0.78}
-        if len({cell.disturbance for cell in robust}) > 1:
+        disturbed = {cell.policy for cell in here if cell.disturbance != "none"}
+        robust = {c: v for c, v in here.items() if c.load == 0.78 and c.policy in disturbed}
+        if robust:
             yield "Disturbed, at a load of 78 %\n"
             yield from _table(robust, lambda cell: cell.disturbance, _times)
 
@@ -41,7 +42,8 @@ def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
 def _table(
     cells: Cells, column: Callable[[Cell], str], show: Callable[[Values, Values], str]
 ) -> Iterator[str]:
-    columns = list(dict.fromkeys(column(cell) for cell in cells))
+    in_order = sorted(cells, key=lambda cell: cell.load)
+    columns = list(dict.fromkeys(column(cell) for cell in in_order))
     policies = [p for p in ROWS if any(c.policy == p for c in cells)]
     yield "| policy | " + " | ".join(columns) + " |"
     yield "| --- |" + " --- |" * len(columns)
