@@ -8,8 +8,8 @@ its name (`bench.peers.host` says what that is).
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,11 +25,15 @@ class Peer:
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
     """Packages to remove again."""
+    build: dict[str, str] = field(default_factory=dict)
+    """Environment of pip, for packages that are compiled here."""
     finish: Callable[[Path], None] | None = None
     """Called with the environment's path, last."""
     export: tuple[str, ...] = ()
     """How to convert a checkpoint, where the engine does not read it as it is: a command of the
-    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``."""
+    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``, a directory."""
+    export_dtypes: dict[str, str] = field(default_factory=dict)
+    """What the export calls the types, where not as we do."""
     preload: tuple[str, ...] = ()
     """Libraries to preload, as its documentation advises; relative to the environment."""
 
@@ -61,6 +65,15 @@ PEERS = {
                 *("optimum-cli", "export", "openvino", "--task", "text-generation-with-past"),
                 *("--weight-format", "{dtype}", "--model", "{checkpoint}", "{target}"),
             ),
+            # It knows float16 beside float32; a CPU computes in bfloat16 on either.
+            export_dtypes={"float32": "fp32", "bfloat16": "fp16"},
+        ),
+        Peer(
+            name="llamacpp",
+            requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            # There is no wheel for every Python; compiled here it uses all that this CPU has.
+            build={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
+            export=("python", str(HERE / "to_gguf.py"), "{checkpoint}", "{dtype}", "{target}"),
         ),
     )
 }
@@ -74,6 +87,7 @@ class Engine:
     command: tuple[str, ...]
     environment: dict[str, str]
     export: tuple[str, ...] = ()
+    export_dtypes: dict[str, str] = field(default_factory=dict)
 
 
 def install(name: str, folder: Path) -> Engine:
@@ -92,7 +106,7 @@ def install(name: str, folder: Path) -> Engine:
         print(f"installing {name} into {venv}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         # One call: the pin of torch holds whatever the other packages would rather have.
-        _pip(python, "install", *peer.requirements)
+        _pip(python, "install", *peer.requirements, environment=peer.build)
         if peer.unwanted:
             _pip(python, "uninstall", "--yes", *peer.unwanted)
         if peer.finish is not None:
@@ -103,6 +117,7 @@ def install(name: str, folder: Path) -> Engine:
         name=name,
         command=(python, *arguments),
         export=(str(venv / "bin" / peer.export[0]), *peer.export[1:]) if peer.export else (),
+        export_dtypes=peer.export_dtypes,
         environment={"LD_PRELOAD": preload} if preload else {},
     )
 
@@ -118,9 +133,8 @@ def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
     target = checkpoint.with_name(f"{checkpoint.name}-{engine.name}-{dtype}")
     if not target.is_dir():
         part = target.with_name(target.name + ".part")
-        # Exports know float16 beside float32; a CPU computes in bfloat16 on either.
         places: dict[str, str | Path] = {"checkpoint": checkpoint, "target": part}
-        places["dtype"] = "fp32" if dtype == "float32" else "fp16"
+        places["dtype"] = engine.export_dtypes.get(dtype, dtype)
         command = [argument.format(**places) for argument in engine.export]
         environment = environment_of(engine, num_threads=1)
         subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
@@ -138,6 +152,6 @@ def environment_of(engine: Engine, *, num_threads: int) -> dict[str, str]:
     return environment | engine.environment
 
 
-def _pip(python: str, *arguments: str) -> None:
+def _pip(python: str, *arguments: str, environment: Mapping[str, str] = {}) -> None:
     command = [python, "-m", "pip", arguments[0], "--quiet", *arguments[1:]]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)
