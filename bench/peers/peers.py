@@ -5,6 +5,7 @@ own, made once; ``ready`` in it is written last. To add a peer, add a `Peer` her
 its name (`bench.peers.host` says what that is).
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,9 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.llm import LLM
+
 HERE = Path(__file__).resolve().parent
 OURS = "quire"
 TORCH = "torch==2.13.0"
+DTYPES = ("bfloat16", "float32")
+"""What every engine computes in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,7 @@ class Peer:
     environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``, a directory."""
     export_dtypes: dict[str, str] = field(default_factory=dict)
     """What the export calls the types, where not as we do."""
+    dtypes: tuple[str, ...] = DTYPES
     preload: tuple[str, ...] = ()
     """Libraries to preload, as its documentation advises; relative to the environment."""
 
@@ -66,7 +72,8 @@ PEERS = {
                 *("--weight-format", "{dtype}", "--model", "{checkpoint}", "{target}"),
             ),
             # It knows float16 beside float32; a CPU computes in bfloat16 on either.
-            export_dtypes={"float32": "fp32", "bfloat16": "fp16"},
+            export_dtypes={"float32": "fp32", "bfloat16": "fp16", "int8": "int8"},
+            dtypes=(*DTYPES, "int8"),
         ),
         Peer(
             name="llamacpp",
@@ -74,6 +81,7 @@ PEERS = {
             # There is no wheel for every Python; compiled here it uses all that this CPU has.
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
             export=("python", str(HERE / "to_gguf.py"), "{checkpoint}", "{dtype}", "{target}"),
+            dtypes=(*DTYPES, "int8"),
         ),
     )
 }
@@ -88,6 +96,7 @@ class Engine:
     environment: dict[str, str]
     export: tuple[str, ...] = ()
     export_dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def install(name: str, folder: Path) -> Engine:
@@ -99,7 +108,13 @@ def install(name: str, folder: Path) -> Engine:
     adapter = str(HERE / "adapters" / f"{name}.py")
     arguments = ("-P", str(HERE / "host.py"), adapter)
     if name == OURS:
-        return Engine(name=name, command=(sys.executable, *arguments), environment={})
+        has_int8 = "quantization" in inspect.signature(LLM).parameters
+        return Engine(
+            name=name,
+            command=(sys.executable, *arguments),
+            environment={},
+            dtypes=(*DTYPES, "int8") if has_int8 else DTYPES,
+        )
     peer, venv = PEERS[name], folder / name
     python = str(venv / "bin" / "python")
     if not (venv / "ready").is_file():
@@ -118,6 +133,7 @@ def install(name: str, folder: Path) -> Engine:
         command=(python, *arguments),
         export=(str(venv / "bin" / peer.export[0]), *peer.export[1:]) if peer.export else (),
         export_dtypes=peer.export_dtypes,
+        dtypes=peer.dtypes,
         environment={"LD_PRELOAD": preload} if preload else {},
     )
 

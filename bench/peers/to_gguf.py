@@ -1,10 +1,10 @@
 """Writes a checkpoint of ours as the GGUF file that llama.cpp reads.
 
-    python to_gguf.py CHECKPOINT bfloat16|float32 TARGET    -> TARGET/model.gguf
+    python to_gguf.py CHECKPOINT bfloat16|float32|int8 TARGET    -> TARGET/model.gguf
 
 Runs in the environment of the peer `llamacpp`. llama.cpp rotates neighbouring channels of a head
 where Hugging Face rotates channel i with channel i + D / 2: rows of Q and K change their order.
-Norms are float32, as everywhere in GGUF.
+Norms are float32, as everywhere in GGUF; int8 is Q8_0, a scale for every 32 weights.
 """
 
 import json
@@ -16,6 +16,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as types
+from gguf import quants
 
 Bits = npt.NDArray[np.uint16]
 """A tensor of bfloat16, as numpy has no type for it."""
@@ -38,30 +40,28 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(target / "model.gguf", "llama")
-    _add_shape(writer, config, is_float32=dtype == "float32")
+    _add_shape(writer, config)
     _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     for name, bits in _tensors(checkpoint / "model.safetensors").items():
         renamed = _renamed(name)
         for projection in ("attn_q", "attn_k"):
             if f".{projection}." in renamed:
                 bits = _interleaved(bits, head_size=config["head_dim"])
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
         if dtype == "float32" or bits.ndim == 1:
-            values = (bits.astype(np.uint32) << 16).view(np.float32)
             writer.add_tensor(renamed, values)
+        elif dtype == "int8":
+            writer.add_tensor(renamed, quants.quantize(values, types.Q8_0), raw_dtype=types.Q8_0)
         else:
             # With a type of its own the writer takes bytes, and makes the shape from theirs.
-            writer.add_tensor(
-                renamed, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16
-            )
+            writer.add_tensor(renamed, bits.view(np.uint8), raw_dtype=types.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _add_shape(writer: Any, config: dict[str, Any], *, is_float32: bool) -> None:
-    file_type = gguf.LlamaFileType.ALL_F32 if is_float32 else gguf.LlamaFileType.MOSTLY_BF16
-    writer.add_file_type(file_type)
+def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -79,12 +79,12 @@ def _add_shape(writer: Any, config: dict[str, Any], *, is_float32: bool) -> None
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     vocabulary = tokenizer["model"]["vocab"]
-    types = gguf.TokenType
+    kinds = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(vocabulary, key=lambda word: vocabulary[word]))
     writer.add_token_types(
-        [types.CONTROL] * len(special) + [types.NORMAL] * (len(vocabulary) - len(special))
+        [kinds.CONTROL] * len(special) + [kinds.NORMAL] * (len(vocabulary) - len(special))
     )
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(special["<s>"])

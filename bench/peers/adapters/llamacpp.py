@@ -33,9 +33,7 @@ class Engine:
         assert self._model is not None
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
-        self._kv_type = (
-            llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
-        )
+        self._kv_type = llama_cpp.GGML_TYPE_F32 if dtype == "float32" else llama_cpp.GGML_TYPE_F16
         self._threads = threads
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._context: Any = None
@@ -53,9 +51,7 @@ class Engine:
         self._decode(first, wants_logits=False)
         for sequence in range(1, len(prompts)):
             llama_cpp.llama_memory_seq_cp(self._memory, 0, sequence, 0, -1)
-        rows = [
-            (sequence, shared, prompt[shared:]) for sequence, prompt in enumerate(prompts)
-        ]
+        rows = [(sequence, shared, prompt[shared:]) for sequence, prompt in enumerate(prompts)]
         outputs = [[token] for token in self._decode(rows, wants_logits=True)]
         for step in range(new_tokens - 1):
             rows = [
@@ -84,7 +80,8 @@ class Engine:
         parameters.n_batch = BATCH_TOKENS
         parameters.n_seq_max = num_sequences
         parameters.n_threads = parameters.n_threads_batch = self._threads
-        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        # Flash attention computes partly in float16: in float32 its tokens are others.
+        parameters.flash_attn_type = int(self._kv_type != llama_cpp.GGML_TYPE_F32)
         parameters.type_k = parameters.type_v = self._kv_type
         parameters.kv_unified = False
         parameters.no_perf = True

@@ -10,6 +10,7 @@ class Engine:
         self._llm = LLM(
             checkpoint,
             dtype="float32" if dtype == "float32" else "bfloat16",
+            **({"quantization": "int8"} if dtype == "int8" else {}),
             num_threads=threads,
             kv_cache_memory_bytes=4 << 30,
             device="cpu",
