@@ -1,9 +1,10 @@
 """llama.cpp, through its C API: one batch of all sequences a step, as its server runs slots.
 
-A sequence has a stream of KV of its own, and flash attention is on: the fastest of what was tried
-here. The beginning that all prompts share is computed once, in sequence 0, and copied to the
-others; what sequence 0 held before is kept, so that a later call finds it, as prompt caching of
-the server does. The choice of the token is numpy's argmax, which is faster than its own sampler.
+Each sequence has a stream of KV of its own, and flash attention is on: the fastest where prompts
+are short or one is alone. (One KV for all sequences is twice as fast where prompts share, half as
+fast where not; at 15M, 683 and 1,219 tokens/s.) The beginning that all prompts share is computed
+once, in sequence 0, and copied to the others; what sequence 0 held before is kept, so that a later
+call finds it, as prompt caching of the server does. The next token is numpy's argmax.
 """
 
 import ctypes
