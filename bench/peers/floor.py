@@ -85,7 +85,7 @@ def floor_seconds(workload: Workload, shape: Shape, limits: Limits) -> float | N
 
 
 def measure_limits(*, num_threads: int) -> Limits:
-    """Runs the probes: about three seconds, on ``num_threads`` threads."""
+    """Runs the probes: about six seconds, on ``num_threads`` threads."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -125,7 +125,7 @@ def _pairs(before: int, count: int) -> int:
 def _best_seconds(call: Callable[[], object]) -> float:
     call()
     times = []
-    for _ in range(10):
+    for _ in range(30):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
