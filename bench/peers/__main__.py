@@ -1,7 +1,7 @@
 """Measures Quire and its peers on one machine, and prints one table.
 
     python -m bench.peers [--quick] [--peers vllm,transformers] [--models S,M] [--workloads ...]
-    until python -m bench.peers --resume --budget 150; do sleep 60; done    # in pieces
+    while python -m bench.peers --resume --budget 150; [ $? = 3 ]; do sleep 1; done  # in pieces
 
 Installs each peer in a virtual environment of its own and makes checkpoints of random weights, both
 under the cache folder. First checks that all engines answer the same tokens in fp32, then measures
@@ -67,6 +67,8 @@ def main() -> int:
     if options.resume and path.is_file():
         measured, earlier = read_results(path, repeats=settings.repeats)
         limits = limits.best(earlier)
+        if options.renew:
+            measured.forget_other_commits(OURS, settings.commit)
     about = describe(num_threads=settings.num_threads, limits=limits)
 
     status = 0
@@ -155,6 +157,11 @@ def _options() -> argparse.Namespace:
         "--resume",
         action="store_true",
         help="keep the figures of the last run of this name, and measure what is missing",
+    )
+    parser.add_argument(
+        "--renew",
+        action="store_true",
+        help="with --resume: measure ours again where that was at another commit",
     )
     parser.add_argument("--threads", type=int, default=2, help="of each engine")
     parser.add_argument("--name", default="peers", help="of the files in bench/results")

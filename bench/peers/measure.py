@@ -100,6 +100,13 @@ class Measured:
         runs = self.runs.get((shape.name, workload.name, engine), [])
         return sorted(runs, key=lambda run: run.disturbance or 0.0)[: self.repeats]
 
+    def forget_other_commits(self, engine: str, commit: str) -> None:
+        """Drops the engine's runs and failures of all commits but one."""
+        for key, runs in self.runs.items():
+            if key[2] == engine:
+                self.runs[key] = [run for run in runs if run.commit == commit]
+        self.failures = [failure for failure in self.failures if failure.engine != engine]
+
     def is_missing(
         self, shape: Shape, workload: Workload, engine: Engine, patience_s: float
     ) -> bool:

@@ -171,6 +171,9 @@ def test_a_later_run_goes_on_from_the_figures_of_an_earlier_one(peers: Any, tmp_
     assert "at commit abc, def," in path.read_text()
     assert peers.report.read_results(path, repeats=2) == (measured, limits)
 
+    measured.forget_other_commits("quire", "def")
+    assert measured.runs["S", "stream", "quire"] == [run(2.5, None, "def")]
+
 
 @pytest.mark.parametrize(
     ("runs", "missing"),
