@@ -10,6 +10,7 @@ under the cache folder. First checks that all engines answer the same tokens in 
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def main() -> int:
     about = describe(num_threads=settings.num_threads, limits=limits)
 
     status = 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` loses no figures.
     try:
         check_tokens(engines, shapes[0], checkpoints[shapes[0].name], settings, measured)
         print(f"the same tokens in fp32: {', '.join(measured.agreed)}", file=sys.stderr, flush=True)
