@@ -4,8 +4,8 @@
     while python -m bench.peers --resume --budget 150; [ $? = 3 ]; do sleep 1; done  # in pieces
 
 Installs each peer in a virtual environment of its own and makes checkpoints of random weights, both
-under the cache folder. First checks that all engines answer the same tokens in fp32, then measures
-(`bench.peers.measure`), and writes the table and all figures to bench/results.
+under the cache folder. First checks on the small model that all engines answer the same tokens in
+fp32, then measures (`bench.peers.measure`), and writes the table and all figures to bench/results.
 """
 
 import argparse
@@ -75,7 +75,10 @@ def main() -> int:
     status = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` loses no figures.
     try:
-        check_tokens(engines, shapes[0], checkpoints[shapes[0].name], settings, measured)
+        small = SHAPES["S"]
+        check_tokens(
+            engines, small, make_checkpoint(small, cache / "checkpoints"), settings, measured
+        )
         print(f"the same tokens in fp32: {', '.join(measured.agreed)}", file=sys.stderr, flush=True)
         for shape in shapes:
             checkpoint = checkpoints[shape.name]
