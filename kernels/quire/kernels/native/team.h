@@ -15,9 +15,7 @@
 
 // Pieces of work, each for whoever is free. It is over when every piece is done, not when every
 // thread has come: one whose core is busy elsewhere holds up the others for the piece that it is
-// in and no more, and finds the later stages done. With a barrier after each stage instead, two
-// busy neighbours on two cores made a step of a small model take four times as long; with
-// OpenMP's, which spins for milliseconds, twice as long again.
+// in and no more, and finds the later stages done.
 class Stage {
  public:
   int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
