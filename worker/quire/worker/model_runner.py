@@ -17,7 +17,7 @@ from quire.worker import kv_cache
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
-from quire.worker.greedy import greedy_rows, sample_beside
+from quire.worker.greedy import MIN_GREEDY_ROWS, greedy_rows, sample_beside
 from quire.worker.llama import Llama
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
@@ -91,7 +91,8 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput | None:
         """Runs the model once. Rank 0 returns the sampled tokens, the others ``None``."""
-        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
+        greedy_S = greedy_rows(step.sampling)
+        if self._llama.chooses and greedy_S.sum() >= MIN_GREEDY_ROWS:
             chosen = self._forward_and_choose(step, greedy_S)
             return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
         logits_SV = self.forward(step)
