@@ -2,7 +2,7 @@
 # make serve  the same cluster, left running until Ctrl-C
 # make test   run every test that this machine can run
 # make check  lint, types, and that the committed gRPC stubs are fresh
-# make bench-peers  compare with other engines on this machine: an hour, and 12 GB on the disk
+# make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
 # make stubs  write the gRPC stubs again from proto/
 PYTHON ?= python3.11
 
@@ -49,6 +49,8 @@ stubs: .venv-stubs/ready
 	.venv/bin/pip install --quiet torch==2.13.0
 	.venv/bin/pip install --quiet --editable '.[cluster]'
 	.venv/bin/python -m quire.kernels.native
+	.venv/bin/python -m quire.worker.native_hashing
+	.venv/bin/python -m quire.router.native_holders
 	touch $@
 
 .venv/dev: .venv/ready

@@ -1,6 +1,6 @@
 """What share of prompts each eviction policy finds in the cache, and what it costs.
 
-    python bench/eviction.py [--data ../shared/data] [--workload NAME ...]
+    python -m bench.eviction [--data ../shared/data] [--workload NAME ...]
 
 Replays traces and synthetic workloads through the real block pool at several sizes. In each cell:
 per cent of prompt tokens found in the cache / per cent of prefill cost saved (an 8B model's; it

@@ -7,8 +7,9 @@ and compared with float32: the loss, the mean Kullback-Leibler divergence from f
 probabilities, and how often the most probable token is the same. The demo model has learned its
 answers; prose it has not. Models of random weights have nothing to lose but their logits.
 
-Speed: a decode batch (prompts of 16 tokens, 64 new ones, greedy) through engines that take turns;
-medians of the rounds. It needs the machine to itself.
+Speed: a decode batch (prompts of 16 tokens, 64 new ones, greedy) through engines that take turns,
+as token ids; medians of the rounds, once with the prompts' step and once without. It needs the
+machine to itself.
 """
 
 import argparse
@@ -30,7 +31,10 @@ from torch import Tensor
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
 from quire.worker.config import EngineConfig
+from quire.worker.engine import Engine
+from quire.worker.hashing import as_token_ids
 from quire.worker.model_runner import ModelRunner
+from quire.worker.request import Request
 from quire.worker.step import SamplingBatch, StepInput
 from quire.worker.tensor_parallel import TensorParallel
 from quire.worker.text import Tokenizer
@@ -176,7 +180,8 @@ def _noise() -> list[Text]:
 def _print_speed(shape: Shape, model: Path, options: argparse.Namespace) -> None:
     num_requests = shape.num_requests
     print(f"{shape.name}: {num_requests} requests, {PROMPT_LEN} + {NEW_TOKENS} tokens each")
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    whole: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    decodes: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -194,20 +199,41 @@ def _print_speed(shape: Shape, model: Path, options: argparse.Namespace) -> None
         for round_ in range(options.rounds + 1):
             rng = random.Random(round_)
             prompts = [
-                {"prompt_token_ids": [rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_LEN)]}
+                [rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_LEN)]
                 for _ in range(num_requests)
             ]
-            params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
             for name, engine in engines.items():
-                start = time.perf_counter()
-                engine.generate(prompts, params, use_tqdm=False)
+                all_s, decode_s = _run(engine.engine, prompts)
                 if round_:  # the first one warms up
-                    seconds[name].append(time.perf_counter() - start)
-    base = statistics.median(seconds["bfloat16"])
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        rate = num_requests * NEW_TOKENS / median
-        print(f"  {name:14} {rate:9.0f} tokens/s {base / median:6.2f} x bfloat16", flush=True)
+                    whole[name].append(all_s)
+                    decodes[name].append(decode_s)
+    for what, seconds, num_tokens in (
+        ("all steps", whole, NEW_TOKENS),
+        ("decode steps", decodes, NEW_TOKENS - 1),
+    ):
+        base = statistics.median(seconds["bfloat16"])
+        for name, times in seconds.items():
+            median = statistics.median(times)
+            rate = num_requests * num_tokens / median
+            ratio = base / median
+            print(f"  {what:13} {name:13} {rate:8.0f} tokens/s {ratio:5.2f} x bfloat16", flush=True)
+
+
+def _run(engine: Engine, prompts: Sequence[list[int]]) -> tuple[float, float]:
+    """Seconds of all steps, and of those after the first, which computes the prompts."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
+    for number, ids in enumerate(prompts):
+        engine.add_request(
+            Request(request_id=str(number), prompt_token_ids=as_token_ids(ids), params=params)
+        )
+    start = time.perf_counter()
+    while not engine.step():  # the first step's tokens may come with the second
+        pass
+    first = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    end = time.perf_counter()
+    return end - start, end - first
 
 
 def _options() -> argparse.Namespace:

@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from bench.stream_kernels import StreamCase, decode_cases, sample_cases, stream_cases
+from bench.stream_kernels import (
+    StreamCase,
+    adjust_case,
+    decode_cases,
+    sample_cases,
+    stream_cases,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -113,15 +119,21 @@ def seconds(call: Callable[[], object], *, device: torch.device, budget_s: float
     return statistics.median(durations)
 
 
-def measure_ceilings(device: torch.device, *, dtype: torch.dtype) -> Ceilings:
-    """A copy too large for any cache, and a square matrix product."""
-    size = (1 << 30) if _is_gpu(device) else (256 << 20)
+def measure_ceilings(
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    is_small: bool = False,
+    budget_s: float = 0.5,
+) -> Ceilings:
+    """A copy too large for any cache, unless ``is_small``, and a square matrix product."""
+    size = (1 << 20) if is_small else (1 << 30) if _is_gpu(device) else (256 << 20)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device=device)
-    n = 8192 if _is_gpu(device) else 1024
+    copy_s = seconds(lambda: target.copy_(source), device=device, budget_s=budget_s)
+    n = 64 if is_small else 8192 if _is_gpu(device) else 1024
     a, b = torch.randn(2, n, n, device=device).to(dtype)
-    matmul_s = seconds(lambda: a @ b, device=device)
+    matmul_s = seconds(lambda: a @ b, device=device, budget_s=budget_s)
     return Ceilings(copy_bytes_per_s=2 * size / copy_s, matmul_flops=2 * n**3 / matmul_s)
 
 
@@ -188,6 +200,7 @@ def gpu_stream_cases(shape: Shape, device: torch.device) -> Iterator[StreamCase]
     )
     for num_rows in (1, 64):
         yield from sample_cases(num_rows=num_rows, vocab_size=128256, device=device)
+    yield adjust_case(num_rows=64, vocab_size=128256, device=device)
 
 
 def report(device: torch.device, shape: Shape, cases: Sequence[Case]) -> None:

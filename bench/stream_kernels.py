@@ -149,5 +149,38 @@ def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Ite
         )
 
 
+def adjust_case(*, num_rows: int, vocab_size: int, device: torch.device) -> StreamCase:
+    """Penalties on 2,000 tokens of each row."""
+    from quire.kernels import triton_logits
+
+    rng = torch.Generator(device).manual_seed(0)
+    plain = torch.randn(num_rows, vocab_size, generator=rng, device=device)
+    places = torch.arange(2000 * num_rows, device=device)
+    arguments = {
+        "rows_E": (places // 2000).int(),
+        "token_ids_E": (places % 2000 * (vocab_size // 2000)).int(),
+        "counts_E": (places % 3).int(),
+        "presence_S": torch.full((num_rows,), 0.1, device=device),
+        "frequency_S": torch.full((num_rows,), 0.2, device=device),
+        "repetition_S": torch.full((num_rows,), 1.1, device=device),
+    }
+
+    def call(function: Callable[..., None], logits: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        # Another value each time, as it changes the logits in place: the same on both sides,
+        # which are called equally often before they are compared.
+        def adjust() -> tuple[Tensor, ...]:
+            function(logits, **arguments)
+            return (logits,)
+
+        return adjust
+
+    return StreamCase(
+        name=f"adjust {num_rows} x 2000",
+        kernel=call(triton_logits.adjust_logits, plain.clone()),
+        twin=call(reference.adjust_logits, plain.clone()),
+        num_bytes=(12 + 8) * len(places),
+    )
+
+
 def _in_tuple(function: Callable[[], Tensor]) -> tuple[Tensor, ...]:
     return (function(),)

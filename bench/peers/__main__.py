@@ -1,26 +1,46 @@
 """Measures Quire and its peers on one machine, and prints one table.
 
     python -m bench.peers [--quick] [--peers vllm,transformers] [--models S,M] [--workloads ...]
+    while python -m bench.peers --resume --budget 150; [ $? = 3 ]; do sleep 1; done  # in pieces
 
 Installs each peer in a virtual environment of its own and makes checkpoints of random weights, both
-under the cache folder. First checks that all engines answer the same tokens in fp32, then measures
-(`bench.peers.measure`), and writes the table and all figures to bench/results.
+under the cache folder. First checks on the small model that all engines answer the same tokens in
+fp32, then measures (`bench.peers.measure`), and writes the table and all figures to bench/results.
 """
 
 import argparse
+import math
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES, Shape, make_checkpoint
-from bench.peers.floor import BYTES, Limits, floor_seconds, measure_limits
-from bench.peers.measure import Contest, Measured, Settings, TokensDiffer, check_tokens
+from bench.peers.floor import Limits, floor_seconds, measure_limits
+from bench.peers.measure import (
+    Contest,
+    Measured,
+    OutOfTime,
+    Settings,
+    TokensDiffer,
+    check_tokens,
+)
 from bench.peers.peers import OURS, PEERS, Engine, install
 from bench.peers.process import EngineFailed
-from bench.peers.report import describe, table, write_results
+from bench.peers.report import (
+    commit,
+    describe,
+    read_results,
+    results_path,
+    table,
+    write_results,
+)
 from bench.peers.workloads import WORKLOADS, Workload
 
+SOME_LEFT = 3
+"""The exit status of a run that had no time for all."""
 QUICK = ("S", "cold,decode,stream,ttft,ttft-cached")
 
 
@@ -35,32 +55,47 @@ def main() -> int:
         timeout_s=options.timeout,
         num_threads=options.threads,
         logs=cache / "logs",
+        commit=commit(),
+        deadline=time.monotonic() + options.budget,
     )
     settings.logs.mkdir(parents=True, exist_ok=True)
     engines = [install(name, cache) for name in (OURS, *options.peers)]
     checkpoints = {shape.name: make_checkpoint(shape, cache / "checkpoints") for shape in shapes}
 
-    try:
-        agreed = check_tokens(engines, shapes[0], checkpoints[shapes[0].name], settings)
-    except (TokensDiffer, EngineFailed) as error:
-        print(f"bench.peers: {error}\nnothing was timed", file=sys.stderr)
-        return 1
-    print(f"the same tokens in fp32: {', '.join(agreed)}", file=sys.stderr, flush=True)
-
     limits = measure_limits(num_threads=settings.num_threads)
-    about = describe(num_threads=settings.num_threads, limits=limits)
     measured = Measured(repeats=settings.repeats)
+    path = results_path(options.name, resume=options.resume)
+    if options.resume and path.is_file():
+        measured, earlier = read_results(path, repeats=settings.repeats)
+        limits = limits.best(earlier)
+        if options.renew:
+            measured.forget_other_commits(OURS, settings.commit)
+    about = describe(num_threads=settings.num_threads, limits=limits)
+
     status = 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` loses no figures.
     try:
+        small = SHAPES["S"]
+        check_tokens(
+            engines, small, make_checkpoint(small, cache / "checkpoints"), settings, measured
+        )
+        print(f"the same tokens in fp32: {', '.join(measured.agreed)}", file=sys.stderr, flush=True)
         for shape in shapes:
             checkpoint = checkpoints[shape.name]
             _measure(engines, shape, checkpoint, workloads, limits, settings, measured)
+    except (TokensDiffer, EngineFailed) as error:
+        print(f"bench.peers: {error}\nnothing was timed", file=sys.stderr)
+        return 1
+    except OutOfTime:
+        status = SOME_LEFT
     except KeyboardInterrupt:
         status = 130
-        print("broken off; what was measured so far:", file=sys.stderr)
-    text = table(measured, about, shapes, workloads, [engine.name for engine in engines])
+    if status:
+        print("not all was measured; --resume measures the rest", file=sys.stderr)
+    text = table(measured, about)
     print(text)
-    print(write_results(text, measured, about, settings, name=options.name))
+    print(path)
+    write_results(path, text, measured, about, settings)
     return status
 
 
@@ -74,15 +109,23 @@ def _measure(
     measured: Measured,
 ) -> None:
     """All workloads on one model: those of one dtype together, the shortest first."""
-    for dtype in BYTES:
+    for dtype in dict.fromkeys(workload.dtype for workload in workloads):
+        if dtype not in engines[0].dtypes:
+            print(f"{OURS} does not compute in {dtype}: left out", file=sys.stderr)
+            continue
         group = sorted(
-            (workload for workload in workloads if workload.dtype == dtype),
+            (x for x in workloads if x.dtype == dtype and shape.name in x.models),
             key=lambda workload: floor_seconds(workload, shape, limits) or 0.0,
         )
         if not group:
             continue
         contest = Contest(
-            engines, shape, checkpoint, dtype=dtype, settings=settings, measured=measured
+            [engine for engine in engines if dtype in engine.dtypes],
+            shape,
+            checkpoint,
+            dtype=dtype,
+            settings=settings,
+            measured=measured,
         )
         with closing(contest):
             contest.run(group)
@@ -108,6 +151,22 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds; an engine that takes longer is out"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=math.inf,
+        help=f"seconds after which nothing is begun; status {SOME_LEFT} says that some is left",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the figures of the last run of this name, and measure what is missing",
+    )
+    parser.add_argument(
+        "--renew",
+        action="store_true",
+        help="with --resume: measure ours again where that was at another commit",
     )
     parser.add_argument("--threads", type=int, default=2, help="of each engine")
     parser.add_argument("--name", default="peers", help="of the files in bench/results")

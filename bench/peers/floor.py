@@ -10,17 +10,20 @@ layers' matrices and H in the LM head, q = heads * head size, and L layers:
     one decode  GEMM    2 * (W + H) * N                                flop
                 attend  4 * q * L * N * (tokens of the context)        flop
 
-    time = max(GEMM / gemm rate, bytes of W + H / DRAM rate) + attend / attention rate
+    time = max(GEMM / gemm rate, bytes of W + H / read rate) + attend / attention rate
 
+Weights that the last level of cache holds are read at its rate, others at that of DRAM.
 The shared prefix is computed once. Attention cannot run at the rate of a large GEMM: its products
 are short and wait for exp; `ATTENTION_SHARE` of the GEMM rate is what the best kernel tried on an
 AVX-512 machine came near. Reading K and V is not counted, nor are norms, sampling and everything
 between the kernels: a floor to stand above, not one to reach.
 """
 
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.peers.checkpoints import Shape
 from bench.peers.workloads import Workload
@@ -37,17 +40,38 @@ class Limits:
     """Flop/s of a large matrix product by dtype."""
     dram_bytes_per_s: float
     """Reading an array that no cache holds."""
+    cache_bytes: int = 0
+    """Size of the last level of cache."""
+    cache_bytes_per_s: float = 0.0
+    """Reading an array that nearly fills it."""
+
+    def best(self, other: "Limits") -> "Limits":
+        """Of two measurements: what disturbs a probe only makes it slower."""
+        return Limits(
+            gemm_flops={
+                name: max(rate, other.gemm_flops[name]) for name, rate in self.gemm_flops.items()
+            },
+            dram_bytes_per_s=max(self.dram_bytes_per_s, other.dram_bytes_per_s),
+            cache_bytes=self.cache_bytes,
+            cache_bytes_per_s=max(self.cache_bytes_per_s, other.cache_bytes_per_s),
+        )
+
+    def read_s(self, num_bytes: int) -> float:
+        """The least time to read so many bytes again and again."""
+        cached = num_bytes <= self.cache_bytes
+        return num_bytes / (self.cache_bytes_per_s if cached else self.dram_bytes_per_s)
 
 
 def floor_seconds(workload: Workload, shape: Shape, limits: Limits) -> float | None:
-    """``None`` for a start of a process, which has no floor worth the name."""
-    if workload.fresh_process:
+    """``None`` for a start of a process, which has no floor worth the name, and for int8, whose
+    products no library at hand does at the machine's rate."""
+    if workload.fresh_process or workload.dtype not in BYTES:
         return None
     gemm = limits.gemm_flops[workload.dtype]
     num, shared, own = workload.num_requests(shape), workload.shared, workload.own
     attend_flops = 4 * shape.num_heads * shape.head_size * shape.num_layers
     weights = shape.layer_weights + shape.head_weights
-    read_s = weights * BYTES[workload.dtype] / limits.dram_bytes_per_s
+    read_s = limits.read_s(weights * BYTES[workload.dtype])
 
     new = num * own + (0 if workload.cached else shared)
     seen = num * _pairs(shared, own) + (0 if workload.cached else _pairs(0, shared))
@@ -61,7 +85,7 @@ def floor_seconds(workload: Workload, shape: Shape, limits: Limits) -> float | N
 
 
 def measure_limits(*, num_threads: int) -> Limits:
-    """Runs the probes: about two seconds, on ``num_threads`` threads."""
+    """Runs the probes: about six seconds, on ``num_threads`` threads."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -70,9 +94,27 @@ def measure_limits(*, num_threads: int) -> Limits:
     for name in BYTES:
         a, b = torch.randn(2, size, size).to(getattr(torch, name))
         rates[name] = 2 * size**3 / _best_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-    array = torch.ones(256 << 20)
-    seconds = _best_seconds(array.sum)
-    return Limits(gemm_flops=rates, dram_bytes_per_s=array.nbytes / seconds)
+    # Of a sum, numpy's minima and maxima and a GEMM of one row, the sum read fastest; without huge
+    # pages it reads at half the rate.
+    size = 1 << 30
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    cache_bytes = _last_cache_bytes()
+    part = array[: cache_bytes // 4 * 9 // 10]
+    return Limits(
+        gemm_flops=rates,
+        dram_bytes_per_s=size / _best_seconds(array.sum),
+        cache_bytes=cache_bytes,
+        cache_bytes_per_s=part.nbytes / _best_seconds(part.sum) if cache_bytes else 0.0,
+    )
+
+
+def _last_cache_bytes() -> int:
+    """0 where it is not known. sysconf's figure is that of the host in some virtual machines."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(file.read_text().strip().removesuffix("K")) << 10 for file in sizes), default=0)
 
 
 def _pairs(before: int, count: int) -> int:
@@ -83,7 +125,7 @@ def _pairs(before: int, count: int) -> int:
 def _best_seconds(call: Callable[[], object]) -> float:
     call()
     times = []
-    for _ in range(10):
+    for _ in range(30):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)

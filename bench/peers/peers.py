@@ -5,16 +5,21 @@ own, made once; ``ready`` in it is written last. To add a peer, add a `Peer` her
 its name (`bench.peers.host` says what that is).
 """
 
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from quire.llm import LLM
 
 HERE = Path(__file__).resolve().parent
 OURS = "quire"
 TORCH = "torch==2.13.0"
+DTYPES = ("bfloat16", "float32")
+"""What every engine computes in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +30,16 @@ class Peer:
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
     """Packages to remove again."""
+    build: dict[str, str] = field(default_factory=dict)
+    """Environment of pip, for packages that are compiled here."""
     finish: Callable[[Path], None] | None = None
     """Called with the environment's path, last."""
     export: tuple[str, ...] = ()
     """How to convert a checkpoint, where the engine does not read it as it is: a command of the
-    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``."""
+    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``, a directory."""
+    export_dtypes: dict[str, str] = field(default_factory=dict)
+    """What the export calls the types, where not as we do."""
+    dtypes: tuple[str, ...] = DTYPES
     preload: tuple[str, ...] = ()
     """Libraries to preload, as its documentation advises; relative to the environment."""
 
@@ -61,6 +71,17 @@ PEERS = {
                 *("optimum-cli", "export", "openvino", "--task", "text-generation-with-past"),
                 *("--weight-format", "{dtype}", "--model", "{checkpoint}", "{target}"),
             ),
+            # It knows float16 beside float32; a CPU computes in bfloat16 on either.
+            export_dtypes={"float32": "fp32", "bfloat16": "fp16", "int8": "int8"},
+            dtypes=(*DTYPES, "int8"),
+        ),
+        Peer(
+            name="llamacpp",
+            requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            # There is no wheel for every Python; compiled here it uses all that this CPU has.
+            build={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
+            export=("python", str(HERE / "to_gguf.py"), "{checkpoint}", "{dtype}", "{target}"),
+            dtypes=(*DTYPES, "int8"),
         ),
     )
 }
@@ -74,6 +95,8 @@ class Engine:
     command: tuple[str, ...]
     environment: dict[str, str]
     export: tuple[str, ...] = ()
+    export_dtypes: dict[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def install(name: str, folder: Path) -> Engine:
@@ -85,14 +108,20 @@ def install(name: str, folder: Path) -> Engine:
     adapter = str(HERE / "adapters" / f"{name}.py")
     arguments = ("-P", str(HERE / "host.py"), adapter)
     if name == OURS:
-        return Engine(name=name, command=(sys.executable, *arguments), environment={})
+        has_int8 = "quantization" in inspect.signature(LLM).parameters
+        return Engine(
+            name=name,
+            command=(sys.executable, *arguments),
+            environment={},
+            dtypes=(*DTYPES, "int8") if has_int8 else DTYPES,
+        )
     peer, venv = PEERS[name], folder / name
     python = str(venv / "bin" / "python")
     if not (venv / "ready").is_file():
         print(f"installing {name} into {venv}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         # One call: the pin of torch holds whatever the other packages would rather have.
-        _pip(python, "install", *peer.requirements)
+        _pip(python, "install", *peer.requirements, environment=peer.build)
         if peer.unwanted:
             _pip(python, "uninstall", "--yes", *peer.unwanted)
         if peer.finish is not None:
@@ -103,6 +132,8 @@ def install(name: str, folder: Path) -> Engine:
         name=name,
         command=(python, *arguments),
         export=(str(venv / "bin" / peer.export[0]), *peer.export[1:]) if peer.export else (),
+        export_dtypes=peer.export_dtypes,
+        dtypes=peer.dtypes,
         environment={"LD_PRELOAD": preload} if preload else {},
     )
 
@@ -118,9 +149,8 @@ def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
     target = checkpoint.with_name(f"{checkpoint.name}-{engine.name}-{dtype}")
     if not target.is_dir():
         part = target.with_name(target.name + ".part")
-        # Exports know float16 beside float32; a CPU computes in bfloat16 on either.
         places: dict[str, str | Path] = {"checkpoint": checkpoint, "target": part}
-        places["dtype"] = "fp32" if dtype == "float32" else "fp16"
+        places["dtype"] = engine.export_dtypes.get(dtype, dtype)
         command = [argument.format(**places) for argument in engine.export]
         environment = environment_of(engine, num_threads=1)
         subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
@@ -138,6 +168,6 @@ def environment_of(engine: Engine, *, num_threads: int) -> dict[str, str]:
     return environment | engine.environment
 
 
-def _pip(python: str, *arguments: str) -> None:
+def _pip(python: str, *arguments: str, environment: Mapping[str, str] = {}) -> None:
     command = [python, "-m", "pip", arguments[0], "--quiet", *arguments[1:]]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)

@@ -1,4 +1,4 @@
-"""The table of a run, in markdown, and the file of its figures, in JSON."""
+"""The table, in markdown, and the file of its figures, in JSON, from which a later run goes on."""
 
 import json
 import platform
@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.peers.checkpoints import Shape
+from bench.peers.checkpoints import SHAPES, Shape
 from bench.peers.floor import Limits, floor_seconds
-from bench.peers.measure import CALM, Measured, Run, Settings
+from bench.peers.measure import CALM, Failure, Measured, Run, Settings
 from bench.peers.peers import OURS
-from bench.peers.workloads import Workload
+from bench.peers.workloads import WORKLOADS, Workload
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -23,8 +23,6 @@ class About:
     """When, where and of what a run was."""
 
     date: str
-    commit: str
-    """Ends in "+" where files differed from it."""
     machine: str
     num_threads: int
     limits: Limits
@@ -32,30 +30,36 @@ class About:
 
 def describe(*, num_threads: int, limits: Limits) -> About:
     return About(
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        commit=_git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "-s") else ""),
+        date=_today(),
         machine=_machine(),
         num_threads=num_threads,
         limits=limits,
     )
 
 
-def table(
-    measured: Measured,
-    about: About,
-    shapes: Sequence[Shape],
-    workloads: Sequence[Workload],
-    engines: Sequence[str],
-) -> str:
+def commit() -> str:
+    """Ends in "+" where files differ from it. Results are no part of what is measured."""
+    changed = _git("status", "-s", "--", "..", ":(exclude)../bench/results")
+    return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def results_path(name: str, *, resume: bool) -> Path:
+    """Where the table of this name will be; to ``resume``, the newest one that is there."""
+    earlier = sorted(RESULTS.glob(f"????-??-??-{name}.md")) if resume else []
+    return earlier[-1] if earlier else RESULTS / f"{_today()}-{name}.md"
+
+
+def table(measured: Measured, about: About) -> str:
     """A row for each workload and model: ours, each peer, and how ours compares."""
-    peers = [name for name in engines if name != OURS]
-    head = ["workload", "model", "unit", OURS, *peers, "best peer", "ours / best", "floor"]
-    lines = [
-        _row([*head, "ours / floor"]),
-        _row(["---", "---", "---", *["---:"] * (len(head) - 2)]),
-    ]
-    for workload in workloads:
-        for shape in shapes:
+    known = dict.fromkeys(engine for _, _, engine in measured.runs)
+    engines = [OURS, *(name for name in known if name != OURS)]
+    peers = engines[1:]
+    about_row = ["workload", "model", "requests", "unit"]
+    head = [*about_row, OURS, *peers, "best peer", "ours / best", "floor", "ours / floor"]
+    rules = ["---"] * len(about_row) + ["---:"] * (len(head) - len(about_row))
+    lines = [_row(head), _row(rules)]
+    for workload in WORKLOADS.values():
+        for shape in SHAPES.values():
             figures = {name: measured.median(shape, workload, name) for name in engines}
             marks = [_mark(measured.counting(shape, workload, name)) for name in engines]
             if any(figures.values()):
@@ -80,6 +84,7 @@ def _cells(
     return [
         workload.title,
         shape.name,
+        str(workload.num_requests(shape)),
         workload.unit,
         *(_number(value) + mark for value, mark in zip(figures.values(), marks, strict=True)),
         best or "",
@@ -90,30 +95,46 @@ def _cells(
 
 
 def write_results(
-    text: str, measured: Measured, about: About, settings: Settings, *, name: str
-) -> Path:
-    """Writes ``<date>-<name>.md`` and ``.json`` into bench/results; returns the former."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{about.date}-{name}.md"
+    path: Path, text: str, measured: Measured, about: About, settings: Settings
+) -> None:
+    """Writes the table to ``path``, which ends in .md, and the figures beside it."""
+    path.parent.mkdir(exist_ok=True)
     path.write_text(_prose(about, measured, settings) + "\n" + text)
-    figures = [
-        {
-            "model": model,
-            "workload": workload,
-            "engine": engine,
-            "runs": [run._asdict() for run in runs],
-        }
-        for (model, workload, engine), runs in measured.runs.items()
-        if runs
-    ]
     content = {
         "about": asdict(about),
         "versions": measured.versions,
-        "figures": figures,
-        "failures": measured.failures,
+        "agreed": measured.agreed,
+        "figures": [
+            {
+                "model": model,
+                "workload": workload,
+                "engine": engine,
+                "runs": [run._asdict() for run in runs],
+            }
+            for (model, workload, engine), runs in measured.runs.items()
+            if runs
+        ],
+        "failures": [failure._asdict() for failure in measured.failures],
     }
     path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    return path
+
+
+def read_results(path: Path, *, repeats: int) -> tuple[Measured, Limits]:
+    """What `write_results` wrote."""
+    content = json.loads(path.with_suffix(".json").read_text())
+    measured = Measured(
+        repeats=repeats,
+        agreed=content["agreed"],
+        runs={
+            (figure["model"], figure["workload"], figure["engine"]): [
+                Run(**run) for run in figure["runs"]
+            ]
+            for figure in content["figures"]
+        },
+        failures=[Failure(**failure) for failure in content["failures"]],
+        versions=content["versions"],
+    )
+    return measured, Limits(**content["about"]["limits"])
 
 
 def _prose(about: About, measured: Measured, settings: Settings) -> str:
@@ -123,12 +144,23 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
         f"- {engine}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
         for engine, packages in measured.versions.items()
     ]
-    failures = [f"- no figures: {what}: {why}" for what, why in measured.failures.items()]
+    failures = [
+        f"- no figures: {failure.engine}, {failure.model}, {failure.dtype}, from "
+        f"{failure.workload} on: {failure.why}"
+        for failure in measured.failures
+    ]
+    commits = {run.commit: None for runs in measured.runs.values() for run in runs}
+    limits_read = f"DRAM {limits.dram_bytes_per_s / 1e9:.0f} GB/s"
+    if limits.cache_bytes:
+        limits_read += (
+            f", the last cache of {limits.cache_bytes >> 20} MiB "
+            f"{limits.cache_bytes_per_s / 1e9:.0f} GB/s"
+        )
     return "\n".join(
         [
             f"# Quire and its peers, {about.date}",
             "",
-            f"`python -m bench.peers` at commit {about.commit}, on {about.machine}; "
+            f"`python -m bench.peers` at commit {', '.join(commits)}, on {about.machine}; "
             f"{about.num_threads} threads, bfloat16 unless said. Engines in turn, medians of "
             f"{settings.repeats}; what takes longer than {settings.patience_s:.0f} s once only. "
             f"Figures with * were disturbed: other processes took more than {CALM:.0%} of the "
@@ -136,15 +168,26 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
             "say little where one engine was disturbed more than another. Medians over all runs: "
             f"{_disturbances(measured)}.",
             "",
-            f"Limits measured in this run: GEMM {gemm['bfloat16']} GFLOP/s in bfloat16 and "
-            f"{gemm['float32']} in float32, DRAM {limits.dram_bytes_per_s / 1e9:.0f} GB/s; "
-            "`bench/peers/floor.py` says what the floor counts. For times (ms, s) less is better.",
+            f"Limits measured in the same runs: GEMM {gemm['bfloat16']} GFLOP/s in bfloat16 and "
+            f"{gemm['float32']} in float32; {limits_read}. `bench/peers/floor.py` says what the "
+            "floor counts. For times (ms, s) less is better.",
+            *_against_own_bf16(measured),
             "",
             *versions,
             *failures,
             "",
         ]
     )
+
+
+def _against_own_bf16(measured: Measured) -> list[str]:
+    """Ours in int8 beside ours in bfloat16, on the same prompts."""
+    ratios = []
+    for shape in SHAPES.values():
+        int8, bf16 = (measured.median(shape, WORKLOADS[name], OURS) for name in ("int8", "decode"))
+        if int8 and bf16:
+            ratios.append(f"{shape.name} {int8 / bf16:.2f}")
+    return ["", f"Ours in int8 / ours in bfloat16: {', '.join(ratios)}."] if ratios else []
 
 
 def _disturbances(measured: Measured) -> str:
@@ -156,6 +199,10 @@ def _disturbances(measured: Measured) -> str:
     return ", ".join(
         f"{engine} {statistics.median(known):.0%}" for engine, known in shares.items() if known
     )
+
+
+def _today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def _machine() -> str:

@@ -5,7 +5,8 @@ repetition takes another seed: no engine can find in a cache what an earlier one
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from bench.peers.checkpoints import VOCAB_SIZE, Shape
 
@@ -34,6 +35,11 @@ class Workload:
     cached: bool = False
     """A prompt with the same beginning ran before; otherwise the prefix cache is empty."""
     dtype: str = "bfloat16"
+    """"int8": weights and activations of the linear layers, the rest in bfloat16."""
+    models: str = "SML"
+    """The shapes that it is measured on."""
+    fewer_requests: Mapping[str, int] = field(default_factory=dict)
+    """By shape, where all of its requests would take minutes in any engine."""
     fresh_process: bool = False
     """Timed from the start of the process to the first token."""
 
@@ -45,7 +51,7 @@ class Workload:
         return "ms" if self.new_tokens == 1 else "tokens/s"
 
     def num_requests(self, shape: Shape) -> int:
-        return 1 if self.alone else shape.num_requests
+        return 1 if self.alone else self.fewer_requests.get(shape.name, shape.num_requests)
 
     def figure(self, seconds: float, shape: Shape) -> float:
         """The time that the whole took, in `unit`."""
@@ -66,7 +72,13 @@ WORKLOADS = {
     for workload in (
         Workload(name="cold", title="all at once, cache empty", shared=SHARED, own=OWN),
         Workload(name="cached", title="prefix cached", shared=SHARED, own=OWN, cached=True),
-        Workload(name="unshared", title="nothing shared", shared=0, own=SHARED + OWN),
+        Workload(
+            name="unshared",
+            title="nothing shared",
+            shared=0,
+            own=SHARED + OWN,
+            fewer_requests={"L": 8},
+        ),
         Workload(name="decode", title="decode batch, 16-token prompts", shared=0, own=SHORT),
         Workload(name="stream", title="one stream", shared=0, own=SHORT, alone=True),
         Workload(
@@ -101,6 +113,14 @@ WORKLOADS = {
             shared=SHARED,
             own=OWN,
             dtype="float32",
+            models="SM",
+        ),
+        Workload(
+            name="int8",
+            title="int8, decode batch, 16-token prompts",
+            shared=0,
+            own=SHORT,
+            dtype="int8",
         ),
     )
 }

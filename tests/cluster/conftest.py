@@ -37,6 +37,7 @@ from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
 from quire.worker.errors import RankFailure
+from quire.worker.executor import DirectExecutor
 from quire.worker.model_facts import ModelFacts
 from quire.worker.step import StepInput, StepOutput, TokenLogprobs
 from quire.worker.text import Tokenizer
@@ -110,10 +111,11 @@ class HashModel:
         return context[len(prompt) :]
 
 
-class HashExecutor:
+class HashExecutor(DirectExecutor):
     """Runs steps of `HashModel`; ``step_s`` makes them take their time."""
 
     def __init__(self, model: HashModel, *, num_blocks: int) -> None:
+        super().__init__()
         self.num_blocks = num_blocks
         self.step_s = 0.0
         self.fails = False

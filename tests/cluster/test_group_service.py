@@ -238,8 +238,9 @@ async def test_events_begin_with_a_snapshot_and_go_on_from_there(start_group: An
         events = stub.Events(pb.EventsRequest())
         snapshot = await next_batch(events)
         root = root_hash(model_fingerprint="hash-1", kv_dtype="float32", block_size=4)
-        hashes = hash_blocks(np.array(prompt, dtype=np.uint32), block_size=4, parent=root)
-        assert snapshot.snapshot == frozenset(hashes)
+        hashes = hash_blocks(np.array(prompt, dtype=np.uint32), block_size=4, root=root)
+        assert snapshot.snapshot is not None
+        assert set(snapshot.snapshot) == set(hashes)
         assert (snapshot.epoch, snapshot.first_seq) == (group.engine.events.epoch, 1)
 
         await work.write(submit("b", [*prompt, 50, 51, 52, 53], max_tokens=2))
@@ -269,6 +270,32 @@ async def test_events_have_a_heartbeat(start_group: Any) -> None:
         for _ in range(3):
             batch = events_from_proto(await events.read())
             assert (batch.first_seq, batch.events, batch.snapshot) == (0, (), None)
+
+
+async def test_a_digest_comes_now_and_then(start_group: Any) -> None:
+    async with start_group(service={"digest_s": 0.01}) as group, connect(group) as stub:
+        work = stub.Attach()
+        await work.write(submit("a", [20] * 9, max_tokens=2))
+        await read_deltas(work, "a")
+        epoch, next_seq = group.engine.events.epoch, group.engine.events.next_seq
+        events = stub.Events(pb.EventsRequest(epoch=epoch, next_seq=next_seq))
+        await events.read()  # The replay.
+        batch = events_from_proto(await events.read())
+        assert batch == group.engine.events.since(next_seq)
+        assert batch.digest is not None
+
+
+async def test_drifted_buckets_are_told_anew_behind_the_replay(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        work = stub.Attach()
+        await work.write(submit("a", list(range(20, 60)), max_tokens=2))
+        await read_deltas(work, "a")
+        log = group.engine.events
+        buckets = bytes(range(128))
+        request = pb.EventsRequest(epoch=log.epoch, next_seq=0, buckets=buckets)
+        events = stub.Events(request)
+        batches = [events_from_proto(await events.read()) for _ in range(2)]
+        assert batches == log.replay(0, buckets=buckets)
 
 
 async def test_a_subscriber_that_falls_behind_is_given_a_snapshot(start_group: Any) -> None:

@@ -13,8 +13,8 @@ from quire.cluster.wire import (
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import InvalidRequest
-from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.events import BlocksRemoved, BlocksStored, Digest, EventBatch
+from quire.worker.hashing import BlockHash, BlockHashes
 from quire.worker.sampling_params import SamplingParams
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
@@ -76,10 +76,29 @@ def test_fields_that_are_not_set_take_their_defaults() -> None:
             EventBatch,
             epoch=st.integers(0, 9),
             first_seq=st.integers(0, 9),
-            snapshot=st.one_of(st.just(frozenset()), hashes.map(frozenset)),
+            snapshot=st.one_of(st.just([]), hashes).map(BlockHashes.of),
+            buckets=st.one_of(st.none(), st.binary(max_size=3)),
+            digest=st.one_of(
+                st.none(), st.integers(0, 255).map(lambda i: Digest(bytes([i]) * 2048))
+            ),
         ),
     )
 )
 def test_events_survive_the_wire(batch: EventBatch) -> None:
     data = events_to_proto(batch).SerializeToString()
     assert events_from_proto(group_pb2.EventBatch.FromString(data)) == batch
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (group_pb2.EventBatch(digest=bytes(9)), "digest of 9 bytes: must have 2048"),
+        (group_pb2.EventBatch(snapshot=group_pb2.Snapshot(stored=bytes(33))), "33 bytes"),
+        (group_pb2.EventBatch(events=[group_pb2.BlockEvent(removed=bytes(31))]), "31 bytes"),
+    ],
+)
+def test_bytes_that_are_no_hashes_or_digest_are_refused(
+    message: group_pb2.EventBatch, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        events_from_proto(message)

@@ -85,6 +85,20 @@ def test_when_sequences_are_preempted(
         assert llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_with_each_step_prepared_while_the_one_before_it_runs(
+    tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, num_ranks: int
+) -> None:
+    with _llm(
+        tiny_llama,
+        tensor_parallel_size=num_ranks,
+        max_num_batched_tokens=CHUNK,
+        async_scheduling=True,
+    ) as llm:
+        assert _generate(llm, prompts) == oracle(tiny_llama, prompts)
+        assert _generate(llm, prompts) == oracle(tiny_llama, prompts)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_on_two_tensor_parallel_ranks(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, caching: bool

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.kernels import reference
+from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.cpu import TILE, CpuBackend
 from quire.kernels.testing import assert_near_twin, paged_batch
@@ -95,6 +96,32 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
         )
         expected = batch.stored_by(reference, int8=True).expected()
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
+
+
+@pytest.mark.parametrize("window", [1, 60, TILE, 10_000])
+def test_a_window_is_that_of_the_twin_in_any_chunk(window: int) -> None:
+    options = AttentionOptions(window=window)
+    batch = paged_batch(RAGGED, num_heads=6, num_kv_heads=2, head_size=32, block_size=16)
+    got = batch.attend(CPU, num_decodes=4, options=options)
+    assert_near_twin(got, batch.expected(options=options))
+    chunk = batch.cut(6, 100, 200).attend(CPU, options=options)
+    start = batch.query_starts[6]
+    assert torch.equal(chunk, got[start + 100 : start + 200])
+
+
+def test_a_window_has_a_backend_and_a_soft_cap_has_none() -> None:
+    cpu = torch.device("cpu")
+    assert backend_for(cpu, options=AttentionOptions(window=9)).name == "cpu"
+    with pytest.raises(ValueError, match=r"soft_cap=30\.0: only the kernels for GPUs"):
+        backend_for(cpu, options=AttentionOptions(soft_cap=30.0))
+
+
+def test_a_decode_of_length_0_gets_zeros() -> None:
+    batch = paged_batch([(8, 1), (5, 1)], num_heads=2, num_kv_heads=1, head_size=16, block_size=4)
+    empty = replace(batch, rows=[(0, 1), (5, 1)])
+    out = empty.attend(CPU, num_decodes=2)
+    assert (out[0] == 0).all()
+    assert torch.equal(out[1], batch.attend(CPU, num_decodes=2)[1])
 
 
 def test_bfloat16_loses_no_more_than_the_rounding_of_the_result() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire import native_build
 from quire.kernels import native, reference
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
@@ -249,7 +250,7 @@ def test_an_int8_cache_holds_what_the_twins_does_and_nothing_else_is_touched(
 def _backend(isa: str) -> NativeBackend:
     try:
         return NativeBackend(native.load(isa))
-    except native.BuildError as error:
+    except native_build.BuildError as error:
         pytest.skip(str(error))
 
 

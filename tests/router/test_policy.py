@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
-from quire.router.policy import (
-    POLICIES,
-    RUNNING_TOKENS,
-    GroupState,
-    Policy,
-    RouteRequest,
-    prefix_aware,
-)
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Decision, GroupState, RouteRequest, decide
 from quire.worker.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
@@ -48,7 +42,18 @@ requests = st.builds(
 overlaps = st.dictionaries(
     st.sampled_from([GroupId(name) for name in "abcdefgh"]), st.integers(0, 600)
 )
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def route(
+    request: RouteRequest,
+    groups: list[GroupState],
+    overlap: dict[GroupId, int],
+    *,
+    policy: str = "prefix_aware",
+) -> Decision:
+    """What a policy that has seen nothing yet decides."""
+    return decide(POLICIES[policy](), request, groups, [overlap.get(s.group, 0) for s in groups])
 
 
 def request(blocks: Blocks, name: object, *, num_tokens: int) -> RouteRequest:
@@ -63,7 +68,7 @@ def idle(*names: str) -> list[GroupState]:
 @every_policy
 @given(request=requests, groups=group_states, overlap=overlaps)
 def test_an_excluded_group_is_never_chosen_and_the_order_of_groups_never_matters(
-    policy: Policy,
+    policy: str,
     request: RouteRequest,
     groups: list[GroupState],
     overlap: dict[GroupId, int],
@@ -71,22 +76,22 @@ def test_an_excluded_group_is_never_chosen_and_the_order_of_groups_never_matters
     allowed = {state.group for state in groups} - request.exclude
     if not allowed:
         with pytest.raises(NoGroupAvailable, match=f"{len(groups)} known"):
-            policy(request, groups, overlap)
+            route(request, groups, overlap, policy=policy)
         return
-    decision = policy(request, groups, overlap)
+    decision = route(request, groups, overlap, policy=policy)
     assert decision.group in allowed
     assert {candidate.group for candidate in decision.candidates} == allowed
     assert decision.reason == "only_group" or len(allowed) > 1
     chosen = next(c for c in decision.candidates if c.group == decision.group)
     assert decision.predicted_cached_tokens == chosen.num_cached_tokens
-    assert policy(request, groups[::-1], overlap).group == decision.group
+    assert route(request, groups[::-1], overlap, policy=policy).group == decision.group
 
 
 @given(request=requests, groups=group_states, overlap=overlaps)
 def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(
     request: RouteRequest, groups: list[GroupState], overlap: dict[GroupId, int]
 ) -> None:
-    decision = prefix_aware(replace(request, exclude=frozenset()), groups, overlap)
+    decision = route(replace(request, exclude=frozenset()), groups, overlap)
     for candidate in decision.candidates:
         assert candidate.num_cached_tokens % BLOCK_SIZE == 0
         assert candidate.num_cached_tokens < request.num_prompt_tokens
@@ -102,7 +107,7 @@ def test_the_longest_prefix_wins_at_equal_load(
     request: RouteRequest, load: GroupState, overlap: list[int]
 ) -> None:
     names = [GroupId(f"group-{i}") for i in range(len(overlap))]
-    decision = prefix_aware(
+    decision = route(
         request,
         [replace(load, group=name) for name in names],
         dict(zip(names, overlap, strict=True)),
@@ -117,39 +122,39 @@ def test_a_longer_prefix_never_loses_a_group_the_request(
     request: RouteRequest, groups: list[GroupState], overlap: dict[GroupId, int], more: int
 ) -> None:
     request = replace(request, exclude=frozenset())
-    chosen = prefix_aware(request, groups, overlap).group
+    chosen = route(request, groups, overlap).group
     longer = {**overlap, chosen: overlap.get(chosen, 0) + more}
-    assert prefix_aware(request, groups, longer).group == chosen
+    assert route(request, groups, longer).group == chosen
 
 
 def test_a_tie_goes_to_the_same_group_for_the_same_prefix_and_spreads_over_prefixes(
     blocks: Blocks,
 ) -> None:
     groups = idle("a", "b", "c", "d")
-    chosen = [prefix_aware(request(blocks, i, num_tokens=64), groups, {}) for i in range(100)]
+    chosen = [route(request(blocks, i, num_tokens=64), groups, {}) for i in range(100)]
     assert {decision.reason for decision in chosen} == {"least_loaded"}
     counts = {name: sum(d.group == name for d in chosen) for name in "abcd"}
     assert min(counts.values()) > 10
     # Losing a group moves only what it had.
     for i, decision in enumerate(chosen):
         if decision.group != "d":
-            again = prefix_aware(request(blocks, i, num_tokens=64), groups[:3], {})
+            again = route(request(blocks, i, num_tokens=64), groups[:3], {})
             assert again.group == decision.group
 
 
 def test_prompts_without_a_full_block_spread(blocks: Blocks) -> None:
     short = request(blocks, "short", num_tokens=5)
-    chosen = {prefix_aware(replace(short, ordinal=i), idle("a", "b"), {}).group for i in range(20)}
+    chosen = {route(replace(short, ordinal=i), idle("a", "b"), {}).group for i in range(20)}
     assert chosen == {"a", "b"}
 
 
 def test_the_reason_says_what_decided(blocks: Blocks) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
     groups = idle("a", "b")
-    assert prefix_aware(prompt, groups[:1], {}).reason == "only_group"
-    assert prefix_aware(prompt, groups, {GroupId("a"): 9}).reason == "cached_prefix"
+    assert route(prompt, groups[:1], {}).reason == "only_group"
+    assert route(prompt, groups, {GroupId("a"): 9}).reason == "cached_prefix"
     busy = [replace(groups[0], num_pending_prefill_tokens=10**6), groups[1]]
-    decision = prefix_aware(prompt, busy, {GroupId("a"): 64, GroupId("b"): 1})
+    decision = route(prompt, busy, {GroupId("a"): 64, GroupId("b"): 1})
     assert (decision.group, decision.reason) == ("b", "least_loaded")
 
 
@@ -158,37 +163,50 @@ def test_a_prefix_is_worth_waiting_for_until_the_queue_is_longer_than_what_it_sa
 ) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
     overlap = {GroupId("a"): 64}
-    for queued, expected in ((0, "a"), (1500, "a"), (2500, "b")):
+    for queued, expected in ((0, "a"), (500, "a"), (2500, "b")):
         a = GroupState(group=GroupId("a"), num_pending_prefill_tokens=queued)
-        assert prefix_aware(prompt, [a, *idle("b")], overlap).group == expected
-    sequences = int(3000 / RUNNING_TOKENS)
-    crowded = GroupState(group=GroupId("a"), num_running=sequences)
-    assert prefix_aware(prompt, [crowded, *idle("b")], overlap).group == "b"
+        assert route(prompt, [a, *idle("b")], overlap).group == expected
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_block(blocks: Blocks) -> None:
     prompt = request(blocks, "p", num_tokens=64)
-    assert prefix_aware(prompt, idle("a", "b"), {GroupId("a"): 4}).predicted_cached_tokens == 48
+    assert route(prompt, idle("a", "b"), {GroupId("a"): 4}).predicted_cached_tokens == 48
 
 
 def test_among_ties_one_block_more_decides_for_every_prefix(blocks: Blocks) -> None:
     for i in range(10):
         prompt = request(blocks, i, num_tokens=64)
-        decision = prefix_aware(prompt, idle("a", "b"), {GroupId("a"): 2, GroupId("b"): 1})
+        decision = route(prompt, idle("a", "b"), {GroupId("a"): 2, GroupId("b"): 1})
         assert decision.group == "a"
 
 
-def test_a_group_without_room_for_the_prompt_is_passed_over(blocks: Blocks) -> None:
+def test_a_prefix_is_copied_while_there_is_time_and_stays_where_it_is_under_pressure(
+    blocks: Blocks,
+) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
-    full = GroupState(group=GroupId("a"), num_available_blocks=10)
-    roomy = GroupState(group=GroupId("b"), num_available_blocks=1000, num_running=20)
-    assert prefix_aware(prompt, [full, roomy], {}).group == "b"
+    queued = [GroupState(group=GroupId(name), num_pending_prefill_tokens=2500) for name in "ab"]
+    groups, overlap = [*queued, *idle("c")], [64, 0, 0]
+    policy = POLICIES["prefix_aware"]()
+    assert decide(policy, prompt, groups, overlap).group == "c"
+    for now_s in range(60):
+        decide(policy, replace(prompt, now_s=float(now_s)), queued, [0, 0])
+    assert decide(policy, replace(prompt, now_s=60.0), groups, overlap).group == "a"
+
+
+def test_a_decision_explains_itself(blocks: Blocks) -> None:
+    prompt = request(blocks, "p", num_tokens=1024)
+    groups = [GroupState(group=GroupId("a"), num_reserved_tokens=100), *idle("b")]
+    decision = route(prompt, groups, {GroupId("a"): 10})
+    a, b = decision.candidates
+    assert (a.num_cached_tokens, a.num_prefill_tokens, a.num_queued_tokens) == (160, 864, 100)
+    assert (b.num_cached_tokens, b.num_prefill_tokens, b.num_queued_tokens) == (0, 1024, 0)
+    assert decision.group == min(decision.candidates, key=lambda c: c.cost).group
 
 
 def test_round_robin_takes_turns(blocks: Blocks) -> None:
     prompt = request(blocks, "p", num_tokens=64)
     turns = [
-        POLICIES["round_robin"](replace(prompt, ordinal=i), idle("b", "a"), {}).group
+        route(replace(prompt, ordinal=i), idle("b", "a"), {}, policy="round_robin").group
         for i in range(4)
     ]
     assert turns == ["a", "b", "a", "b"]

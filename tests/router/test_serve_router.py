@@ -20,7 +20,7 @@ from quire.router.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.router.serve_router import PrefixAwareRouter
 from quire.router.table import RoutingTable
-from quire.worker.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
+from quire.worker.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
 
 DEPLOYMENT = DeploymentID(name="Group", app_name="test")
 POOL = "test-serve-router"
@@ -44,11 +44,11 @@ class FakeReplica:
         return self.num_ongoing
 
 
-def hash_prompt(token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
+def hash_prompt(token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
     root = root_hash(
         model_fingerprint="m", kv_dtype="float32", block_size=BLOCK_SIZE, cache_salt=cache_salt
     )
-    return hash_blocks(as_token_ids(token_ids), block_size=BLOCK_SIZE, parent=root)
+    return hash_blocks(as_token_ids(token_ids), block_size=BLOCK_SIZE, root=root)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.router.config import RoutingConfig
-from quire.router.directory import Applied, GroupId, NeedsResync
+from quire.router.directory import Applied, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable
 from quire.router.policy import GroupState
 from quire.router.table import GroupLoad, RoutingTable
@@ -90,6 +90,7 @@ def test_a_first_frame_settles_a_reservation_at_once(blocks: Blocks) -> None:
     assert state_of(table, A).num_reserved_tokens == 100
     stats = table.stats()
     assert (stats.num_started, stats.num_started_cached_tokens) == (1, 32)
+    assert stats.num_started_wrong_tokens == 32 - stats.num_started_predicted_tokens
     table.completed("first")
     assert state_of(table, A).num_reserved_requests == 0
 
@@ -176,7 +177,7 @@ def test_a_group_that_left_is_forgotten_and_its_late_messages_change_nothing(
         table.route("s", hashes=prompt, num_prompt_tokens=70)
     table.update_members([A])
     assert state_of(table, A) == GroupState(group=A)
-    assert table.events_position(A) == (0, 0)
+    assert table.events_position(A) == Position()
     table.completed("r")
     assert table.stats().num_in_flight_blocks == 0
     assert state_of(table, A) == GroupState(group=A)

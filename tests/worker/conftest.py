@@ -16,8 +16,9 @@ import pytest
 from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
 from quire.worker.errors import RankFailure
+from quire.worker.executor import DirectExecutor
 from quire.worker.model_facts import ModelFacts
-from quire.worker.step import StepInput, StepOutput, TokenLogprobs
+from quire.worker.step import Longs, StepInput, StepOutput, TokenLogprobs
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -33,17 +34,24 @@ def next_token(context: Sequence[int], *, seed: int, banned: Collection[int] = (
     raise AssertionError("every token is banned")
 
 
-class PagedExecutor:
+class PagedExecutor(DirectExecutor):
     """Executes steps as ranks would, and checks what the contract says of a `StepInput`."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, num_ahead: int) -> None:
+        super().__init__()
         self.num_blocks = num_blocks
+        self.num_ahead = num_ahead
         self.steps: list[StepInput] = []
         self.fails = False
         self.on_execute: Callable[[StepInput], None] = lambda step: None
         self._block_size = block_size
         self._tokens = np.full(num_blocks * block_size, -1)
         self._positions = np.full(num_blocks * block_size, -1)
+        self._sampled: Longs = np.empty(0, np.int64)
+
+    def submit(self, step: StepInput) -> None:
+        assert len(self._submitted) <= self.num_ahead
+        super().submit(step)
 
     def execute(self, step: StepInput) -> StepOutput:
         if self.fails:
@@ -51,6 +59,7 @@ class PagedExecutor:
         self.steps.append(step)
         self.on_execute(step)
         self._check(step)
+        step.token_ids_T[step.late_tokens_L] = self._sampled[step.late_rows_L]
         # As in each layer of a model: the KV of the whole step is written, then rows attend.
         self._tokens[step.slot_mapping_T] = step.token_ids_T
         self._positions[step.slot_mapping_T] = step.positions_T
@@ -63,12 +72,13 @@ class PagedExecutor:
             banned = sampling.banned_ids.get(index, np.empty(0, dtype=np.int64))
             seed = int(sampling.seed_S[index])
             token_ids.append(next_token(contexts[row], seed=seed, banned=banned.tolist()))
+        self._sampled = np.array(token_ids, dtype=np.int64)
         wanted = sampling.num_logprobs_S.tolist()
         logprobs = tuple(
             TokenLogprobs(token_id, -1.0, 1, ()) if number >= 0 else None
             for token_id, number in zip(token_ids, wanted, strict=True)
         )
-        return StepOutput(np.array(token_ids, dtype=np.int64), logprobs if any(logprobs) else ())
+        return StepOutput(self._sampled, logprobs if any(logprobs) else ())
 
     def close(self) -> None:
         pass
@@ -99,9 +109,9 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
     """Builds an engine of ``num_blocks`` small blocks; options are those of `EngineConfig`."""
 
     def make(
-        *, num_blocks: int = 16, block_size: int = 4, **options: object
+        *, num_blocks: int = 16, block_size: int = 4, num_ahead: int = 0, **options: object
     ) -> tuple[Engine, PagedExecutor]:
-        executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size)
+        executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size, num_ahead=num_ahead)
         defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
         config = EngineConfig(
             model=Path("none"),

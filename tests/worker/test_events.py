@@ -1,9 +1,17 @@
 import pytest
 
-from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.hashing import BlockHash, root_hash
+from quire.worker.events import (
+    NUM_BUCKETS,
+    BlockEvent,
+    BlocksRemoved,
+    BlocksStored,
+    Digest,
+    EventBatch,
+    EventLog,
+)
+from quire.worker.hashing import BlockHash, BlockHashes, root_hash
 
-A, B, C = (BlockHash(letter) for letter in (b"a", b"b", b"c"))
+A, B, C = (BlockHash(letter * 32) for letter in (b"a", b"b", b"c"))
 
 
 @pytest.fixture
@@ -15,17 +23,54 @@ def log() -> EventLog:
     return log
 
 
+def digest_of(*names: BlockHash) -> Digest:
+    """The XOR of keys that are in buckets of their own."""
+    words = [0] * NUM_BUCKETS
+    for name in names:
+        words[name[7]] ^= int.from_bytes(name[:8], "little")
+    return Digest(b"".join(word.to_bytes(8, "little") for word in words))
+
+
 def test_a_subscriber_that_missed_some_is_given_those_in_order(log: EventLog) -> None:
-    events = (BlocksRemoved((A,)), BlocksStored((C,)))
-    assert log.since(1) == EventBatch(epoch=7, first_seq=1, events=events)
-    assert log.since(3) == EventBatch(epoch=7, first_seq=3)
+    events, digest = (BlocksRemoved((A,)), BlocksStored((C,))), digest_of(B, C)
+    assert log.since(1) == EventBatch(epoch=7, first_seq=1, events=events, digest=digest)
+    assert log.since(3) == EventBatch(epoch=7, first_seq=3, digest=digest)
 
 
 @pytest.mark.parametrize("seq", [0, 4])
 def test_a_subscriber_that_missed_too_much_or_comes_from_elsewhere_is_given_a_snapshot(
     log: EventLog, seq: int
 ) -> None:
-    assert log.since(seq) == EventBatch(epoch=7, first_seq=3, snapshot=frozenset({B, C}))
+    batch = log.since(seq)
+    assert batch.snapshot is not None
+    assert sorted(batch.snapshot) == [B, C]
+    expected = EventBatch(epoch=7, first_seq=3, snapshot=batch.snapshot, digest=digest_of(B, C))
+    assert batch == expected
+
+
+def test_buckets_asked_for_come_behind_the_replay_and_not_behind_a_snapshot(log: EventLog) -> None:
+    buckets = bytes([A[7], C[7]])
+    replay, part = log.replay(2, buckets=buckets)
+    assert replay == EventBatch(epoch=7, first_seq=2, events=(BlocksStored((C,)),))
+    assert part == EventBatch(
+        epoch=7,
+        first_seq=3,
+        snapshot=BlockHashes(C),
+        buckets=buckets,
+        digest=digest_of(B, C),
+    )
+    assert log.replay(2, buckets=b"") == [log.since(2)]
+    assert log.replay(0, buckets=buckets) == [log.snapshot()]
+
+
+def test_what_changes_nothing_is_no_event_and_leaves_the_digest(log: EventLog) -> None:
+    before = log.since(3)
+    log.stored([B, C, B])
+    log.removed([A, A])
+    assert log.since(3) == before
+    log.stored([A, B, A])
+    assert log.since(3).events == (BlocksStored((A,)),)
+    assert log.since(3).digest == digest_of(A, B, C)
 
 
 def test_events_are_numbered_without_a_gap_and_empty_ones_are_none(log: EventLog) -> None:

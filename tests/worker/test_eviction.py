@@ -25,14 +25,14 @@ def test_the_lowest_score_is_popped_however_often_blocks_came_and_went(
 def store(policy: LowestUtility, block_id: int, name: str, *, now: int) -> None:
     policy.stored(block_id, BlockHash(name.encode()), position=0, now=now)
     policy.released(block_id, now=now)
-    policy.offer(block_id)
+    policy.offer(block_id, now=now)
 
 
 def hit(policy: LowestUtility, block_id: int, *, now: int) -> None:
     policy.held(block_id, now=now)
     policy.hit(block_id)
     policy.released(block_id, now=now)
-    policy.offer(block_id)
+    policy.offer(block_id, now=now)
 
 
 def test_before_anything_is_learnt_the_block_used_longest_ago_goes() -> None:

@@ -170,9 +170,10 @@ def test_sampling_parameters_out_of_range_name_themselves(field: str, value: obj
         ({"gpu_memory_utilization": 90}, "for a figure in bytes use kv_cache_memory_bytes"),
         ({"dtype": "int4"}, "dtype='int4'"),
         ({"quantization": "awq"}, r"quantization='awq': one of \('int8',\), or None"),
-        ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype='fp8': one of \('auto', 'int8'\)"),
-        ({"quantization": "int8", "device": "cuda"}, "quantization='int8': only CPUs .*='cpu'"),
-        ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype='int8': only CPUs"),
+        ({"kv_cache_dtype": "fp4"}, r"kv_cache_dtype='fp4': one of \('auto', 'int8', 'fp8'\)"),
+        ({"quantization": "int8", "device": "cuda"}, "quantization='int8': only .* CPUs .*='cpu'"),
+        ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype='int8': only .* for CPUs"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype='fp8': only .* for GPUs"),
     ],
 )
 def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], message: str) -> None:
@@ -213,5 +214,7 @@ def test_the_public_surface_is_this() -> None:
         "max_num_batched_tokens",
         "enable_prefix_caching",
         "device",
+        "enforce_eager",
         "num_threads",
+        "async_scheduling",
     ]

@@ -26,6 +26,7 @@ VARIANTS: list[Settings] = [
     {"max_num_batched_tokens": 40},
     {"block_size": 64},
     {"num_threads": 2},
+    {"async_scheduling": True},
 ]
 
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=40, ignore_eos=True)
@@ -57,16 +58,19 @@ def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind
 
 
 @needs_native
-def test_when_preempted(expected: list[list[int]], kind: Settings) -> None:
-    with _llm(**kind, num_blocks=24, max_model_len=384) as llm:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_when_preempted(expected: list[list[int]], kind: Settings, is_async: bool) -> None:
+    with _llm(**kind, num_blocks=24, max_model_len=384, async_scheduling=is_async) as llm:
         assert _tokens(llm, _chats()) == expected
         assert llm.engine.stats().num_preemptions > 0
 
 
 @needs_native
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_any_number_of_ranks(expected: list[list[int]], kind: Settings, ranks: int) -> None:
-    with _llm(**kind, tensor_parallel_size=ranks) as llm:
+@pytest.mark.parametrize(("ranks", "is_async"), [(2, False), (2, True), (4, False)])
+def test_on_any_number_of_ranks(
+    expected: list[list[int]], kind: Settings, ranks: int, is_async: bool
+) -> None:
+    with _llm(**kind, tensor_parallel_size=ranks, async_scheduling=is_async) as llm:
         assert _tokens(llm, _chats()) == expected
 
 

@@ -7,7 +7,7 @@ from quire.worker.hashing import as_token_ids
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.scheduler import Scheduler
 from quire.worker.sequence import Sequence
-from quire.worker.step_input import build_step_input
+from quire.worker.step_input import StepInputs
 
 
 @pytest.fixture
@@ -42,13 +42,15 @@ def test_a_decode_a_prompts_last_token_and_a_chunk_are_laid_out_as_the_contract_
     for seq in (decode, prompt, long):
         scheduler.add(seq)
     first = scheduler.schedule()  # 4 tokens of the first, 5 of the second.
-    whole = build_step_input(first, block_size=4)
+    inputs = StepInputs(block_size=4)
+    whole = inputs.build(first)
     assert whole.query_starts_B1.tolist() == [0, 4, 9]
     assert whole.sample_rows_S.tolist() == [0]
-    scheduler.finish_step(first)
-    decode.append_token(14)
+    scheduler.submitted(first)
+    scheduler.finished()
+    scheduler.append_token(decode, 14)
 
-    step = build_step_input(scheduler.schedule(), block_size=4)
+    step = inputs.build(scheduler.schedule())
     assert step.num_decodes == 2
     assert step.token_ids_T.tolist() == [14, 25, *range(30, 37)]
     assert step.positions_T.tolist() == [4, 5, *range(7)]

@@ -41,13 +41,13 @@ class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
     Args:
-        model: A checkpoint directory in Hugging Face format (Llama architecture, safetensors).
+        model: A checkpoint directory in Hugging Face format (Llama or Mistral, safetensors).
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
             with one per token (CPU only). ``None`` does not.
-        kv_cache_dtype: "int8" keeps K and V in 8 bits, with a scale for each token and head (CPU
-            only); "auto" as they are computed.
+        kv_cache_dtype: "auto" keeps K and V as they are computed; "int8" (CPU) in 8 bits, with a
+            scale for each token and head; "fp8" (GPU) in 8 bits, of which 4 are significant.
         seed: Requests that bring no seed get one drawn from this, in their order.
         gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
             (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
@@ -59,7 +59,9 @@ class LLM:
         max_num_batched_tokens: Tokens that one step computes.
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
         device: "auto", "cpu" or "cuda".
+        enforce_eager: On a GPU, run decodes without CUDA graphs.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
+        async_scheduling: Prepare the next step while one runs; by default on a GPU.
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
@@ -84,7 +86,9 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         device: Device = "auto",
+        enforce_eager: bool = False,
         num_threads: int | None = None,
+        async_scheduling: bool | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=Path(model),
@@ -102,7 +106,9 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             device=device,
+            enforce_eager=enforce_eager,
             num_threads=num_threads,
+            async_scheduling=async_scheduling,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         executor, facts = make_executor(self.config)

@@ -1,5 +1,7 @@
 """Quire, through its offline API."""
 
+from typing import Any
+
 from quire.llm import LLM, SamplingParams
 
 PACKAGES = ("torch",)
@@ -7,12 +9,14 @@ PACKAGES = ("torch",)
 
 class Engine:
     def __init__(self, checkpoint: str, *, dtype: str, threads: int) -> None:
+        options: Any = {"quantization": "int8"} if dtype == "int8" else {}
         self._llm = LLM(
             checkpoint,
             dtype="float32" if dtype == "float32" else "bfloat16",
             num_threads=threads,
             kv_cache_memory_bytes=4 << 30,
             device="cpu",
+            **options,
         )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

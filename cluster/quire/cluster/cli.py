@@ -1,4 +1,4 @@
-"""The command line: flags are read here and in `quire.cluster.cli_bench`, nowhere else.
+"""The command line: flags are read here and in the `cli_` modules beside, nowhere else.
 
 Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
 once.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from quire.cluster.cli_bench import add_bench_parser
+from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     add_bench_parser(commands)
+    add_simulate_parser(commands)
     return parser
 
 
@@ -128,6 +130,11 @@ def _add_cluster_flags(
         help="reuse the KV of prompts that begin alike",
     )
     add("--num-threads", type=int, help="CPU threads of each rank")
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="prepare the next step while one runs; on GPUs if absent",
+    )
     add("--seed", type=int, default=0)
 
 
@@ -186,6 +193,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
         num_threads=arguments.num_threads,
+        async_scheduling=arguments.async_scheduling,
         seed=arguments.seed,
     )
     return ClusterConfig(

@@ -30,11 +30,11 @@ def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "run a workload with prefix caching on and off, over block sizes and cache sizes, and "
         "show the theoretical bound beside it",
     )
-    _add_sweep_flags(prefix, cache_sizes=["10%", "30%", "100%"])
+    _add_sweep_flags(prefix, cache_sizes=["10%", "30%", "100%"], output=Path("quire-bench-prefix"))
     prefix.set_defaults(run=_prefix)
 
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
-    _add_sweep_flags(block_size, cache_sizes=["100%"])
+    _add_sweep_flags(block_size, cache_sizes=["100%"], output=Path("quire-bench-blocksize"))
     block_size.set_defaults(run=_block_size)
 
     step = _add_kind(kinds, "step", "show where the time of a step goes, part by part")
@@ -53,7 +53,7 @@ def _add_kind(
         name,
         help=what,
         description=what[0].upper() + what[1:] + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_DefaultsFormatter,
     )
     parser.add_argument(
         "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
@@ -66,11 +66,31 @@ def _add_kind(
     engine("--device", choices=get_args(Device), default="auto")
     engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
-    engine("--num-threads", type=int, help="CPU threads of each rank")
+    engine("--num-threads", type=int, help="CPU threads of each rank; all cores if absent")
+    engine(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="prepare the next step while one runs; `step` shows both if absent",
+    )
     return parser
 
 
-def _add_sweep_flags(parser: argparse.ArgumentParser, *, cache_sizes: Sequence[str]) -> None:
+class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults as one would type them, and none where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None:
+            return action.help
+        if isinstance(default, (list, tuple)):
+            shown = " ".join(map(str, default)).replace("%", "%%")
+            return f"{action.help} (default: {shown})"
+        return super()._get_help_string(action)
+
+
+def _add_sweep_flags(
+    parser: argparse.ArgumentParser, *, cache_sizes: Sequence[str], output: Path
+) -> None:
     workload = parser.add_argument_group("workload").add_argument
     workload(
         "--workload",
@@ -108,7 +128,7 @@ def _add_sweep_flags(parser: argparse.ArgumentParser, *, cache_sizes: Sequence[s
         "4096tokens, 500blocks, 64MiB, or bytes",
     )
     sweep("--repeats", type=int, default=3, help="of everything; medians are shown")
-    sweep("--output", type=Path, help="path and stem of the JSON and the plot")
+    sweep("--output", type=Path, default=output, help="path and stem of the JSON and the plot")
     sweep("--plot-format", choices=("png", "svg"), default="png")
 
 
@@ -118,7 +138,7 @@ def _prefix(arguments: argparse.Namespace) -> int:
     return bench_prefix(
         _sweep_config(arguments),
         _workload(arguments),
-        output=arguments.output or Path("quire-bench-prefix"),
+        output=arguments.output,
         plot_format=arguments.plot_format,
     )
 
@@ -129,7 +149,7 @@ def _block_size(arguments: argparse.Namespace) -> int:
     return bench_block_sizes(
         _sweep_config(arguments, caching=(True,)),
         _workload(arguments),
-        output=arguments.output or Path("quire-bench-blocksize"),
+        output=arguments.output,
         plot_format=arguments.plot_format,
     )
 
@@ -176,6 +196,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         num_threads=arguments.num_threads,
+        async_scheduling=arguments.async_scheduling,
     )
 
 

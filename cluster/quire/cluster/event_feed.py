@@ -6,7 +6,7 @@ falls further behind than its buffer allows is given a snapshot instead of what 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from quire.cluster.engine_loop import EngineLoop, StepResult
 from quire.worker.engine import Engine
@@ -17,33 +17,53 @@ class EventFeed:
     """Follows an engine's event log."""
 
     def __init__(
-        self, engine_loop: EngineLoop, *, heartbeat_s: float = 1.0, buffer_events: int = 16_384
+        self,
+        engine_loop: EngineLoop,
+        *,
+        heartbeat_s: float = 1.0,
+        digest_s: float = 10.0,
+        buffer_events: int = 16_384,
     ) -> None:
         self._engine_loop = engine_loop
         self._heartbeat_s = heartbeat_s
+        self._digest_s = digest_s
         self._buffer_events = buffer_events
 
-    async def follow(self, *, epoch: int, next_seq: int) -> AsyncGenerator[EventBatch, None]:
+    async def follow(
+        self, *, epoch: int, next_seq: int, buckets: bytes = b""
+    ) -> AsyncGenerator[EventBatch, None]:
         """All events from ``next_seq`` of ``epoch`` on, or a snapshot and all behind it.
 
-        An empty batch says that nothing happened for ``heartbeat_s``.
+        ``buckets`` are told anew. An empty batch says that nothing happened for ``heartbeat_s``;
+        every ``digest_s`` a batch has a digest.
         """
+        loop = asyncio.get_running_loop()
         buffer = _Buffer(self._buffer_events)
         stop = self._engine_loop.listen(buffer.add)  # Before the replay, so that nothing is lost.
         try:
-            batch = await self._engine_loop.call(
-                lambda engine: _replay(engine, epoch=epoch, next_seq=next_seq)
+            batches = await self._engine_loop.call(
+                lambda engine: _replay(engine, epoch=epoch, next_seq=next_seq, buckets=buckets)
             )
+            digest_at_s = loop.time() + self._digest_s
             while True:
-                yield batch
-                next_seq = batch.first_seq + len(batch.events)
+                for batch in batches:
+                    yield batch
+                    epoch, next_seq = batch.epoch, batch.first_seq + len(batch.events)
                 await buffer.wait(self._heartbeat_s)
                 if buffer.overflowed:
                     buffer.clear()
-                    batch = await self._engine_loop.call(lambda engine: engine.events.snapshot())
+                    batches = [
+                        await self._engine_loop.call(lambda engine: engine.events.snapshot())
+                    ]
+                elif loop.time() >= digest_at_s:
+                    # Told by the engine's thread, in which digest and events are of one moment.
+                    # What it tells is in the buffer too, now or soon, and is passed over there.
+                    batches = [await self._engine_loop.call(_since(next_seq))]
                 else:
                     events = buffer.take(next_seq)
-                    batch = EventBatch(epoch=batch.epoch, first_seq=next_seq, events=events)
+                    batches = [EventBatch(epoch=epoch, first_seq=next_seq, events=events)]
+                if batches[0].digest is not None:
+                    digest_at_s = loop.time() + self._digest_s
         finally:
             stop()
 
@@ -91,6 +111,10 @@ class _Buffer:
         self._changed.clear()
 
 
-def _replay(engine: Engine, *, epoch: int, next_seq: int) -> EventBatch:
+def _since(seq: int) -> Callable[[Engine], EventBatch]:
+    return lambda engine: engine.events.since(seq)
+
+
+def _replay(engine: Engine, *, epoch: int, next_seq: int, buckets: bytes) -> list[EventBatch]:
     log = engine.events
-    return log.since(next_seq) if epoch == log.epoch else log.snapshot()
+    return log.replay(next_seq, buckets=buckets) if epoch == log.epoch else [log.snapshot()]

@@ -21,7 +21,7 @@ from quire.cluster.telemetry import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import InvalidRequest, QueueFull
-from quire.worker.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
+from quire.worker.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
 from quire.worker.request import Request, RequestLimits, check_request
 from quire.worker.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.text import Tokenizer
@@ -159,10 +159,14 @@ class Gateway:
         _check_ids("token_ids", token_ids, card.vocab_size)
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
+    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
         """The hashes of a prompt's full blocks; none before a first group told its model."""
         card = self.groups.card
-        return [] if card is None else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        return (
+            BlockHashes()
+            if card is None
+            else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        )
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound."""
@@ -228,7 +232,7 @@ class Generation:
     request_id: str
     card: ModelCard
     token_ids: TokenIds
-    hashes: list[BlockHash]
+    hashes: BlockHashes
     params: SamplingParams
     cache_salt: str
     arrival_s: float
@@ -261,9 +265,9 @@ class Generation:
         return self.gateway.completion(request)
 
 
-def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> list[BlockHash]:
+def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> BlockHashes:
     root = card.root(cache_salt=cache_salt)
-    return hash_blocks(token_ids, block_size=card.block_size, parent=root)
+    return hash_blocks(token_ids, block_size=card.block_size, root=root)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

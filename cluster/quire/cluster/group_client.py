@@ -19,6 +19,7 @@ import grpc.aio
 
 from quire.cluster.errors import GroupLost, GroupMismatch
 from quire.cluster.wire import events_from_proto
+from quire.router.directory import Position
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
 from quire.worker.events import EventBatch
@@ -62,8 +63,8 @@ class GroupListener(Protocol):
     def events(self, client: "GroupClient", batch: EventBatch) -> bool:
         """Takes events in. False: they do not follow on, begin again at `events_position`."""
 
-    def events_position(self, client: "GroupClient") -> tuple[int, int]:
-        """The epoch and the number of the next event to ask the group for."""
+    def events_position(self, client: "GroupClient") -> Position:
+        """From where on to ask the group for events."""
 
 
 class GroupStream:
@@ -253,9 +254,12 @@ class GroupClient:
         Without events routing is worse but works, so their trouble never detaches the group.
         """
         while True:
-            epoch, next_seq = self._listener.events_position(self)
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                async for message in stub.Events(pb.EventsRequest(epoch=epoch, next_seq=next_seq)):
+            position = self._listener.events_position(self)
+            request = pb.EventsRequest(
+                epoch=position.epoch, next_seq=position.next_seq, buckets=position.drifted
+            )
+            with contextlib.suppress(grpc.aio.AioRpcError, ValueError):
+                async for message in stub.Events(request):
                     if not self._listener.events(self, events_from_proto(message)):
                         break
             await asyncio.sleep(self._config.min_backoff_s)

@@ -46,6 +46,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         *,
         heartbeat_s: float = 0.25,
         events_heartbeat_s: float = 1.0,
+        digest_s: float = 10.0,
         buffer_events: int = 16_384,
     ) -> None:
         self.draining = False
@@ -54,7 +55,10 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._description = description
         self._heartbeat_s = heartbeat_s
         self._feed = EventFeed(
-            engine_loop, heartbeat_s=events_heartbeat_s, buffer_events=buffer_events
+            engine_loop,
+            heartbeat_s=events_heartbeat_s,
+            digest_s=digest_s,
+            buffer_events=buffer_events,
         )
         self._names = itertools.count()
 
@@ -109,7 +113,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     async def Events(  # type: ignore[override]
         self, request: pb.EventsRequest, context: Context
     ) -> None:
-        batches = self._feed.follow(epoch=request.epoch, next_seq=request.next_seq)
+        batches = self._feed.follow(
+            epoch=request.epoch, next_seq=request.next_seq, buckets=request.buckets
+        )
         try:
             async with contextlib.aclosing(batches):
                 async for batch in batches:

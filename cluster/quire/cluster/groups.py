@@ -13,7 +13,7 @@ import grpc
 from quire.cluster.errors import GroupLost
 from quire.cluster.group_client import GroupClient, GroupClientConfig, GroupStream
 from quire.cluster.model_card import Expectation, ModelCard
-from quire.router.directory import Applied, GroupId
+from quire.router.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.worker.events import EventBatch
@@ -159,7 +159,7 @@ class Groups:
         group_id = GroupId(client.description.group_id)
         return isinstance(self._table.apply_events(group_id, batch), Applied)
 
-    def events_position(self, client: GroupClient) -> tuple[int, int]:
+    def events_position(self, client: GroupClient) -> Position:
         return self._table.events_position(GroupId(client.description.group_id))
 
     def _routable(self) -> list[GroupId]:

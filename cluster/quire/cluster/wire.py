@@ -12,15 +12,21 @@ import numpy as np
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import InvalidRequest
-from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash, TokenIds
+from quire.worker.events import (
+    DIGEST_BYTES,
+    BlockEvent,
+    BlocksRemoved,
+    BlocksStored,
+    Digest,
+    EventBatch,
+)
+from quire.worker.hashing import BlockHashes, TokenIds
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import TokenLogprobs
 
 if TYPE_CHECKING:  # A gateway has no engine.
     from quire.worker.engine import EngineStats
 
-_HASH_BYTES = 32
 _REPEATED = ("stop", "stop_token_ids")
 
 
@@ -76,10 +82,14 @@ def stats_to_proto(stats: "EngineStats") -> group_pb.Load:
 
 def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
     message = group_pb.EventBatch(epoch=batch.epoch, first_seq=batch.first_seq)
+    if batch.digest is not None:
+        message.digest = batch.digest
     if batch.snapshot is not None:
-        message.snapshot.stored = b"".join(batch.snapshot)
+        message.snapshot.stored = batch.snapshot.data
+        if batch.buckets is not None:
+            message.snapshot.buckets = batch.buckets
     for event in batch.events:
-        hashes = b"".join(event.hashes)
+        hashes = BlockHashes.of(event.hashes).data
         if isinstance(event, BlocksStored):
             message.events.add(stored=hashes)
         else:
@@ -88,22 +98,26 @@ def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
 
 
 def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
-    snapshot = _split(message.snapshot.stored) if message.HasField("snapshot") else None
+    """Raises ValueError where what should be hashes or a digest has another length."""
+    snapshot = buckets = digest = None
+    if message.HasField("snapshot"):
+        snapshot = BlockHashes(message.snapshot.stored)
+        buckets = message.snapshot.buckets if message.snapshot.HasField("buckets") else None
+    if message.HasField("digest"):
+        digest = Digest(message.digest)
+        if len(digest) != DIGEST_BYTES:
+            raise ValueError(f"digest of {len(digest)} bytes: must have {DIGEST_BYTES}")
     return EventBatch(
         epoch=message.epoch,
         first_seq=message.first_seq,
-        events=tuple(_event(event) for event in message.events),
-        snapshot=None if snapshot is None else frozenset(snapshot),
+        events=tuple([_event(event) for event in message.events]),
+        snapshot=snapshot,
+        buckets=buckets,
+        digest=digest,
     )
 
 
 def _event(message: group_pb.BlockEvent) -> BlockEvent:
     if message.removed:
-        return BlocksRemoved(_split(message.removed))
-    return BlocksStored(_split(message.stored))
-
-
-def _split(data: bytes) -> tuple[BlockHash, ...]:
-    return tuple(
-        BlockHash(data[start : start + _HASH_BYTES]) for start in range(0, len(data), _HASH_BYTES)
-    )
+        return BlocksRemoved(BlockHashes(message.removed))
+    return BlocksStored(BlockHashes(message.stored))

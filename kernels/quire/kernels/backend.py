@@ -10,11 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.quantization import Quantization
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
-# K KV heads   D head size   R half of the rotated size   C channels
+# K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
+# C channels
 # I, O a linear layer's input and output
 
 
@@ -32,8 +35,23 @@ class AttentionBackend(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         """Stores the step's K and V in their slots, ``block * block_size + offset``, int64."""
+
+    def rotate_and_write_kv(
+        self,
+        qkv_TAD: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
+        """`rotary_embedding` of Q and K, then `write_kv` of K and V; returns Q, ``[T, H, D]``."""
 
     def attend(
         self,
@@ -48,6 +66,8 @@ class AttentionBackend(Protocol):
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
         """Causal attention of the step's tokens over the paged cache; ``[T, H, D]`` like q.
 
@@ -57,7 +77,10 @@ class AttentionBackend(Protocol):
 
         A row's bits do not depend on who shares the batch, nor on how its prompt is cut into
         chunks. On a GPU decodes and chunks sum in different orders; with ``num_decodes=0`` every
-        row, decodes too, takes the order of the chunks.
+        row, decodes too, takes the order of the chunks. A decode of length 0 gets zeros: such rows
+        fill a batch up.
+
+        ``shared`` names decodes that read the same blocks; it may save time, and changes no bit.
         """
 
     def rms_norm(
@@ -86,14 +109,20 @@ class AttentionBackend(Protocol):
 
 
 def backend_for(
-    device: torch.device, *, quantization: Quantization | None = None
+    device: torch.device,
+    *,
+    quantization: Quantization | None = None,
+    options: AttentionOptions = PLAIN,
 ) -> AttentionBackend:
-    """The kernels for a device. Where there are several GPUs, it must be the current one.
+    """The kernels for a device, and for what the model's layers ask of attention.
+
+    Where there are several GPUs, the device must be the current one. The native library attends
+    to all tokens, so on a CPU a model with a window gets plain PyTorch.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
     Raises:
-        ValueError: There are none for this kind of device, or none that quantise so.
+        ValueError: There are none for this kind of device, or none that quantise or attend so.
         ImportError: The device is a GPU and Triton is not installed.
     """
     if device.type == "cpu":
@@ -101,7 +130,9 @@ def backend_for(
         from quire.kernels.native import library
         from quire.kernels.native_backend import NativeBackend
 
-        native = library()
+        if options.soft_cap is not None:
+            raise ValueError(f"soft_cap={options.soft_cap}: only the kernels for GPUs cap scores")
+        native = library() if options == PLAIN else None
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)

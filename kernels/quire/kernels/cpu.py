@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels import reference
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import (
     Decoder,
     DecoderShape,
@@ -27,9 +28,11 @@ from quire.kernels.decoder import (
     PlainLinear,
 )
 from quire.kernels.quantization import Quantization
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
+# (of `rotate_and_write_kv`: A heads of Q, K and V together   R half of the rotated size)
 # X = queries * G pairs of a query and a head of its group
 
 TILE = 128
@@ -59,11 +62,32 @@ class CpuBackend:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
+        del options  # of these it is only a float8 cache's scales that a write needs
         if k_cache.dtype == torch.int8:
             k_TKD, v_TKD = reference.to_int8(k_TKD), reference.to_int8(v_TKD)
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
         v_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, v_TKD)
+
+    def rotate_and_write_kv(
+        self,
+        qkv_TAD: Tensor,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
+    ) -> Tensor:
+        num_kv_heads = k_cache.shape[2]
+        # Q and K lie side by side, so one call rotates both.
+        qk_TAD = self.rotary_embedding(qkv_TAD[:, :-num_kv_heads], cos_TR, sin_TR)
+        k_TKD, v_TKD = qk_TAD[:, -num_kv_heads:], qkv_TAD[:, -num_kv_heads:]
+        self.write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
+        return qk_TAD[:, :-num_kv_heads]
 
     def attend(
         self,
@@ -78,8 +102,11 @@ class CpuBackend:
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
-        del num_decodes, max_query_len, max_seq_len  # decodes and chunks are one code path here
+        # Decodes and chunks are one code path here, and caches find what rows share.
+        del num_decodes, max_query_len, max_seq_len, shared
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts: list[int] = query_starts_B1.tolist()
         seq_lens: list[int] = seq_lens_B.tolist()
@@ -89,7 +116,9 @@ class CpuBackend:
         decodes: dict[int, list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
             num_queries = starts[row + 1] - starts[row]
-            if num_queries == 1:
+            if num_queries == 1 and seq_len == 0:
+                out_THD[starts[row]].zero_()
+            elif num_queries == 1:
                 decodes.setdefault(-(-seq_len // TILE), []).append(row)
             elif num_queries:
                 tiles = slice(-(-seq_len // TILE) * per_tile)
@@ -100,6 +129,7 @@ class CpuBackend:
                     out_THD[starts[row] : starts[row + 1]],
                     seq_len=seq_len,
                     scale=scale,
+                    window=options.window,
                 )
         for num_tiles, rows in decodes.items():
             step = max(1, _MAX_TILES // num_tiles)
@@ -113,6 +143,7 @@ class CpuBackend:
                     _gather_tiles(v_cache, tables_RM, lens),
                     seq_lens=lens,
                     scale=scale,
+                    window=options.window,
                 ).to(q_THD.dtype)
         return out_THD
 
@@ -158,7 +189,13 @@ def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tens
 
 
 def _attend_decodes(
-    q_RHD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, *, seq_lens: list[int], scale: float
+    q_RHD: Tensor,
+    k_RAKLD: Tensor,
+    v_RAKLD: Tensor,
+    *,
+    seq_lens: list[int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """One query of each row; the rows have the same number of tiles."""
     num_rows, num_heads, head_size = q_RHD.shape
@@ -167,7 +204,14 @@ def _attend_decodes(
     q_RKGD = (q_RHD.float() * scale).view(num_rows, num_kv_heads, group, head_size)
     q_RKXD = pad(q_RKGD, (0, 0, 0, max(0, _MIN_PAIRS - group)))
     positions_RX = torch.tensor(seq_lens).sub_(1).view(-1, 1)
-    out_RKXD = _attend(q_RKXD, k_RAKLD, v_RAKLD, positions_RX, first_tile=k_RAKLD.shape[1] - 1)
+    out_RKXD = _attend(
+        q_RKXD,
+        k_RAKLD,
+        v_RAKLD,
+        positions_RX,
+        first_tile=k_RAKLD.shape[1] - 1,
+        window=window,
+    )
     return out_RKXD[:, :, :group].reshape(q_RHD.shape)
 
 
@@ -179,6 +223,7 @@ def _attend_queries(
     *,
     seq_len: int,
     scale: float,
+    window: int | None,
 ) -> None:
     """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
     num_queries, num_heads, head_size = q_QHD.shape
@@ -200,13 +245,20 @@ def _attend_queries(
             v_1AKLD[:, :num_tiles],
             positions_1X.clamp_(max=position + len(chunk) - 1)[None],
             first_tile=position // TILE,
+            window=window,
         )
         out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
         out_QHD[first : first + step] = out.transpose(0, 1).reshape(-1, num_heads, head_size)
 
 
 def _attend(
-    q_RKXD: Tensor, k_RAKLD: Tensor, v_RAKLD: Tensor, positions_RX: Tensor, *, first_tile: int
+    q_RKXD: Tensor,
+    k_RAKLD: Tensor,
+    v_RAKLD: Tensor,
+    positions_RX: Tensor,
+    *,
+    first_tile: int,
+    window: int | None,
 ) -> Tensor:
     """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
@@ -217,8 +269,12 @@ def _attend(
     shape = (num_rows, num_tiles, num_kv_heads, num_pairs, -1)
     q = q_RKXD.unsqueeze(1).expand(*shape).reshape(-1, num_pairs, head_size)
     scores_RAKXL = torch.bmm(q, k_RAKLD.flatten(0, 2).transpose(1, 2)).view(*shape)
+    if window is not None:
+        first_tile = 0
     tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)
     hidden = tokens_AL > positions_RX[:, None, None, :, None]
+    if window is not None:
+        hidden |= tokens_AL <= positions_RX[:, None, None, :, None] - window
     scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))
 
     # Not exp2, fast as it is: its bits depend on where threads split the tensor.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import reference
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
 # G of these that are greedy
@@ -142,6 +143,8 @@ class Batch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    shared: SharedSplits | None = None
+    """Decodes that read the same blocks, where there are enough of them."""
 
 
 class Decoder(Protocol):

@@ -25,6 +25,11 @@ one long sequence fills a GPU, long enough that its partial result (G * D float3
 of the KV it read."""
 
 
+SHARED_PAIRS = 16
+"""(row, query head) pairs that a decode program takes: `block_m` of every decode's entry below,
+so that rows may share a program and have the bits that they have alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """The shape of one program."""
@@ -42,6 +47,14 @@ class LaunchConfig:
 
     def options(self) -> dict[str, int | bool]:
         return compiler_options(num_warps=self.num_warps, num_stages=self.num_stages)
+
+    def shared_options(self, *, is_float8: bool) -> dict[str, int | bool]:
+        """Of a decode whose rows share their KV: the same program, so with the same bits."""
+        options = self.options()
+        if is_float8 and self.block_n == _FLOAT8_BLOCK_N and torch.version.hip is None:
+            # Left alone, NVIDIA's assembler aims at 128 and spills on sm_90.
+            options["maxnreg"] = 192
+        return options
 
 
 def launch_config(
@@ -74,7 +87,8 @@ def launch_config(
         return _FLOAT[kernel, width]
     if is_float8 and (kernel, width) == ("decode", "wide"):
         return _WIDE_FLOAT8_DECODE
-    return (_HALF_SM90 if capability >= 90 else _HALF_SM80)[kernel, width]
+    # A consumer Blackwell (120) has neither wgmma nor the memory of a data centre's chip.
+    return (_HALF_SM90 if 90 <= capability < 120 else _HALF_SM80)[kernel, width]
 
 
 def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
@@ -152,6 +166,7 @@ _HALF_SM80 = {
     ("prefill", "middle"): _config(128, 32, 8, 3),
     ("prefill", "wide"): _config(64, 32, 8, 2),
 }
+_FLOAT8_BLOCK_N = 64
 # A third stage spills on sm_90.
 _WIDE_FLOAT8_DECODE = _config(16, 32, 4, 2)
 # The FMA units, not the tensor cores, whose float32 has 10 bits of mantissa.
@@ -170,5 +185,8 @@ ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 ACTIVATION_BLOCK = 1024
 SAMPLE_BLOCK = 4096
+ADJUST_BLOCK = 1024
+ALL_REDUCE_BLOCK = 2048
+ALL_REDUCE_OPTIONS = compiler_options(num_warps=8)
 _ROTARY_BLOCK = 1024
 _NORM_WARPS = ((2048, 4), (8192, 8), (MAX_CHANNELS, 16))

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
 from quire.kernels.quantization import Quantization
+from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
@@ -69,7 +71,10 @@ class NativeBackend(CpuBackend):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping_T: Tensor,
+        *,
+        options: AttentionOptions = PLAIN,
     ) -> None:
+        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(k_TKD.dtype, k_TKD.shape[2]):
             return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
@@ -103,7 +108,11 @@ class NativeBackend(CpuBackend):
         max_query_len: int,
         max_seq_len: int,
         scale: float,
+        options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
+        del shared  # the library finds out by itself
+        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(q_THD.dtype, q_THD.shape[2]):
             return super().attend(
                 q_THD,

@@ -5,7 +5,7 @@ from typing import Literal
 Quantization = Literal["int8"]
 """What linear layers may compute in: weights with a scale per output, inputs with one per row."""
 
-KvCacheDType = Literal["auto", "int8"]
+KvCacheDType = Literal["auto", "int8", "fp8"]
 """Of the KV cache: "auto" is that of the weights; int8 has a scale for each token and head."""
 
 SCALE_BYTES = 4

@@ -22,6 +22,7 @@ from quire.kernels.quantization import SCALE_BYTES
 # S slots in a block   H query heads   K KV heads   D head size   R half of the rotated size
 # C channels   F channels of the MLP   A heads of Q, K and V together
 # S rows that sample   V vocabulary   I, O a linear layer's input and output   P parts of the input
+# E pairs of a row and a token
 
 
 def write_kv(
@@ -199,6 +200,30 @@ def int8_linear(x_TI: Tensor, weight_OPI: Tensor, scale_OP: Tensor) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
+
+
+def adjust_logits(
+    logits_SV: Tensor,
+    *,
+    rows_E: Tensor,
+    token_ids_E: Tensor,
+    counts_E: Tensor,
+    presence_S: Tensor,
+    frequency_S: Tensor,
+    repetition_S: Tensor,
+) -> None:
+    """Penalties and bans on distinct (row, token) pairs of float32 logits, in place.
+
+    A pair's token has been seen in the row's prompt or output, ``count`` times in its output; -1
+    bans it. The repetition penalty (Keskar et al. 2019) takes every seen token, the other two
+    those of the output. Pairs are int32, the penalties of the rows float32.
+    """
+    values_E = logits_SV[rows_E, token_ids_E]
+    repetition_E = repetition_S[rows_E]
+    values_E = torch.where(values_E > 0, values_E / repetition_E, values_E * repetition_E)
+    lowered_E = values_E - (frequency_S[rows_E] * counts_E + presence_S[rows_E])
+    values_E = torch.where(counts_E > 0, lowered_E, values_E)
+    logits_SV[rows_E, token_ids_E] = values_E.masked_fill(counts_E < 0, float("-inf"))
 
 
 def sample(

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.quantization import SCALE_BYTES
+from quire.kernels.shared_prefix import SharedSplits, find_shared
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}
 """A few roundings of the dtype, of results of size 1; integers are the same."""
@@ -51,11 +54,25 @@ class PagedBatch:
             "query_starts_B1": self._ints(self.query_starts),
         }
 
-    def attend(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Tensor:
+    def attend(
+        self,
+        backend: AttentionBackend,
+        *,
+        num_decodes: int = 0,
+        options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
+    ) -> Tensor:
         """What a backend says."""
-        return self.call(backend, num_decodes=num_decodes)()
+        return self.call(backend, num_decodes=num_decodes, options=options, shared=shared)()
 
-    def call(self, backend: AttentionBackend, *, num_decodes: int = 0) -> Callable[[], Tensor]:
+    def call(
+        self,
+        backend: AttentionBackend,
+        *,
+        num_decodes: int = 0,
+        options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
+    ) -> Callable[[], Tensor]:
         """`attend` with its tables on the device already, as an engine's layers find them."""
         tables = self.tables()
         return lambda: backend.attend(
@@ -67,12 +84,19 @@ class PagedBatch:
             max_query_len=max((queries for _, queries in self.rows), default=0),
             max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
             scale=self.scale,
+            options=options,
+            shared=shared,
         )
 
-    def expected(self) -> Tensor:
+    def expected(self, *, options: AttentionOptions = PLAIN) -> Tensor:
         """What the twin says."""
         return reference.paged_attention(
-            self.q, self.k_cache, self.v_cache, **self.tables(), scale=self.scale
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            **self.tables(),
+            scale=self.scale,
+            options=options,
         )
 
     def stored_by(
@@ -140,6 +164,27 @@ def assert_near_twin(actual: Tensor, expected: Tensor) -> None:
     """
     tolerance = _TOLERANCE[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def shared_splits(batch: PagedBatch, *, num_decodes: int) -> SharedSplits | None:
+    """What the batch's decodes share, however little that is."""
+    num_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
+    lens = np.array([tokens for tokens, _ in batch.rows[:num_decodes]], np.int32)
+    found = find_shared(
+        batch.block_tables[:num_decodes].cpu().numpy(),
+        lens,
+        block_size=batch.k_cache.shape[1],
+        group=num_heads // num_kv_heads,
+        min_saved_tokens=1,
+    )
+    if found is None:
+        return None
+    device = batch.q.device
+    return SharedSplits(
+        num_splits_B=torch.from_numpy(found.num_splits_B).to(device),
+        rows_XR=torch.from_numpy(found.rows_XR).to(device),
+        splits_X=torch.from_numpy(found.splits_X).to(device),
+    )
 
 
 def paged_batch(

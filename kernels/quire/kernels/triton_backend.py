@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear, PlainLinear
+from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention
 
@@ -51,6 +52,7 @@ class TritonBackend:
         max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
+        shared: SharedSplits | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         decode_attention(
@@ -63,6 +65,7 @@ class TritonBackend:
             max_seq_len=max_seq_len,
             scale=scale,
             options=options,
+            shared=shared,
         )
         prefill_attention(
             q_THD,

@@ -3,7 +3,8 @@
 A program takes `SPLIT_TOKENS` tokens of one sequence and up to 16 query heads of one KV head (one
 tile, so their KV is read once), and leaves a partial result; a second kernel merges a head's
 partial results in the order of the tokens. Splits are counted from token 0 and their size is
-fixed, so a row's bits depend on the row alone: not on the batch, not on the longest sequence.
+fixed, so a row's bits depend on the row alone: not on the batch, not on the longest sequence,
+not on whether rows that share a split read it together (`triton_shared`).
 
 Traffic: K and V of every sequence once, ``2 * L * K * D`` elements each, and per split and head
 ``D + 2`` floats written and read again. At 1 to 2 flops per byte, memory alone sets its speed.
@@ -23,7 +24,9 @@ from quire.kernels.launch import (
     device_capability,
     launch_config,
 )
+from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_fp8 import cache_view, loaded_scale
+from quire.kernels.triton_shared import shared_kernel
 from quire.kernels.triton_tile import attend_tile, load_kv_tile
 
 # B sequences   M blocks of the longest   H query heads   D head size   P splits of the longest
@@ -40,11 +43,13 @@ def decode_attention(
     max_seq_len: int,
     scale: float,
     options: AttentionOptions = PLAIN,
+    shared: SharedSplits | None = None,
 ) -> None:
     """Writes each row's attention of one query over ``seq_len`` tokens.
 
     ``max_seq_len`` is at least the longest length; a row of length 0 gets zeros. ``out`` is
-    contiguous; ``block_tables`` and ``seq_lens`` may hold further rows.
+    contiguous; ``block_tables`` and ``seq_lens`` may hold further rows. ``shared`` says which
+    rows read the same blocks; no window may be between them and these blocks.
     """
     num_rows, num_heads, head_size = q_BHD.shape
     if num_rows == 0:
@@ -71,6 +76,7 @@ def decode_attention(
         scale * loaded_scale(k_cache, options.k_scale), soft_cap=options.soft_cap
     )
     window = 0 if options.window is None else options.window
+    assert shared is None or window == 0, "rows in a window share no split as a whole"
     tiles_per_group = triton.cdiv(group, config.block_m)
     decode_kernel[(num_rows, num_kv_heads * tiles_per_group, num_splits)](
         q_BHD,
@@ -80,6 +86,7 @@ def decode_attention(
         stats_BHP2,
         block_tables_BM,
         seq_lens_B,
+        seq_lens_B if shared is None else shared.num_splits_B,
         scale_log2,
         cap_scale,
         window,
@@ -94,8 +101,34 @@ def decode_attention(
         SPLIT=SPLIT_TOKENS,
         WINDOWED=window > 0,
         CAPPED=options.soft_cap is not None,
+        SHARED=shared is not None,
         **config.options(),
     )
+    if shared is not None:
+        shared_kernel[(len(shared.splits_X), num_kv_heads)](
+            q_BHD,
+            cache_view(k_cache),
+            cache_view(v_cache),
+            parts_BHPD,
+            stats_BHP2,
+            block_tables_BM,
+            shared.rows_XR,
+            shared.splits_X,
+            scale_log2,
+            cap_scale,
+            q_BHD.stride(0),
+            block_tables_BM.stride(0),
+            num_kv_heads,
+            block_shift(k_cache),
+            num_splits,
+            GROUP=group,
+            HEAD_SIZE=head_size,
+            **config.tile(),
+            BLOCK_D=block_d,
+            SPLIT=SPLIT_TOKENS,
+            CAPPED=options.soft_cap is not None,
+            **config.shared_options(is_float8=k_cache.dtype == torch.float8_e4m3fn),
+        )
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,
         stats_BHP2,
@@ -116,7 +149,7 @@ def decode_attention(
 # requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
 @triton.jit(
     do_not_specialize=["window", "table_stride", "num_kv_heads", "block_shift"],
-    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "shared_ptr"],
 )
 def decode_kernel(
     q_ptr,
@@ -126,6 +159,7 @@ def decode_kernel(
     stats_ptr,
     table_ptr,
     seq_lens_ptr,
+    shared_ptr,
     scale_log2,
     cap_scale,
     window,
@@ -141,6 +175,7 @@ def decode_kernel(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     row = tl.program_id(0).to(tl.int64)
@@ -149,6 +184,10 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_ptr + row)
     if split * SPLIT >= seq_len:
         return
+    if SHARED:  # noqa: SIM102 (a constant beside what is not one would be computed)
+        # Read for this row together with others, by `triton_shared`.
+        if split < tl.load(shared_ptr + row):
+            return
     begin = split * SPLIT
     first = tl.maximum(seq_len - window, 0) if WINDOWED else 0
     if WINDOWED:

@@ -146,24 +146,28 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("epoch", "next_seq")
+    __slots__ = ("epoch", "next_seq", "buckets")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next_seq: int
-    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
+    buckets: bytes
+    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., buckets: _Optional[bytes] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("epoch", "first_seq", "events", "snapshot")
+    __slots__ = ("epoch", "first_seq", "events", "snapshot", "digest")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     first_seq: int
     events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
     snapshot: Snapshot
-    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("stored", "removed")
@@ -174,7 +178,9 @@ class BlockEvent(_message.Message):
     def __init__(self, stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("stored",)
+    __slots__ = ("stored", "buckets")
     STORED_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
     stored: bytes
-    def __init__(self, stored: _Optional[bytes] = ...) -> None: ...
+    buckets: bytes
+    def __init__(self, stored: _Optional[bytes] = ..., buckets: _Optional[bytes] = ...) -> None: ...

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.router.policy import POLICIES
+from quire.router.policies.catalog import POLICIES
 from quire.worker.errors import ConfigError
 
 
@@ -15,13 +15,13 @@ class RoutingConfig:
     """
 
     policy: str = "prefix_aware"
-    """One of `quire.router.policy.POLICIES`."""
+    """One of `quire.router.policies.catalog.POLICIES`."""
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0
     """What a group's frames have not shown by then will not come: stop counting it."""
     max_directory_blocks: int = 4_000_000
-    """Distinct blocks in the directory, of some 80 bytes each."""
+    """Distinct blocks in the directory, of some 20 bytes each (100 where there is no compiler)."""
     max_in_flight: int = 65_536
     """Requests remembered; past that the oldest is forgotten, as if it had ended."""
     max_in_flight_blocks: int = 1_000_000

@@ -4,6 +4,10 @@ What it says of a group is what that group's event log added up to at one point 
 *position*: a batch that does not follow on changes nothing and is answered with the position to
 resync from. So entries can be old, but they are never a mixture, and never of a former epoch.
 
+Should that fail for a reason that nobody thought of, the digests that come with the events show
+it: the buckets whose digest differs have *drifted*, and are asked for again. Until they come they
+are used as they are, for a wrong hint costs recomputation only.
+
 An epoch not seen before is a newer incarnation. Batches reach a gateway over one stream per group,
 so a late one belongs to an epoch that was seen before the present one, and those are remembered.
 """
@@ -11,16 +15,30 @@ so a late one belongs to an epoch that was seen before the present one, and thos
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
-from quire.router.holders import HolderIndex
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+import numpy as np
+
+from quire.router.holders import HolderIndex, Lengths, Slot, free_slot, new_index
+from quire.worker.events import BlocksStored, Digest, EventBatch
+from quire.worker.hashing import BlockHash, BlockHashes
 
 GroupId = NewType("GroupId", str)
 """Names a replica group. The same name may come back with another epoch."""
 
 _REMEMBERED_EPOCHS = 8
+
+_ROOM_TO_HEAL = 0.9
+"""How full the directory may be, as a share, to ask again for blocks that it once refused."""
+
+
+class Position(NamedTuple):
+    """From where on a group is to tell its events; of an unknown one, from the beginning."""
+
+    epoch: int = 0
+    next_seq: int = 0
+    drifted: bytes = b""
+    """Buckets to tell anew, a byte each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +50,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class NeedsResync:
-    """Events before the batch are missing and it was left out: ask for them from ``next_seq``."""
+    """Something is missing: ask for it from this position.
+
+    Either events before the batch, and it was left out, or buckets that turned out to differ.
+    """
 
     epoch: int
     next_seq: int
+    drifted: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,96 +71,118 @@ class DirectoryStats:
     num_gaps: int
     num_late_batches: int
     """Batches of an epoch that had ended."""
+    num_drifted_buckets: int
+    """Buckets found to differ from what their group holds."""
     num_refused_blocks: int
     """Blocks left out because the directory was full."""
 
 
 class _Group:
-    """One group's position in its log, and the bit that stands for it in every mask."""
+    """One group's position in its log, and the slot that stands for it in the index."""
 
-    __slots__ = ("bit", "epoch", "former_epochs", "last_heard_s", "next_seq", "num_blocks")
+    __slots__ = ("drifted", "epoch", "former_epochs", "last_heard_s", "next_seq", "slot")
 
-    def __init__(self, *, bit: int, epoch: int, now_s: float) -> None:
-        self.bit = bit
+    def __init__(self, *, slot: Slot, epoch: int, now_s: float) -> None:
+        self.slot = slot
         self.epoch = epoch
         self.former_epochs: deque[int] = deque(maxlen=_REMEMBERED_EPOCHS)
         self.next_seq = 0
-        self.num_blocks = 0
+        self.drifted = b""
         self.last_heard_s = now_s
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.next_seq, self.drifted)
 
 
 class BlockDirectory:
     """Which group holds which blocks. Not safe for threads.
 
-    At ``max_blocks`` a block that nobody holds yet is left out and counted: chains are then known
-    up to where the room ended. A claim may so become too short but never false, and leaving out
-    what comes last spares the roots, which the most requests share.
+    At ``max_blocks`` a block that nobody holds yet is left out and counted, and asked for again
+    once there is room. A claim may so become too short but not false, and leaving out what comes
+    last spares the roots, which the most requests share.
     """
 
-    def __init__(self, *, max_blocks: int = 4_000_000, stale_after_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_blocks: int = 4_000_000,
+        stale_after_s: float = 30.0,
+        index: HolderIndex | None = None,
+    ) -> None:
+        """``index`` is for tests; it must be empty and have room for ``max_blocks``."""
+        self._max_blocks = max_blocks
         self._stale_after_s = stale_after_s
         self._groups: dict[GroupId, _Group] = {}
-        self._index = HolderIndex(max_blocks=max_blocks)
+        self._names: list[GroupId] = []  # By slot; of one that is free, its last.
+        self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
         self._num_gaps = 0
         self._num_late_batches = 0
+        self._num_drifted_buckets = 0
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
-        """How many of ``hashes`` each group holds from the first on, without a hole.
+        """How many of ``hashes``, a chain, each group holds from the first on.
 
-        Groups that lack the first block are left out.
+        Groups that lack the first block are left out. It costs a few look-ups per end of a
+        group's prefix, not one per hash: see `quire.router.holders`.
         """
-        lengths = self._index.longest_prefix(hashes)
-        return {
-            group_id: lengths[group.bit]
-            for group_id, group in self._groups.items()
-            if group.bit in lengths
-        }
+        return self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
+
+    def prefix_lengths(self, hashes: Sequence[BlockHash]) -> Lengths:
+        """The same as an array over `slot`, which costs no more for hundreds of groups.
+
+        It belongs to the directory and holds until the next look-up.
+        """
+        return self._index.prefix_lengths(BlockHashes.of(hashes).data)
+
+    def slot(self, group_id: GroupId) -> Slot | None:
+        """Where the group is in `prefix_lengths`, until it is dropped; None if unknown."""
+        group = self._groups.get(group_id)
+        return group.slot if group else None
 
     def apply(self, group_id: GroupId, batch: EventBatch, *, now_s: float) -> Applied | NeedsResync:
         """Takes in what ``batch`` adds to what is known of the group.
 
         Events that were already applied are skipped, and so is a whole batch of a former epoch.
-        A new epoch forgets all that the group held before. A snapshot replaces it, unless what is
-        known is newer.
+        A new epoch forgets all that the group held before. A snapshot replaces what it covers,
+        unless what is known is newer.
         """
         group = self._group_at(group_id, batch.epoch, now_s=now_s)
         if group is None:
             self._num_late_batches += 1
             return Applied(0)
-        if batch.snapshot is not None:
-            group.last_heard_s = now_s
-            if batch.first_seq > group.next_seq:
-                self._clear(group)
-                group.num_blocks += self._index.add(list(batch.snapshot), bit=group.bit)
-                group.next_seq = batch.first_seq
-            return Applied(0)
-
         num_known = group.next_seq - batch.first_seq
-        if num_known < 0:
+        if num_known < 0 and (batch.snapshot is None or batch.buckets is not None):
             # Not heard, for what counts as news: a group that never gets to resync goes stale.
             self._num_gaps += 1
-            return NeedsResync(group.epoch, group.next_seq)
+            return NeedsResync(*group.position)
         group.last_heard_s = now_s
-        events = batch.events[num_known:]
-        for event in events:
-            if isinstance(event, BlocksStored):
-                group.num_blocks += self._index.add(event.hashes, bit=group.bit)
-            else:
-                group.num_blocks -= self._index.remove(event.hashes, bit=group.bit)
-        group.next_seq += len(events)
-        self._num_events += len(events)
-        return Applied(len(events))
+        num_events = 0
+        if batch.snapshot is None:
+            num_events = self._apply_events(group, batch, num_known)
+        elif batch.buckets is None and num_known < 0:
+            self._clear(group)
+            self._index.add(batch.snapshot.data, slot=group.slot)
+            group.next_seq = batch.first_seq
+        elif batch.buckets is not None and num_known == 0:
+            self._index.replace(batch.snapshot.data, slot=group.slot, buckets=batch.buckets)
+            group.drifted = bytes(sorted(set(group.drifted) - set(batch.buckets)))
+        if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
+            self._compare(group, batch.digest)
+            if group.drifted:
+                return NeedsResync(*group.position)
+        return Applied(num_events)
 
-    def position(self, group_id: GroupId) -> tuple[int, int]:
-        """The epoch and the number of the next event to ask the group for; zeros if unknown."""
+    def position(self, group_id: GroupId) -> Position:
+        """From where on to ask the group for events."""
         group = self._groups.get(group_id)
-        return (group.epoch, group.next_seq) if group else (0, 0)
+        return group.position if group else Position()
 
     def num_blocks(self, group_id: GroupId) -> int:
         """How many blocks the group is known to hold."""
         group = self._groups.get(group_id)
-        return group.num_blocks if group else 0
+        return self._index.num_held(group.slot) if group else 0
 
     def drop(self, group_id: GroupId) -> None:
         """Forgets the group altogether. Its stream must have been closed."""
@@ -155,43 +199,70 @@ class BlockDirectory:
             group_id
             for group_id, group in self._groups.items()
             if now_s - group.last_heard_s > self._stale_after_s
-            and (group.num_blocks or group.next_seq)
+            and (self._index.num_held(group.slot) or group.next_seq)
         ]
         for group_id in silent:
-            group = self._groups[group_id]
-            self._clear(group)
-            group.next_seq = 0
+            self._clear(self._groups[group_id])
         return silent
 
     def stats(self) -> DirectoryStats:
         return DirectoryStats(
             num_groups=len(self._groups),
             num_blocks=self._index.num_blocks,
-            num_holdings=sum(group.num_blocks for group in self._groups.values()),
+            num_holdings=sum(self._index.num_held(group.slot) for group in self._groups.values()),
             num_events=self._num_events,
             num_gaps=self._num_gaps,
             num_late_batches=self._num_late_batches,
+            num_drifted_buckets=self._num_drifted_buckets,
             num_refused_blocks=self._index.num_refused_blocks,
         )
+
+    def _apply_events(self, group: _Group, batch: EventBatch, num_known: int) -> int:
+        events = batch.events[num_known:]
+        for event in events:
+            data = BlockHashes.of(event.hashes).data
+            if isinstance(event, BlocksStored):
+                self._index.add(data, slot=group.slot)
+            else:
+                self._index.remove(data, slot=group.slot)
+        group.next_seq += len(events)
+        self._num_events += len(events)
+        return len(events)
+
+    def _compare(self, group: _Group, digest: Digest) -> None:
+        """Notes the buckets in which the group holds other blocks than is known of it."""
+        ours, refused = self._index.digests(group.slot)
+        if ours == digest:
+            group.drifted = b""
+            return
+        differs = np.frombuffer(ours, dtype="<u8") != np.frombuffer(digest, dtype="<u8")
+        if self._index.num_blocks > _ROOM_TO_HEAL * self._max_blocks:
+            differs &= np.frombuffer(refused, dtype=np.uint8) == 0
+        group.drifted = differs.nonzero()[0].astype(np.uint8).tobytes()
+        self._num_drifted_buckets += len(group.drifted)
 
     def _group_at(self, group_id: GroupId, epoch: int, *, now_s: float) -> _Group | None:
         """The group in ``epoch``, begun anew where that is a new one; None for a former epoch."""
         group = self._groups.get(group_id)
         if group is None:
-            used = 0
-            for other in self._groups.values():
-                used |= other.bit
-            group = _Group(bit=~used & (used + 1), epoch=epoch, now_s=now_s)
+            group = _Group(slot=self._take_slot(group_id), epoch=epoch, now_s=now_s)
             self._groups[group_id] = group
         elif epoch in group.former_epochs:
             return None
         elif epoch != group.epoch:
             self._clear(group)
             group.former_epochs.append(group.epoch)
-            group.epoch, group.next_seq = epoch, 0
+            group.epoch = epoch
         return group
 
+    def _take_slot(self, group_id: GroupId) -> Slot:
+        slot = free_slot([group.slot for group in self._groups.values()])
+        self._index.admit(slot)
+        self._names[slot : slot + 1] = [group_id]
+        return slot
+
     def _clear(self, group: _Group) -> None:
-        if group.num_blocks:
-            self._index.clear(bit=group.bit)
-            group.num_blocks = 0
+        """Begins the group's epoch from nothing."""
+        self._index.clear(slot=group.slot)
+        group.next_seq = 0
+        group.drifted = b""

@@ -1,49 +1,31 @@
-"""Which group takes a request: pure functions of the request, the groups' load and their prefixes.
+"""What a routing policy is: a cost for each group, and the request goes where it is least.
 
-`prefix_aware` takes the group with the least cost. A cost is counted in *tokens*, the time in
-which a group prefills one prompt token, and has four terms:
+A policy sees the request, each group's load, and how many tokens of the prompt each group is
+expected to find in its cache (*hits*). It reads no clock and no global: time and the number that
+stands in for randomness come with the request. The policies are in `quire.router.policies`.
 
-    queued    prompt tokens that the group must compute before this request's: the wait
-    prefill   the request's own tokens without a cached prefix, times ``PREFILL_WEIGHT``
-    running   ``RUNNING_TOKENS`` for each sequence that shares the group's steps
-    shortage  tokens for which the group has no block, times ``SHORTAGE_WEIGHT``
-
-Among groups within ``TIE_TOKENS`` of the least cost, the longest cached prefix decides, then
-rendezvous hashing of the prompt's first block: gateways that know nothing of each other so send
-the same cold prefix to the same group. The other policies are baselines.
+Costs are counted in *tokens*, the time in which a group prefills one prompt token, wherever that
+makes sense, so that a policy does not need to know how fast the hardware is.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from random import Random
-from types import MappingProxyType
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
 from quire.worker.hashing import BlockHash
 
-PREFILL_WEIGHT = 2.0
-"""A prefill is paid by this request and again by whoever comes next. At 1, waiting for a prefix
-that a group just computes would cost as much as computing it again elsewhere."""
-
-RUNNING_TOKENS = 64.0
-"""In simulations of five traces, policies that rank a block of running context at about a
-twentieth of a block of prefill had the lowest times to first token: 64 tokens is a context of
-some 1,300."""
-
-SHORTAGE_WEIGHT = 8.0
-"""Room that is missing comes from sequences that end or are preempted, and those need many steps
-or have to be computed again: much dearer than computing a token, but not a reason to refuse."""
-
 TIE_TOKENS = 32.0
-"""Less than one running sequence: what differs by less does not tell groups apart."""
+"""A cost that differs by less does not tell groups apart."""
 
-Reason = Literal["cached_prefix", "least_loaded", "only_group", "round_robin", "random"]
+Reason = Literal[
+    "cached_prefix", "least_loaded", "only_group", "round_robin", "random", "consistent_hash"
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RouteRequest:
     """What a policy may know of a request."""
 
@@ -55,9 +37,10 @@ class RouteRequest:
     """Groups that must not take it: they failed it before, or are draining."""
     ordinal: int = 0
     """How many requests were routed before it; stands in for randomness and memory."""
+    now_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupState:
     """A group's load: what its last frame said, and what was sent to it since."""
 
@@ -68,15 +51,54 @@ class GroupState:
     """Prompt tokens neither cached nor computed yet, of waiting and running requests."""
     num_available_blocks: int | None = None
     """Free ones and cached ones that may be evicted; None before the group's first frame."""
+    num_blocks: int | None = None
+    """The most blocks that were ever available: all of them, seen when the group was idle."""
     num_reserved_requests: int = 0
     """Sent, but not in the numbers above yet."""
     num_reserved_tokens: int = 0
     """Tokens that those have to prefill."""
 
+    @property
+    def num_queued_tokens(self) -> int:
+        return self.num_pending_prefill_tokens + self.num_reserved_tokens
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_running + self.num_waiting + self.num_reserved_requests
+
+    @property
+    def fill(self) -> float:
+        """The share of the cache that running sequences hold."""
+        if not self.num_blocks or self.num_available_blocks is None:
+            return 0.0
+        return 1 - self.num_available_blocks / self.num_blocks
+
+
+class Policy(Protocol):
+    """Chooses groups for one gateway, and may remember what it chose."""
+
+    reason: Reason
+    """Why a group was chosen if not for its prefix."""
+
+    def costs(
+        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+    ) -> list[float]:
+        """A cost for each of ``groups``, of which there is one at least; the least wins.
+
+        ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
+        order of the groups means nothing.
+        """
+
+    def routed(self, request: RouteRequest, group: GroupId) -> None:
+        """The request goes to ``group``."""
+
+    def finished(self, request: RouteRequest, group: GroupId) -> None:
+        """The request ended there, however it did, or is about to be routed again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One group's part in a decision, for its explanation. All but the group in tokens."""
+    """One group's part in a decision, for its explanation."""
 
     group: GroupId
     cost: float
@@ -84,140 +106,104 @@ class Candidate:
     num_prefill_tokens: int
     num_queued_tokens: int
     num_sequences: int
-    num_shortage_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
+    """Where a request goes, and all that led to it."""
+
     group: GroupId
     reason: Reason
     predicted_cached_tokens: int
-    candidates: tuple[Candidate, ...] = field(repr=False)
+    num_prompt_tokens: int
+    groups: Sequence[GroupState]
+    """As they were at the decision."""
+    hits: Sequence[int]
+    costs: Sequence[float]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(
+                group=state.group,
+                cost=cost,
+                num_cached_tokens=num_hit,
+                num_prefill_tokens=self.num_prompt_tokens - num_hit,
+                num_queued_tokens=state.num_queued_tokens,
+                num_sequences=state.num_requests,
+            )
+            for state, num_hit, cost in zip(self.groups, self.hits, self.costs, strict=True)
+        )
 
 
-Policy = Callable[[RouteRequest, Sequence[GroupState], Mapping[GroupId, int]], Decision]
-"""Decides by request, groups and the blocks that each group holds of the prompt's beginning.
-
-Raises:
-    NoGroupAvailable: Every group is excluded, or there is none.
-"""
-
-
-def prefix_aware(
-    request: RouteRequest, groups: Sequence[GroupState], overlap: Mapping[GroupId, int]
+def decide(
+    policy: Policy, request: RouteRequest, groups: Sequence[GroupState], overlap: Sequence[int]
 ) -> Decision:
-    """The group with the least predicted time to first token (see the module's docstring).
+    """Takes one of ``groups``, whose ``overlap`` is the prompt's leading blocks that each holds.
 
-    The reason is "cached_prefix" where the chosen group holds a prefix and none holds a longer.
+    Raises:
+        NoGroupAvailable: Every group is excluded, or there is none.
     """
-    candidates = _candidates(request, groups, overlap)
-    limit = min(candidate.cost for candidate in candidates) + TIE_TOKENS
-    tied = [candidate for candidate in candidates if candidate.cost <= limit]
-    chosen = min(tied, key=lambda c: (-c.num_cached_tokens, _distance(request, c.group)))
-    longest = max(candidate.num_cached_tokens for candidate in candidates)
-    holds_most = 0 < chosen.num_cached_tokens == longest
-    return _decide(chosen, candidates, "cached_prefix" if holds_most else "least_loaded")
-
-
-def least_loaded(
-    request: RouteRequest, groups: Sequence[GroupState], overlap: Mapping[GroupId, int]
-) -> Decision:
-    """The group with the least work queued and running, whatever it holds."""
-    candidates = _candidates(request, groups, overlap)
-    chosen = min(
-        candidates,
-        key=lambda c: (
-            c.num_queued_tokens + RUNNING_TOKENS * c.num_sequences,
-            _distance(request, c.group),
-        ),
-    )
-    return _decide(chosen, candidates, "least_loaded")
-
-
-def round_robin(
-    request: RouteRequest, groups: Sequence[GroupState], overlap: Mapping[GroupId, int]
-) -> Decision:
-    """The groups in turn, in the order of their names."""
-    candidates = _candidates(request, groups, overlap)
-    turn = _by_name(candidates)[request.ordinal % len(candidates)]
-    return _decide(turn, candidates, "round_robin")
-
-
-def random(
-    request: RouteRequest, groups: Sequence[GroupState], overlap: Mapping[GroupId, int]
-) -> Decision:
-    """Any group; the same one for the same ordinal."""
-    candidates = _candidates(request, groups, overlap)
-    drawn = Random(request.ordinal).choice(_by_name(candidates))
-    return _decide(drawn, candidates, "random")
-
-
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "prefix_aware": prefix_aware,
-        "least_loaded": least_loaded,
-        "round_robin": round_robin,
-        "random": random,
-    }
-)
-
-
-def _candidates(
-    request: RouteRequest, groups: Sequence[GroupState], overlap: Mapping[GroupId, int]
-) -> tuple[Candidate, ...]:
-    candidates = tuple(
-        _candidate(request, group, overlap.get(group.group, 0))
-        for group in groups
-        if group.group not in request.exclude
-    )
-    if not candidates:
-        raise NoGroupAvailable(num_groups=len(groups), num_excluded=len(groups))
-    return candidates
-
-
-def _candidate(request: RouteRequest, group: GroupState, num_held_blocks: int) -> Candidate:
-    # The engine computes at least the last token, whose logits it samples from, so the block
-    # that ends with it is never a hit.
-    num_usable_blocks = max(request.num_prompt_tokens - 1, 0) // request.block_size
-    num_cached = min(num_held_blocks, num_usable_blocks) * request.block_size
-    num_prefill = request.num_prompt_tokens - num_cached
-    num_queued = group.num_pending_prefill_tokens + group.num_reserved_tokens
-    num_sequences = group.num_running + group.num_waiting + group.num_reserved_requests
-    num_short = 0
-    if group.num_available_blocks is not None:
-        room = group.num_available_blocks * request.block_size
-        num_short = max(num_prefill + num_queued - room, 0)
-    cost = (
-        num_queued
-        + PREFILL_WEIGHT * num_prefill
-        + RUNNING_TOKENS * num_sequences
-        + SHORTAGE_WEIGHT * num_short
-    )
-    return Candidate(
-        group=group.group,
-        cost=cost,
-        num_cached_tokens=num_cached,
-        num_prefill_tokens=num_prefill,
-        num_queued_tokens=num_queued,
-        num_sequences=num_sequences,
-        num_shortage_tokens=num_short,
-    )
-
-
-def _by_name(candidates: tuple[Candidate, ...]) -> list[Candidate]:
-    return sorted(candidates, key=lambda candidate: candidate.group)
-
-
-def _decide(chosen: Candidate, candidates: tuple[Candidate, ...], reason: Reason) -> Decision:
+    num_groups = len(groups)
+    if request.exclude:
+        allowed = [i for i, state in enumerate(groups) if state.group not in request.exclude]
+        groups, overlap = [groups[i] for i in allowed], [overlap[i] for i in allowed]
+    if not groups:
+        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
+    hits = usable_tokens(request, overlap)
+    costs = policy.costs(request, groups, hits)
+    index = cheapest(request, groups, hits, costs)
+    reason = policy.reason
+    if len(groups) == 1:
+        reason = "only_group"
+    elif 0 < hits[index] == max(hits):
+        reason = "cached_prefix"
+    policy.routed(request, groups[index].group)
     return Decision(
-        group=chosen.group,
-        reason="only_group" if len(candidates) == 1 else reason,
-        predicted_cached_tokens=chosen.num_cached_tokens,
-        candidates=candidates,
+        group=groups[index].group,
+        reason=reason,
+        predicted_cached_tokens=hits[index],
+        num_prompt_tokens=request.num_prompt_tokens,
+        groups=groups,
+        hits=hits,
+        costs=costs,
     )
 
 
-def _distance(request: RouteRequest, group: GroupId) -> bytes:
+def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
+    """The tokens that those leading blocks save.
+
+    The engine computes at least the last token, whose logits it samples from, so the block that
+    ends with it is never a hit.
+    """
+    block_size = request.block_size
+    limit = max(request.num_prompt_tokens - 1, 0) // block_size
+    return [(n if n < limit else limit) * block_size for n in overlap]
+
+
+def cheapest(
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    hits: Sequence[int],
+    costs: Sequence[float],
+) -> int:
+    """The index of the least cost; among ties the longest hit decides, then the prefix's name.
+
+    So gateways that know nothing of each other send the same cold prefix to the same group.
+    """
+    least = min(costs)
+    limit = least + TIE_TOKENS
+    tied = [i for i, cost in enumerate(costs) if cost <= limit]
+    if len(tied) == 1:
+        return tied[0]
+    longest = max([hits[i] for i in tied])
+    tied = [i for i in tied if hits[i] == longest]
+    if len(tied) == 1:
+        return tied[0]
+    return min(tied, key=lambda i: distance(request, groups[i].group))
+
+
+def distance(request: RouteRequest, group: GroupId) -> bytes:
     """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
     prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
     """

@@ -20,6 +20,8 @@ class RoutingStats:
     """Predicted to be cached, of requests whose first frame has come: compare the next."""
     num_started_cached_tokens: int
     """Really found in the cache, of the same requests."""
+    num_started_wrong_tokens: int
+    """Predicted but not found, or found but not predicted, of the same requests."""
     num_groups: int
     num_in_flight: int
     num_in_flight_blocks: int

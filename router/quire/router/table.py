@@ -12,10 +12,11 @@ Any thread may call: a gateway does on its event loop, Serve's request router on
 is held for microseconds, but for a snapshot of a whole cache.
 """
 
+import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.router.config import RoutingConfig
@@ -24,12 +25,15 @@ from quire.router.directory import (
     BlockDirectory,
     GroupId,
     NeedsResync,
+    Position,
 )
 from quire.router.errors import NoGroupAvailable
-from quire.router.policy import POLICIES, Decision, GroupState, RouteRequest
+from quire.router.in_flight import new_counts
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Decision, GroupState, RouteRequest, decide
 from quire.router.stats import RoutingStats
 from quire.worker.events import EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.hashing import BlockHash, BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
 """The first frame after a request was sent may have left the group before it came; the group
@@ -50,24 +54,29 @@ class GroupLoad:
 
 @dataclass(slots=True)
 class _Group:
+    number: int
+    """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
     load: GroupLoad | None = None
+    num_blocks: int | None = None
+    """The most that were ever available."""
     num_frames: int = 0
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     reserved: deque["_InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
-    prefixes: Counter[BlockHash] = field(default_factory=Counter)
-    """In-flight requests by the blocks that the directory lacked when they were routed."""
 
 
 @dataclass(slots=True)
 class _InFlight:
     """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
 
+    request: RouteRequest
+    group_id: GroupId
     group: _Group
     num_predicted_tokens: int
     num_prefill_tokens: int
-    blocks: Sequence[BlockHash]
+    blocks: BlockHashes
+    """Those that the directory lacked when it was routed, counted as in flight."""
     shown_at_frame: int
     routed_at_s: float
     is_reserved: bool = True
@@ -84,13 +93,15 @@ class RoutingTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config or RoutingConfig()
-        self._choose = POLICIES[self._config.policy]
+        self._policy = POLICIES[self._config.policy]()
         self._block_size = block_size
         self._clock = clock
         self._lock = threading.Lock()
         self._groups: dict[GroupId, _Group] = {}
         self._in_flight: dict[str, _InFlight] = {}
         self._num_in_flight_blocks = 0
+        self._prefixes = new_counts()
+        self._group_numbers = itertools.count()
         self._directory = BlockDirectory(
             max_blocks=self._config.max_directory_blocks,
             stale_after_s=self._config.stale_after_s,
@@ -102,6 +113,7 @@ class RoutingTable:
         self._num_started = 0
         self._num_started_predicted_tokens = 0
         self._num_started_cached_tokens = 0
+        self._num_started_wrong_tokens = 0
 
     def route(
         self,
@@ -120,6 +132,7 @@ class RoutingTable:
         """
         with self._lock:
             self._forget(request_id)
+            hashes = BlockHashes.of(hashes)
             held = self._directory.longest_prefix(hashes)
             request = RouteRequest(
                 hashes=hashes,
@@ -127,21 +140,24 @@ class RoutingTable:
                 block_size=self._block_size,
                 exclude=exclude,
                 ordinal=self._num_routed.total(),
+                now_s=self._clock(),
             )
             states = [_state(group_id, group) for group_id, group in self._groups.items()]
-            overlap = {
-                group_id: _extend(held.get(group_id, 0), hashes, group.prefixes)
-                for group_id, group in self._groups.items()
-            }
+            overlap = self._prefixes.extend(
+                hashes.data,
+                [group.number for group in self._groups.values()],
+                [held.get(group_id, 0) for group_id in self._groups],
+            )
             try:
-                decision = self._choose(request, states, overlap)
+                decision = decide(self._policy, request, states, overlap)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
             self._num_routed[decision.reason] += 1
             self._num_prompt_tokens += num_prompt_tokens
             self._num_predicted_tokens += decision.predicted_cached_tokens
-            self._remember(request_id, request, decision, held.get(decision.group, 0))
+            in_flight = hashes[held.get(decision.group, 0) :]
+            self._remember(request_id, request, decision, in_flight)
             return decision
 
     def started(self, request_id: str, *, num_cached_tokens: int) -> None:
@@ -155,6 +171,8 @@ class RoutingTable:
                 self._num_started += 1
                 self._num_started_predicted_tokens += request.num_predicted_tokens
                 self._num_started_cached_tokens += num_cached_tokens
+                wrong = abs(request.num_predicted_tokens - num_cached_tokens)
+                self._num_started_wrong_tokens += wrong
                 _unreserve(request)
 
     def completed(self, request_id: str) -> None:
@@ -170,7 +188,7 @@ class RoutingTable:
                 del self._groups[group_id]
                 self._directory.drop(group_id)
             for group_id in members - self._groups.keys():
-                self._groups[group_id] = _Group()
+                self._groups[group_id] = _Group(next(self._group_numbers))
 
     def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored."""
@@ -179,6 +197,7 @@ class RoutingTable:
             if group is None:
                 return
             group.load = load
+            group.num_blocks = max(group.num_blocks or 0, load.num_available_blocks)
             group.num_frames += 1
             while group.reserved and (
                 not group.reserved[0].is_reserved
@@ -193,8 +212,8 @@ class RoutingTable:
                 return Applied(0)
             return self._directory.apply(group_id, batch, now_s=self._clock())
 
-    def events_position(self, group_id: GroupId) -> tuple[int, int]:
-        """The epoch and event number with which to subscribe to the group's events."""
+    def events_position(self, group_id: GroupId) -> Position:
+        """With what to subscribe to the group's events."""
         with self._lock:
             return self._directory.position(group_id)
 
@@ -228,6 +247,7 @@ class RoutingTable:
                 num_started=self._num_started,
                 num_started_predicted_tokens=self._num_started_predicted_tokens,
                 num_started_cached_tokens=self._num_started_cached_tokens,
+                num_started_wrong_tokens=self._num_started_wrong_tokens,
                 num_groups=len(self._groups),
                 num_in_flight=len(self._in_flight),
                 num_in_flight_blocks=self._num_in_flight_blocks,
@@ -236,17 +256,18 @@ class RoutingTable:
             )
 
     def _remember(
-        self, request_id: str, request: RouteRequest, decision: Decision, num_held_blocks: int
+        self, request_id: str, request: RouteRequest, decision: Decision, blocks: BlockHashes
     ) -> None:
+        """``blocks`` are all that the directory does not vouch for, also where another request
+        in flight does: that one may end first."""
         if len(self._in_flight) >= self._config.max_in_flight:
             self._forget(next(iter(self._in_flight)))
         group = self._groups[decision.group]
-        # All that the directory does not vouch for, also where another request in flight does:
-        # that one may end first.
-        blocks = request.hashes[num_held_blocks:]
         if self._num_in_flight_blocks + len(blocks) > self._config.max_in_flight_blocks:
-            blocks = ()
+            blocks = BlockHashes()
         in_flight = _InFlight(
+            request=request,
+            group_id=decision.group,
             group=group,
             num_predicted_tokens=decision.predicted_cached_tokens,
             num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
@@ -256,7 +277,7 @@ class RoutingTable:
         )
         self._in_flight[request_id] = in_flight
         self._num_in_flight_blocks += len(blocks)
-        group.prefixes.update(blocks)
+        self._prefixes.add(blocks.data, group=group.number)
         group.reserved.append(in_flight)
         group.num_reserved_requests += 1
         group.num_reserved_tokens += in_flight.num_prefill_tokens
@@ -265,14 +286,10 @@ class RoutingTable:
         request = self._in_flight.pop(request_id, None)
         if request is None:
             return
+        self._policy.finished(request.request, request.group_id)
         _unreserve(request)
         self._num_in_flight_blocks -= len(request.blocks)
-        prefixes = request.group.prefixes
-        for block in request.blocks:
-            if prefixes[block] == 1:
-                del prefixes[block]
-            else:
-                prefixes[block] -= 1
+        self._prefixes.remove(request.blocks.data, group=request.group.number)
 
 
 def _state(group_id: GroupId, group: _Group) -> GroupState:
@@ -283,16 +300,10 @@ def _state(group_id: GroupId, group: _Group) -> GroupState:
         num_waiting=load.num_waiting if load else 0,
         num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
         num_available_blocks=load.num_available_blocks if load else None,
+        num_blocks=group.num_blocks,
         num_reserved_requests=group.num_reserved_requests,
         num_reserved_tokens=group.num_reserved_tokens,
     )
-
-
-def _extend(num_blocks: int, hashes: Sequence[BlockHash], prefixes: Mapping[BlockHash, int]) -> int:
-    """The length of the prefix that goes on in ``prefixes`` behind its first ``num_blocks``."""
-    while num_blocks < len(hashes) and hashes[num_blocks] in prefixes:
-        num_blocks += 1
-    return num_blocks
 
 
 def _unreserve(request: _InFlight) -> None:

@@ -66,13 +66,20 @@ def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
     output = ("--output", str(tmp_path / "step"), "-tp", str(num_ranks))
     assert main(["bench", "step", *flags, *output]) == 0
     rows = read_rows(tmp_path / "step.json")
-    assert [row["kind"] for row in rows] == ["1 decode", "3 decodes", "prefill 16"]
+    if num_ranks == 2:
+        messages = rows.pop()
+        assert messages["kind"] == "a step of 3 decodes to 2 ranks without a model, and back"
+        assert messages["step"]["median_us"] > 0
+    kinds = ["1 decode", "3 decodes", "prefill 16"]
+    assert [(row["kind"], row["is_async"]) for row in rows] == [
+        (kind, is_async) for is_async in (False, True) for kind in kinds
+    ]
     for row in rows:
         parts = row["parts"]
-        assert {"schedule", "input preparation", "model forward", "sampling"} <= set(parts)
-        assert ("pickle" in parts) == ("transport, wake-ups" in parts) == (num_ranks == 2)
+        assert {"schedule", "input preparation", "rank 0: model forward"} <= set(parts)
+        assert ("write step" in parts) == ("wake ranks" in parts) == (num_ranks == 2)
         assert all(part["median_us"] >= 0 for part in parts.values())
-        assert row["step"]["median_us"] > parts["model forward"]["median_us"] > 0
+        assert row["step"]["median_us"] > 0
     assert Engine.step is step
 
 
@@ -84,6 +91,7 @@ def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
         (["prefix", "--repeats", "0"], "repeats=0: must be 1 or more"),
         (["blocksize", "--cache-sizes", "1%"], "at least "),
         (["blocksize", "--workload", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["prefix", "--output", "/nowhere/name"], "no folder /nowhere: make it, or give another"),
         (["step", "--context", "1000"], "the model was trained for 1024: lower them"),
         (["step", "--batches", "0"], "batches=(0,): at least one, each 1 or more"),
     ],
@@ -104,6 +112,15 @@ def test_a_missing_plot_library_is_named_and_the_table_still_printed(
     shown = capsys.readouterr().out
     assert "no plot: that needs matplotlib (pip install 'quire[bench]')" in shown
     assert "out tok/s" in shown
+
+
+def test_help_shows_defaults_as_one_types_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "prefix", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 10% 30% 100%)" in shown
+    assert "(default: quire-bench-prefix)" in shown
+    assert "None" not in shown
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

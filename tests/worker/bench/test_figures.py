@@ -1,5 +1,6 @@
 """The arithmetic of the tables, on numbers whose answers are known."""
 
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +22,38 @@ from quire.worker.hashing import as_token_ids
 CELL = Cell(block_size=4, cache_size="50%", num_blocks=10, cache_bytes=640)
 
 
-def steps(cost: StepCost, shapes: list[tuple[int, int]]) -> tuple[StepSample, ...]:
+def steps(cost: StepCost, shapes: list[tuple[int, int, int]]) -> tuple[StepSample, ...]:
+    """Of prompt tokens, the tokens that they attend to, and decodes."""
     return tuple(
         StepSample(
             prefill,
+            attended,
             decodes,
-            cost.seconds(num_steps=1, num_prefill_tokens=prefill, num_decodes=decodes),
+            cost.seconds(
+                num_steps=1,
+                num_prefill_tokens=prefill,
+                num_attended=attended,
+                num_decodes=decodes,
+            ),
         )
-        for prefill, decodes in shapes
+        for prefill, attended, decodes in shapes
     )
 
 
 def make_run(
-    step_samples: tuple[StepSample, ...], *, hits: int, outputs: list[list[int]] | None = None
+    step_samples: tuple[StepSample, ...],
+    *,
+    hits: tuple[int, int],
+    outputs: list[list[int]] | None = None,
 ) -> Run:
     return Run(
         seconds=sum(step.seconds for step in step_samples),
         steps=step_samples,
         ttft_s=(1.0, 3.0),
         outputs=tuple(as_token_ids(output) for output in outputs or [[7, 8, 9]] * 2),
+        hits=hits,
         num_prompt_tokens=24,
-        num_hit_tokens=hits,
+        num_hit_tokens=sum(hits),
         num_output_tokens=6,
         num_preemptions=2,
         num_evictions=5,
@@ -52,59 +64,65 @@ def make_run(
 
 
 def make_rows(*, cached_outputs: list[list[int]] | None = None) -> list[Row]:
-    """Two prompts of 12 tokens that share 8; a step costs 1 s, a prompt token 2 s, a decode 3 s."""
-    cost = StepCost(step_s=1, per_prefill_token_s=2, per_decode_s=3)
-    uncached = make_run(steps(cost, [(24, 0), (0, 2), (0, 2), (0, 0)]), hits=0)
-    cached = make_run(steps(cost, [(16, 0), (0, 2), (0, 2)]), hits=8, outputs=cached_outputs)
-    prompts = [as_token_ids([*range(8), own, 1, 2, 3]) for own in (20, 21)]
+    """Two prompts of 12 tokens that share 10, 8 of them in full blocks. A step costs 1 s, a prompt
+    token 2 s, a token that it attends to half a second, and a decode 3 s, or 1 s with caching."""
+    cost = StepCost(step_s=1, per_prefill_token_s=2, per_attended_s=0.5, per_decode_s=3)
+    cheaper = replace(cost, per_decode_s=1)
+    # 1 + 2 + … + 12 = 78 for each prompt; its last four are 42.
+    uncached = make_run(steps(cost, [(16, 100, 0), (8, 56, 0), (0, 0, 2), (0, 0, 1)]), hits=(0, 0))
+    cached = make_run(
+        steps(cheaper, [(16, 120, 0), (0, 0, 2), (0, 0, 1)]), hits=(0, 8), outputs=cached_outputs
+    )
+    prompts = [as_token_ids([*range(10), own, 1]) for own in (20, 21)]
     items = tuple(WorkItem(token_ids=prompt, max_tokens=3) for prompt in prompts)
     runs = {CELL: {False: [uncached] * 3, True: [cached] * 3}}
     return summarize(runs, Workload(title="made up", items=items))
 
 
 def test_the_costs_of_a_step_are_found_again() -> None:
-    cost = StepCost(step_s=0.5, per_prefill_token_s=0.01, per_decode_s=0.2)
-    fitted = fit_step_cost(steps(cost, [(100, 0), (50, 3), (0, 5), (0, 1), (7, 2)]))
+    cost = StepCost(step_s=0.5, per_prefill_token_s=0.01, per_attended_s=0.000_02, per_decode_s=0.2)
+    shapes = [(100, 5050, 0), (50, 9000, 3), (0, 0, 5), (0, 0, 1), (7, 5000, 2)]
+    fitted = fit_step_cost(steps(cost, shapes))
     assert fitted.step_s == pytest.approx(0.5)
     assert fitted.per_prefill_token_s == pytest.approx(0.01)
+    assert fitted.per_attended_s == pytest.approx(0.000_02)
     assert fitted.per_decode_s == pytest.approx(0.2)
 
 
 def test_a_cost_is_never_negative() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
-        samples = [
-            StepSample(int(prefill), int(decodes), seconds)
-            for prefill, decodes, seconds in zip(
-                rng.integers(9, size=6), rng.integers(9, size=6), rng.random(6), strict=True
-            )
-        ]
-        fitted = fit_step_cost(samples)
-        assert min(fitted.step_s, fitted.per_prefill_token_s, fitted.per_decode_s) >= 0
+        shapes = zip(*rng.integers(9, size=(3, 6)).tolist(), rng.random(6).tolist(), strict=True)
+        fitted = fit_step_cost([StepSample(*shape) for shape in shapes])
+        assert min(astuple(fitted)) >= 0
 
 
 def test_when_prefill_is_all_there_is_the_bound_is_one_over_the_misses() -> None:
-    cost = StepCost(step_s=0, per_prefill_token_s=0.5, per_decode_s=0)
-    bound = speedup_bound(
-        cost, uncached_s=50, hit_rate=0.75, num_steps=9, num_prompt_tokens=100, num_decodes=40
-    )
+    cost = StepCost(step_s=0.5, per_prefill_token_s=0.5, per_attended_s=0, per_decode_s=1)
+    bound = speedup_bound(cost, uncached_s=50, prompts=[(60, 50), (40, 25)], decode_s=0)
     assert bound == pytest.approx(4)
+
+
+def test_tokens_behind_hits_attend_to_them_too() -> None:
+    cost = StepCost(step_s=0, per_prefill_token_s=0, per_attended_s=1, per_decode_s=0)
+    bound = speedup_bound(cost, uncached_s=55, prompts=[(10, 8)], decode_s=0)
+    assert bound == pytest.approx(55 / (9 + 10))
 
 
 def test_figures_are_those_of_the_runs() -> None:
     (row,) = make_rows()
     assert row.uncached is not None
     assert row.speedup is not None
-    assert row.uncached.seconds == 24 * 2 + 4 * 3 + 4
-    assert row.cached.seconds == 16 * 2 + 4 * 3 + 3
-    assert row.cached.output_tokens_per_s == 6 / 47
-    assert row.cached.total_tokens_per_s == 30 / 47
+    assert row.uncached.seconds == 24 * 2 + 156 / 2 + 3 * 3 + 4 == 139
+    assert row.cached.seconds == 16 * 2 + 120 / 2 + 3 + 3 == 98
+    assert row.cached.output_tokens_per_s == 6 / 98
+    assert row.cached.total_tokens_per_s == 30 / 98
     assert row.cached.hit_rate == row.infinite_hit_rate == pytest.approx(8 / 24)
     assert row.cached.fragmentation == 0.1
     assert (row.cached.ttft_mean_ms, row.cached.ttft_p50_ms) == (2000, 2000)
-    assert row.speedup.measured == pytest.approx(64 / 47)
+    assert row.speedup.measured == pytest.approx(139 / 98)
     # Made of exactly these costs, the run reaches its bound.
-    assert row.speedup.bound == row.speedup.infinite_bound == pytest.approx(64 / 47)
+    assert row.speedup.bound == row.speedup.infinite_bound == pytest.approx(139 / 98)
     assert row.speedup.reached == pytest.approx(1)
     assert row.speedup.num_different_outputs == 0
 
@@ -114,10 +132,10 @@ def test_the_tables_show_them() -> None:
     header, _, off, on = (line.split() for line in prefix_table(rows).splitlines())
     assert header[0] == "block"
     assert off[:5] == ["4", "50%", "off", "0", "0"]
-    assert on[5:10] == ["1.36x", "1.36x", "100%", "33.3%", "33.3%"]
-    assert on[10:] == ["5", "2", "10.0%", "2000", "2000", "2980"]
+    assert on[5:10] == ["1.42x", "1.42x", "100%", "33.3%", "33.3%"]
+    assert on[10:] == ["8.3%", "5", "2", "10.0%", "2000", "2000", "2980"]
     only = block_size_table(rows).splitlines()[2].split()
-    assert only[4:9] == ["100%", "33.3%", "33.3%", "8", "80%"]
+    assert only[4:10] == ["100%", "33.3%", "33.3%", "8.3%", "8", "80%"]
 
 
 def test_tokens_that_caching_changed_are_warned_of() -> None:
@@ -157,12 +175,21 @@ def test_a_cache_too_small_for_the_longest_request_is_refused() -> None:
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    times_ns = [{"schedule": 1000, "model forward": 5000 * n, "rest": 500} for n in (1, 2, 3)]
+    times_ns = [
+        {
+            "schedule": 1000,
+            "wait for rank 0": 5000 * n,
+            "rest": 500,
+            "rank 0: no step": 2000,
+            "rank 0: model forward": 5000 * n - 500,
+        }
+        for n in (1, 2, 3)
+    ]
     profile = step_profile("1 decode", times_ns)
-    assert list(profile.parts) == ["schedule", "model forward", "rest"]
+    assert list(profile.parts) == list(times_ns[0])
     assert profile.step.median_us == 1 + 10 + 0.5
-    assert profile.around_model.p99_us == 1.5
-    assert "model forward" in step_table([profile])
+    assert profile.around_model.p99_us == 2
+    assert "rank 0: model forward" in step_table([profile])
 
 
 def test_a_function_is_charged_for_its_own_time_only() -> None:

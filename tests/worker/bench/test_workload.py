@@ -8,7 +8,7 @@ import pytest
 from quire import demo_model
 from quire.worker.bench.workload import (
     Workload,
-    infinite_cache_hit_tokens,
+    infinite_cache_hits,
     read_workload,
     synthetic_workload,
 )
@@ -121,14 +121,14 @@ def test_an_endless_cache_has_every_full_block_of_earlier_requests() -> None:
         # The first request's answer too, but its last token, 63, never had KV.
         (as_token_ids([*shared, 50, 60, 61, 62, 63, 64, 65, 66, 67]), as_token_ids([60])),
     ]
-    assert infinite_cache_hit_tokens(requests, block_size=4) == 8 + 4 + 12
-    assert infinite_cache_hit_tokens(requests, block_size=8) == 8 + 0 + 8
-    assert infinite_cache_hit_tokens(requests, block_size=16) == 0
+    assert infinite_cache_hits(requests, block_size=4) == [0, 8, 4, 12]
+    assert infinite_cache_hits(requests, block_size=8) == [0, 8, 0, 8]
+    assert infinite_cache_hits(requests, block_size=16) == [0, 0, 0, 0]
 
 
 def test_larger_blocks_never_find_more() -> None:
     requests = [(item.token_ids, as_token_ids([1])) for item in synthetic(prefix_len=70).items]
-    hits = [infinite_cache_hit_tokens(requests, block_size=size) for size in (4, 8, 16, 32, 64)]
+    hits = [sum(infinite_cache_hits(requests, block_size=size)) for size in (4, 8, 16, 32, 64)]
     assert hits == sorted(hits, reverse=True)
     assert hits[0] == 5 * 68  # Three of the eight are the first with their system prompt.
     assert np.array(hits).min() == 5 * 64

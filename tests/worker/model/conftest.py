@@ -83,7 +83,8 @@ class Driver:
             order = sorted(
                 range(len(rows)), key=lambda i: len(rows[i].token_ids) - rows[i].done != 1
             )
-            output = executor.execute(self.step([rows[index] for index in order]))
+            executor.submit(self.step([rows[index] for index in order]))
+            output = executor.result()
             for index, token in zip(order, output.token_ids_S, strict=True):
                 done[index] = len(sequences[index])
                 sequences[index].append(int(token))

@@ -66,6 +66,7 @@ def test_damaged_config_is_named(config_of: ConfigOf, copy: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights ('fp8')"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"dtype": "float64"}, "dtype='float64' is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ({"hidden_size": "64"}, "hidden_size='64' must be an integer"),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
@@ -153,6 +154,22 @@ def test_old_and_new_ways_of_writing_the_rotary_embedding_are_one(
     assert (old.rope_type, old.factor, old.theta) == ("linear", 2.0, 5e5)
 
 
+def test_a_window_is_read_from_mistral_as_transformers_reads_it(copy: Path) -> None:
+    edit_config(copy, sliding_window=64)
+    assert read_model_config(copy).sliding_window is None  # a Llama has none
+    edit_config(copy, architectures=["MistralForCausalLM"])
+    assert read_model_config(copy).sliding_window == 64
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
+    assert read_model_config(copy).sliding_window is None
+    del raw["sliding_window"]
+    (copy / "config.json").write_text(json.dumps(raw))
+    assert read_model_config(copy).sliding_window == 4096
+    edit_config(copy, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(CheckpointError, match=r"layer_types=.* are not supported"):
+        read_model_config(copy)
+
+
 def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, copy: Path) -> None:
     facts = model_facts(config_of(tiny_llama_9_3))
     assert facts.eos_token_ids == (2, 5)
@@ -161,6 +178,8 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
     facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
     assert facts.eos_token_ids == (2, 7)
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
+    on_gpu = config_of(copy, kv_cache_dtype="fp8", device="cuda")
+    assert model_facts(on_gpu).kv_dtype == "fp8 of float32"
 
 
 def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from quire.worker.errors import ConfigError, RankFailure
-from quire.worker.executor import InProcessExecutor, ProcessExecutor, make_executor
+from quire.worker.executor import InProcessExecutor, make_executor
+from quire.worker.process_executor import ProcessExecutor
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
@@ -90,6 +92,32 @@ def test_a_killed_rank_fails_the_group_by_name(start: Any, driver: Any) -> None:
     assert not any(map(exists, executor.pids))
     with pytest.raises(RankFailure, match=message):
         driver.generate(executor, PROMPTS, num_tokens=1)
+
+
+def test_two_steps_are_under_way_at_a_time_and_late_tokens_are_put_in(
+    start: Any, driver: Any, row: Any
+) -> None:
+    executor = start(async_scheduling=True)
+    assert executor.num_ahead == 1
+    expected = driver.generate(executor, PROMPTS[1:2], num_tokens=2)[0]
+    executor.submit(driver.step([row(PROMPTS[1], [0, 1])]))
+    step = driver.step([row([*PROMPTS[1], 0], [0, 1], done=len(PROMPTS[1]))])
+    zero = np.zeros(1, np.int32)
+    executor.submit(replace(step, late_tokens_L=zero, late_rows_L=zero))
+    assert [int(executor.result().token_ids_S[0]) for _ in range(2)] == expected
+
+
+def test_a_rank_that_dies_with_two_steps_under_way_fails_the_group(
+    start: Any, driver: Any, row: Any
+) -> None:
+    executor = start(async_scheduling=True)
+    os.kill(executor.pids[1], signal.SIGSTOP)
+    for _ in range(2):
+        executor.submit(driver.step([row(PROMPTS[1], [0, 1])]))
+    os.kill(executor.pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailure, match=r"rank 1 \(pid \d+\) died with signal 9"):
+        executor.result()
+    assert not any(map(exists, executor.pids))
 
 
 def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any, driver: Any) -> None:

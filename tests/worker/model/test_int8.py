@@ -80,5 +80,5 @@ def test_a_gpu_that_was_found_only_now_is_refused_by_name(
 ) -> None:
     config = EngineConfig(model=Path("none"), device="auto", **settings)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=f"{named}: only CPUs have kernels for it; set device="):
+    with pytest.raises(ConfigError, match=f"{named}: only the kernels for CPUs have it; set"):
         pick_device(config, rank=0)

@@ -9,6 +9,7 @@ import torch
 
 from quire.worker import kv_cache
 from quire.worker.errors import ConfigError
+from quire.worker.executor import make_executor
 from quire.worker.model_config import read_model_config
 
 ConfigOf = Callable[..., Any]
@@ -41,6 +42,15 @@ def test_an_int8_block_holds_a_byte_for_each_value_and_a_float_for_each_token_an
     assert layout(config).block_bytes == 2 * 2 * 8 * 2 * (16 + 4)
     kv = kv_cache.allocate(layout(config), num_blocks=3, device=torch.device("cpu"))
     assert sum(cache.nbytes for layer in kv for cache in layer) == 3 * layout(config).block_bytes
+
+
+def test_a_float8_cache_is_refused_on_a_cpu(config_of: ConfigOf, tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': only the kernels for GPUs"):
+        make_executor(config_of(tiny_llama, kv_cache_dtype="fp8"))
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype='fp4': one of \('auto', 'int8', 'fp8'\)"
+    ):
+        config_of(tiny_llama, kv_cache_dtype="fp4")
 
 
 def test_bytes_are_of_the_whole_group(config_of: ConfigOf, tiny_llama: Path) -> None:

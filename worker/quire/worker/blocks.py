@@ -160,7 +160,7 @@ class BlockPool:
             self._num_cached += 1
             self._policy.released(block_id, now=self._clock)
             if self._num_children[block_id] == 0:
-                self._policy.offer(block_id)
+                self._policy.offer(block_id, now=self._clock)
 
     def reset(self) -> bool:
         """Forgets every cached block. Refused (false, nothing done) while any block is held."""
@@ -211,5 +211,5 @@ class BlockPool:
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1
             if self._num_children[parent] == 0 and self._refs[parent] == 0:
-                self._policy.offer(parent)
+                self._policy.offer(parent, now=self._clock)
         return block_id, block_hash

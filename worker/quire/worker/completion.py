@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Sequence
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from quire.worker.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from quire.worker.request import Request, TokenDelta
 from quire.worker.step import TokenLogprobs
 from quire.worker.text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class Completion:
@@ -103,9 +105,7 @@ class Progress:
     """A bar that counts completions, with tokens per second and the share of cached prompt."""
 
     def __init__(self, *, num_completions: int, shown: bool) -> None:
-        self._bar = tqdm(
-            total=num_completions, desc="Completions", disable=not shown, dynamic_ncols=True
-        )
+        self._bar = _bar(num_completions) if shown else None
         self._began_s = time.monotonic()
         self._num_output = self._num_prompt = self._num_cached = 0
 
@@ -113,11 +113,12 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def advance(self, delta: TokenDelta, completion: Completion) -> None:
         self._num_output += len(delta.token_ids)
-        if completion.finish_reason is None:
+        if completion.finish_reason is None or self._bar is None:
             return
         self._num_prompt += len(completion.request.prompt_token_ids)
         self._num_cached += completion.num_cached_tokens
@@ -128,6 +129,12 @@ class Progress:
             refresh=False,
         )
         self._bar.update()
+
+
+def _bar(num_completions: int) -> "tqdm[Any]":
+    from tqdm import tqdm  # Slow to import, and not needed where nothing is shown.
+
+    return tqdm(total=num_completions, desc="Completions", dynamic_ncols=True)
 
 
 def request_output(completions: Sequence[Completion]) -> RequestOutput:

@@ -1,12 +1,19 @@
 """One replica group's engine: requests in, steps of the model, tokens out.
 
-Synchronous, and used from one thread. Between two calls no step is under way, every held block
-belongs to a running request, and a request that was added is there until an output with a finish
-reason, or `Engine.abort`, ends it.
+Used from one thread. A request that was added is there until an output with a finish reason, or
+`Engine.abort`, ends it.
+
+Where the executor takes steps ahead (`Executor.num_ahead`), one is under way between two calls:
+`Engine.step` then prepares and submits the next one before it waits for that one's tokens. A
+request's newest token is in flight then; the ranks put it in themselves. A request that turns out
+to have ended has a part in a step too many, which is thrown away. Else no step is under way
+between two calls, and every held block belongs to a running request.
 """
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.worker.blocks import BlockPool
@@ -16,10 +23,10 @@ from quire.worker.events import EventLog
 from quire.worker.hashing import as_token_ids, root_hash
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, RequestLimits, TokenDelta, check_request, derive_seed
-from quire.worker.scheduler import Scheduler
-from quire.worker.sequence import Sequence
-from quire.worker.step import Executor, StepOutput, TokenLogprobs
-from quire.worker.step_input import build_step_input
+from quire.worker.scheduler import Schedule, Scheduler
+from quire.worker.sequence import Sequence, Status
+from quire.worker.step import Executor, TokenLogprobs
+from quire.worker.step_input import StepInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +88,8 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self._inputs = StepInputs(block_size=config.block_size)
+        self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._ended_at_once: list[Sequence] = []
         self._num_unseeded = 0
@@ -96,7 +105,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._under_way)
 
     def check_request(self, request: Request) -> None:
         """Refuses what `add_request` would refuse for good, without adding it.
@@ -130,21 +139,23 @@ class Engine:
             self._scheduler.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request without another output; its blocks are released before this returns.
+        """Ends a request without another output. Its blocks are released before this returns, or
+        with the last step that it has a part in.
 
         Returns whether the engine had it.
         """
-        seq = self._sequences.pop(request_id, None)
+        seq = self._sequences.get(request_id)
         if seq is None:
             return False
         if seq in self._ended_at_once:
             self._ended_at_once.remove(seq)
         else:
             self._scheduler.remove(seq)
+        self._forget(seq)
         return True
 
     def step(self) -> list[TokenDelta]:
-        """Runs the model once over what the scheduler chose; without work, does nothing.
+        """Submits what the scheduler chooses, and waits for the step that is then too many.
 
         Returns one output for each request that got a token, or that ended.
 
@@ -155,18 +166,15 @@ class Engine:
         outputs = [self._output(seq, ()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
         schedule = self._scheduler.schedule()
-        if not schedule.sequences:
-            return outputs
-        step_input = build_step_input(schedule, block_size=self._config.block_size)
-        try:
-            result = self._executor.execute(step_input)
-        except BaseException as error:  # An interrupt too leaves the ranks in mid-step.
-            self._failure = f"the engine has failed in an earlier step: {error!r}"
-            raise
-        self._num_steps += 1
-        self._scheduler.finish_step(schedule)
-        rows = step_input.sample_rows_S.tolist()
-        return outputs + self._take_tokens([schedule.sequences[row] for row in rows], result)
+        if schedule.sequences:
+            with self._failing():
+                self._executor.submit(self._inputs.build(schedule))
+            self._scheduler.submitted(schedule)
+            self._under_way.append(schedule)
+        if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
+            outputs += self._take_tokens()
+        self._settle()
+        return outputs
 
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool
@@ -194,6 +202,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix. Refused (false) while a running request holds blocks."""
+        self._settle()
         return self._pool.reset()
 
     def close(self) -> None:
@@ -239,17 +248,32 @@ class Engine:
             arrival_s=self._clock() if request.arrival_s is None else request.arrival_s,
         )
 
-    def _take_tokens(self, sequences: list[Sequence], result: StepOutput) -> list[TokenDelta]:
-        """Appends the sampled tokens, and lets go of the requests that they end."""
+    def _settle(self) -> None:
+        """Where no request is left, waits for what is under way, which nobody wants any more."""
+        while self._under_way and not self._sequences:
+            self._take_tokens()
+
+    def _take_tokens(self) -> list[TokenDelta]:
+        """Waits for the oldest step under way, appends the tokens that it sampled, and lets go of
+        the requests that they end."""
+        with self._failing():
+            result = self._executor.result()
+        schedule = self._under_way.popleft()
+        self._num_steps += 1
+        self._scheduler.finished()
         token_ids: list[int] = result.token_ids_S.tolist()
         logprobs = result.logprobs or (None,) * len(token_ids)
         outputs = []
-        for seq, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
-            seq.append_token(token_id)
-            outputs.append(self._output(seq, (token_id,), logprob))
-            if outputs[-1].finish_reason is not None:
+        for row, token_id, logprob in zip(schedule.sampled_rows, token_ids, logprobs, strict=True):
+            seq = schedule.sequences[row]
+            if seq.status is Status.FINISHED:
+                continue  # Aborted since, or its end was not known when this was submitted.
+            self._scheduler.append_token(seq, token_id)
+            output = self._output(seq, (token_id,), logprob)
+            outputs.append(output)
+            if output.finish_reason is not None:
                 self._scheduler.remove(seq)
-        self._num_output_tokens += len(token_ids)
+        self._num_output_tokens += len(outputs)
         return outputs
 
     def _output(
@@ -258,15 +282,28 @@ class Engine:
         """What to tell of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
         finish_reason = seq.finish_reason()
         if finish_reason is not None:
-            del self._sequences[seq.request_id]
+            self._forget(seq)
         return TokenDelta(
-            request_id=seq.request_id,
-            token_offset=seq.num_output_tokens - len(token_ids),
-            token_ids=token_ids,
-            logprobs=(logprobs,) if logprobs is not None else (),
-            finish_reason=finish_reason,
-            num_cached_tokens=seq.num_cached or 0,
+            seq.request_id,
+            seq.num_output_tokens - len(token_ids),
+            token_ids,
+            (logprobs,) if logprobs is not None else (),
+            finish_reason,
+            seq.num_cached or 0,
         )
+
+    def _forget(self, seq: Sequence) -> None:
+        del self._sequences[seq.request_id]
+        self._inputs.forget(seq)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Refuses all work after an exception. An interrupt too leaves the ranks in mid-step."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"the engine has failed in an earlier step: {error!r}"
+            raise
 
 
 def _limits(config: EngineConfig, model: ModelFacts, *, num_blocks: int) -> RequestLimits:

@@ -2,27 +2,47 @@
 
 A *log* numbers the events of one incarnation (*epoch*) of one group. A subscriber that missed
 some asks for a replay; if the log no longer holds them it is given a snapshot instead.
+
+The directory knows a block by its *key*, 64 bits of its hash, and keys fall into `NUM_BUCKETS`
+*buckets*. The XOR of a bucket's keys is its *digest*: a subscriber compares it with its own now
+and then, which shows what went wrong without anyone noticing, and asks for the odd buckets again.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NewType
 
-from quire.worker.hashing import BlockHash
+import numpy as np
+
+from quire.worker.hashing import BlockHash, BlockHashes
+
+NUM_BUCKETS = 256
+DIGEST_BYTES = 8 * NUM_BUCKETS
+
+_BUCKET_BYTE = 7
+"""Of a hash: the highest of its key."""
+
+_UNDIGESTED_AT_MOST = 4096
+"""Blocks that the log has not yet taken into its digest."""
+
+Digest = NewType("Digest", bytes)
+"""Of each bucket the XOR of the keys that are held: little-endian uint64s."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     """These blocks can now be reused by a request with the same prefix."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     """These blocks are gone: evicted, or dropped by a reset."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: Sequence[BlockHash]
 
 
 BlockEvent = BlocksStored | BlocksRemoved
@@ -32,14 +52,28 @@ BlockEvent = BlocksStored | BlocksRemoved
 class EventBatch:
     """Events ``first_seq``, ``first_seq + 1``, … of one epoch, or the whole state before them.
 
-    With ``snapshot`` set, it is every hash that was stored after event ``first_seq - 1`` and
-    ``events`` is empty.
+    With ``snapshot`` set, it is every hash that was stored after event ``first_seq - 1``, of
+    ``buckets`` where that is set, and ``events`` is empty.
     """
 
     epoch: int
     first_seq: int
     events: tuple[BlockEvent, ...] = ()
-    snapshot: frozenset[BlockHash] | None = None
+    snapshot: BlockHashes | None = None
+    buckets: bytes | None = None
+    """A byte for each bucket that the snapshot covers; ``None`` is all."""
+    digest: Digest | None = None
+    """Of what was stored after the batch's events."""
+
+
+def keys_of(hashes: bytes) -> list[int]:
+    """The keys of the hashes in a `BlockHashes`'s data."""
+    keys: list[int] = np.frombuffer(hashes, dtype="<u8")[::4].tolist()
+    return keys
+
+
+def bucket_of(key: int) -> int:
+    return key >> 56
 
 
 class EventLog:
@@ -53,6 +87,8 @@ class EventLog:
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._stored: set[BlockHash] = set()
+        self._digest = np.zeros(NUM_BUCKETS, dtype="<u8")
+        self._undigested: list[BlockHash] = []
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []
 
     @property
@@ -60,27 +96,56 @@ class EventLog:
         return self._next_seq
 
     def stored(self, hashes: Iterable[BlockHash]) -> None:
-        event = BlocksStored(tuple(hashes))
-        self._stored.update(event.hashes)
-        self._append(event)
+        """What is stored already is no news."""
+        names = tuple(hashes)
+        new = set(names)
+        if len(new) < len(names) or not self._stored.isdisjoint(new):
+            names = tuple(name for name in dict.fromkeys(names) if name not in self._stored)
+        self._stored |= new
+        self._append(BlocksStored(names))
 
     def removed(self, hashes: Iterable[BlockHash]) -> None:
-        event = BlocksRemoved(tuple(hashes))
-        self._stored.difference_update(event.hashes)
-        self._append(event)
+        """What is not stored cannot go."""
+        names = tuple(hashes)
+        gone = set(names)
+        if len(gone) < len(names) or not gone <= self._stored:
+            names = tuple(name for name in dict.fromkeys(names) if name in self._stored)
+        self._stored -= gone
+        self._append(BlocksRemoved(names))
 
     def since(self, seq: int) -> EventBatch:
-        """All events from number ``seq`` on, or a snapshot where some of those are gone."""
-        missing = self._next_seq - seq
-        if 0 <= missing <= len(self._events):
-            tail = tuple(self._events)[len(self._events) - missing :]
-            return EventBatch(epoch=self.epoch, first_seq=seq, events=tail)
-        return self.snapshot()
+        """All events from number ``seq`` on, or a snapshot where some of those are gone.
 
-    def snapshot(self) -> EventBatch:
+        With the digest of what is stored now.
+        """
+        missing = self._next_seq - seq
+        if not 0 <= missing <= len(self._events):
+            return self.snapshot()
+        tail = tuple(islice(reversed(self._events), missing))[::-1]
+        return EventBatch(epoch=self.epoch, first_seq=seq, events=tail, digest=self._pack())
+
+    def snapshot(self, buckets: bytes | None = None) -> EventBatch:
+        """All that is stored now, or that of ``buckets``, a byte each; with the whole digest."""
+        stored: Iterable[BlockHash] = self._stored
+        if buckets is not None:
+            chosen = frozenset(buckets)
+            stored = (name for name in self._stored if name[_BUCKET_BYTE] in chosen)
         return EventBatch(
-            epoch=self.epoch, first_seq=self._next_seq, snapshot=frozenset(self._stored)
+            epoch=self.epoch,
+            first_seq=self._next_seq,
+            snapshot=BlockHashes.of(stored),
+            buckets=buckets,
+            digest=self._pack(),
         )
+
+    def replay(self, seq: int, *, buckets: bytes) -> list[EventBatch]:
+        """What makes a subscriber whole that knows the events before ``seq``, but of ``buckets``
+        not what they led to."""
+        events = self.since(seq)
+        if not buckets or events.snapshot is not None:
+            return [events]
+        # Its digest would only say again what the subscriber knows.
+        return [replace(events, digest=None), self.snapshot(buckets)]
 
     def subscribe(self, on_event: Callable[[int, BlockEvent], None]) -> Callable[[], None]:
         """Calls ``on_event(seq, event)`` for each later event; returns how to stop that."""
@@ -90,7 +155,20 @@ class EventLog:
     def _append(self, event: BlockEvent) -> None:
         if not event.hashes:
             return
+        self._undigested += event.hashes
+        if len(self._undigested) > _UNDIGESTED_AT_MOST:
+            self._digest_all()
         self._events.append(event)
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         for on_event in self._subscribers:
             on_event(seq, event)
+
+    def _digest_all(self) -> None:
+        """Many at once: one by one it would cost more than all else that the log does."""
+        keys = np.frombuffer(b"".join([name[:8] for name in self._undigested]), dtype="<u8")
+        np.bitwise_xor.at(self._digest, keys >> np.uint64(56), keys)
+        self._undigested.clear()
+
+    def _pack(self) -> Digest:
+        self._digest_all()
+        return Digest(self._digest.tobytes())

@@ -33,7 +33,7 @@ class EvictionPolicy(Protocol):
     def released(self, block_id: int, *, now: int) -> None:
         """Its last holder let go: the block is cached."""
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         """The cached block has no children, or lost the last one: it may be evicted."""
 
     def evict(self, *, now: int) -> int:
@@ -48,16 +48,15 @@ _NUM_CLASSES = 7
 _MAX_HITS = 255
 _BUCKETS_PER_POOL = 16
 """The youngest bucket of ages is this part of the pool wide; each next one is twice as wide."""
-_NUM_BUCKETS = 7
-"""Up to 8 turnovers of the pool: as long as a ghost is remembered, and a bit."""
+_NUM_BUCKETS = 8
+"""The last begins at 8 turnovers of the pool. Hardly a ghost is remembered for so long: a block
+that has waited longer than any that came back is worth nothing."""
 _GHOSTS_PER_BLOCK = 4
 _MAX_GHOSTS = 2_000_000
-_DECAY = 0.9
+_DECAY = 0.93
 """What half a turnover of the pool leaves of what was learnt before it."""
-_RISE = 1.5
-"""A class is evicted from its newest block on if its oldest is worth so many times as much."""
 _CHOICES_PER_POOL = 64
-"""Classes are compared again when so small a part of the pool was allocated, or sooner."""
+"""Worths are compared again when so small a part of the pool was allocated, or sooner."""
 
 
 class LowestUtility:
@@ -67,8 +66,9 @@ class LowestUtility:
     back at which age, also after they were evicted: *ghosts* are the names of evicted blocks,
     with their hits. From that follows what a block of some age is worth, hits per block and tick
     if kept for the best time from now on (its Gittins index; the same quantity, without the choice
-    of time, is the hit density of LHD, NSDI'18). Of the class worth least the oldest block goes, or
-    the newest where age makes them worth more, as with what comes back in a fixed period.
+    of time, is the hit density of LHD, NSDI'18). Of the class and age worth least the oldest block
+    goes: the oldest of all where worth falls with age, and one of the newest where it rises, as
+    with what comes back in a fixed period.
 
     O(log n) per event; remembers `_GHOSTS_PER_BLOCK` evicted blocks for each block of the pool.
     """
@@ -79,16 +79,19 @@ class LowestUtility:
         self._hits = bytearray(num_blocks)
         self._class_of = bytearray(num_blocks)
         self._since = array("q", bytes(8 * num_blocks))
-        self._queues = [EvictionQueue[int]() for _ in range(_NUM_CLASSES)]
+        # Blocks on offer by class and age. Blocks move to the next age when worths are compared.
+        self._queues = [
+            [EvictionQueue[int]() for _ in range(_NUM_BUCKETS)] for _ in range(_NUM_CLASSES)
+        ]
+        self._queue_of = bytearray(num_blocks)
         # Evicted blocks, oldest first: hits, class and the tick at which they were released.
         self._ghosts: OrderedDict[BlockHash, tuple[int, int, int]] = OrderedDict()
         self._max_ghosts = min(_GHOSTS_PER_BLOCK * num_blocks, _MAX_GHOSTS)
         self._released = [0.0] * _NUM_CLASSES
         self._returned = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
         self._worth = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
-        self._sign = [1] * _NUM_CLASSES  # -1 where the newest goes first; scores are sign × since.
         self._next_learning = 0
-        self._choice = 0, -1  # The class worth least, and the age bucket that made it so.
+        self._choice = self._queues[0][0]  # Of the class and age worth least.
         self._next_choice = 0
 
     def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
@@ -107,7 +110,7 @@ class LowestUtility:
     def held(self, block_id: int, *, now: int) -> None:
         class_id = self._class_of[block_id]
         self._returned[class_id][self._bucket(now - self._since[block_id])] += 1
-        self._queues[class_id].remove(block_id)
+        self._queues[class_id][self._queue_of[block_id]].remove(block_id)
 
     def released(self, block_id: int, *, now: int) -> None:
         class_id = min(self._hits[block_id].bit_length(), _NUM_CLASSES - 1)
@@ -115,45 +118,55 @@ class LowestUtility:
         self._since[block_id] = now
         self._released[class_id] += 1
 
-    def offer(self, block_id: int) -> None:
-        class_id = self._class_of[block_id]
-        self._queues[class_id].push(block_id, self._sign[class_id] * self._since[block_id])
+    def offer(self, block_id: int, *, now: int) -> None:
+        since = self._since[block_id]
+        self._queue_of[block_id] = bucket = self._bucket(now - since)
+        self._queues[self._class_of[block_id]][bucket].push(block_id, since)
 
     def evict(self, *, now: int) -> int:
-        class_id, bucket = self._choice
-        head = self._queues[class_id].lowest()
-        if now >= self._next_choice or head is None or self._bucket(now - abs(head)) != bucket:
-            class_id = self._choose(now)
-        block_id = self._queues[class_id].pop()
+        if now >= self._next_choice or self._choice.lowest() is None:
+            self._choose(now)
+        block_id = self._choice.pop()
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         self._hash_of[block_id] = None
-        self._ghosts[block_hash] = (self._hits[block_id], class_id, self._since[block_id])
+        self._ghosts[block_hash] = (
+            self._hits[block_id],
+            self._class_of[block_id],
+            self._since[block_id],
+        )
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
         return block_id
 
-    def _choose(self, now: int) -> int:
-        """The class whose next block is worth least; of equals, the one that waits longest."""
+    def _choose(self, now: int) -> None:
+        """Finds the class and age worth least; of equals, those whose oldest waits longest."""
         if now >= self._next_learning:
-            self._learn(now)
+            self._learn()
             self._next_learning = now + max(self._num_blocks // 2, 64)
-        candidates: list[tuple[float, int, int, int]] = []
-        for class_id, queue in enumerate(self._queues):
-            head = queue.lowest()
-            if head is not None:
-                bucket = self._bucket(now - abs(head))
-                candidates.append((self._worth[class_id][bucket], abs(head), class_id, bucket))
-        _, _, class_id, bucket = min(candidates)
-        self._choice = class_id, bucket
+        least: tuple[float, int] | None = None
+        for queues, worths in zip(self._queues, self._worth, strict=True):
+            for bucket, (queue, worth) in enumerate(zip(queues, worths, strict=True)):
+                oldest = self._oldest(queues, bucket, now)
+                if oldest is not None and (least is None or (worth, oldest) < least):
+                    least = worth, oldest
+                    self._choice = queue
         self._next_choice = now + self._num_blocks // _CHOICES_PER_POOL + 1
-        return class_id
+
+    def _oldest(self, queues: list["EvictionQueue[int]"], bucket: int, now: int) -> int | None:
+        """Since when the oldest block of a bucket waits, after those too old for it moved on."""
+        queue = queues[bucket]
+        while (since := queue.lowest()) is not None and self._bucket(now - since) > bucket:
+            block_id = queue.pop()
+            self._queue_of[block_id] = bucket + 1
+            queues[bucket + 1].push(block_id, since)
+        return since
 
     def _bucket(self, age: int) -> int:
         bucket = (age * _BUCKETS_PER_POOL // self._num_blocks + 1).bit_length() - 1
         return bucket if bucket < _NUM_BUCKETS else _NUM_BUCKETS - 1
 
-    def _learn(self, now: int) -> None:
+    def _learn(self) -> None:
         """Computes what blocks are worth from what was counted, and lets the counts fade.
 
         Blocks released and blocks returned fade alike, so that in a steady state their ratio is
@@ -167,21 +180,6 @@ class LowestUtility:
             self._worth[class_id] = floor = [max(pair) for pair in zip(worth, floor, strict=True)]
             self._released[class_id] *= _DECAY
             self._returned[class_id] = [_DECAY * count for count in returned]
-            self._turn(class_id, now)
-
-    def _turn(self, class_id: int, now: int) -> None:
-        """Puts the class in the order in which its blocks are to go; O(n) when that changes."""
-        queue, worth, sign = self._queues[class_id], self._worth[class_id], self._sign[class_id]
-        head = queue.lowest()
-        if head is None:
-            return
-        highest = worth[self._bucket(now - head)] if sign > 0 else max(worth)
-        wanted = -1 if highest > _RISE * worth[0] else 1
-        if wanted != sign:
-            self._sign[class_id] = wanted
-            self._queues[class_id] = EvictionQueue[int]()
-            for block_id in queue.block_ids():
-                self.offer(block_id)
 
 
 def _worth_by_age(num_released: float, returned: list[float]) -> list[float]:
@@ -229,9 +227,6 @@ class EvictionQueue(Generic[Score]):
     def remove(self, block_id: int) -> None:
         """Takes ``block_id`` out of the queue, if it is there."""
         self._scores.pop(block_id, None)
-
-    def block_ids(self) -> list[int]:
-        return list(self._scores)
 
     def lowest(self) -> Score | None:
         """The lowest score; ``None`` for an empty queue."""

@@ -77,7 +77,7 @@ class _Scored:
     def released(self, block_id: int, *, now: int) -> None:
         self._last_used[block_id] = now
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         use = BlockUse(
             last_used=self._last_used[block_id],
             num_hits=self._hits[block_id],
@@ -133,7 +133,7 @@ class S3Fifo:
     def released(self, block_id: int, *, now: int) -> None:
         pass
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         place = self._place[block_id]
         if place is None:
             self._place[block_id] = place = self._next_place
@@ -157,7 +157,7 @@ class S3Fifo:
                     return block_id
                 self._hits[block_id] -= 1
             self._place[block_id] = None
-            self.offer(block_id)
+            self.offer(block_id, now=now)
 
     def _remember(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
@@ -172,7 +172,7 @@ class FurthestNextUse:
 
     It needs no change for chains: whatever uses a block uses its parents too, so that a parent's
     next use is never later, and of equals the end of a chain is offered first. Optimal in hits;
-    with costs that differ it is a bound only in practice.
+    with costs that differ, or with requests side by side, it is a bound only in practice.
     """
 
     def __init__(self, chains: Sequence[Sequence[BlockHash]]) -> None:
@@ -191,7 +191,7 @@ class FurthestNextUse:
         return _Furthest(num_blocks, self._next_use)
 
     def _next_use(self, block_hash: BlockHash) -> int:
-        uses = self._uses[block_hash]
+        uses = self._uses.get(block_hash, ())  # None, where decode made the block.
         later = bisect_right(uses, self._now)
         return uses[later] if later < len(uses) else _NEVER
 
@@ -211,5 +211,5 @@ class _Furthest(_Scored):
         assert block_hash is not None
         self._next[block_id] = self._next_use(block_hash)
 
-    def offer(self, block_id: int) -> None:
+    def offer(self, block_id: int, *, now: int) -> None:
         self._queue.push(block_id, -self._next[block_id])

@@ -20,6 +20,8 @@ CPU_MAX_BYTES = 4 << 30
 """Limit of the default share: what is taken unasked should leave a laptop usable."""
 GPU_SHARE = 0.9
 
+_STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvLayout:
@@ -51,7 +53,7 @@ def kv_layout(config: EngineConfig, model: LlamaConfig, *, dtype: torch.dtype) -
         block_size=config.block_size,
         num_kv_heads=max(1, model.num_kv_heads // config.tensor_parallel_size),
         head_size=model.head_size,
-        dtype=torch.int8 if config.kv_cache_dtype == "int8" else dtype,
+        dtype=_STORED.get(config.kv_cache_dtype, dtype),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeights, KvCache
 from quire.worker.model_config import LlamaConfig, RopeConfig
@@ -19,7 +20,7 @@ from quire.worker.tensor_parallel import TensorParallel
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # C hidden size   R = D / 2
-# H query heads   K KV heads (both: of this rank)   D head size   V vocabulary
+# H query heads   K KV heads (both: of this rank)   A = H + 2 K   D head size   V vocabulary
 
 
 class Llama:
@@ -38,12 +39,14 @@ class Llama:
         self._weights = weights
         self._backend = backend
         self._tp = tp
+        self.options = attention_options(config, max_model_len)
+        self.num_heads = config.num_heads // tp.size
         self.num_kv_heads = max(1, config.num_kv_heads // tp.size)
         cos_PR, sin_PR = rotary_tables(
             config.rope, config.head_size, max_model_len, device=weights.norm_C.device
         )
         self._shape = DecoderShape(
-            num_heads=config.num_heads // tp.size,
+            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=config.head_size,
             eps=config.rms_norm_eps,
@@ -121,19 +124,19 @@ class Llama:
         sin_TR: Tensor,
     ) -> Tensor:
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
-        qkv_THD = layer.qkv(x_TC).view(len(x_TC), heads + 2 * kv_heads, self._shape.head_size)
-        # Q and K lie side by side, so one call rotates both.
-        qk_THD = self._backend.rotary_embedding(qkv_THD[:, : heads + kv_heads], cos_TR, sin_TR)
+        qkv_TAD = layer.qkv(x_TC).view(len(x_TC), heads + 2 * kv_heads, self._shape.head_size)
         k_cache, v_cache = layer_kv
-        self._backend.write_kv(
-            qk_THD[:, heads:],
-            qkv_THD[:, heads + kv_heads :],
+        q_THD = self._backend.rotate_and_write_kv(
+            qkv_TAD,
+            cos_TR,
+            sin_TR,
             k_cache,
             v_cache,
             batch.slot_mapping_T,
+            options=self.options,
         )
         out_THD = self._backend.attend(
-            qk_THD[:, :heads],
+            q_THD,
             k_cache,
             v_cache,
             block_tables_BM=batch.block_tables_BM,
@@ -143,8 +146,16 @@ class Llama:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=self._shape.scale,
+            options=self.options,
+            shared=batch.shared,
         )
         return self._tp.all_reduce(layer.o(out_THD.flatten(1)))
+
+
+def attention_options(config: LlamaConfig, max_model_len: int) -> AttentionOptions:
+    """What the layers ask of attention: a window that no sequence outgrows is none."""
+    window = config.sliding_window
+    return AttentionOptions(window=window if window and window < max_model_len else None)
 
 
 def rotary_tables(

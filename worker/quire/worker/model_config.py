@@ -12,9 +12,10 @@ from quire.worker.checkpoint import read_json
 from quire.worker.config import EngineConfig
 from quire.worker.errors import CheckpointError, ConfigError
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
+_MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama model."""
+    """The shape of a Llama model, or of a Mistral one: a Llama whose layers may have a window."""
 
     vocab_size: int
     hidden_size: int
@@ -55,6 +56,8 @@ class LlamaConfig:
     """In which the checkpoint wants to be computed."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sliding_window: int | None = None
+    """Tokens that each query sees at most, itself the last; ``None`` is all."""
 
 
 def read_model_config(path: Path) -> LlamaConfig:
@@ -160,7 +163,24 @@ def _llama_config(
         dtype=dtype,
         bos_token_id=None if bos is None else int(bos),
         eos_token_ids=eos_token_ids,
+        sliding_window=_sliding_window(raw, file),
     )
+
+
+def _sliding_window(raw: dict[str, Any], file: Path) -> int | None:
+    """Of Mistral's configurations: null is none, and a file that does not say means 4096."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(name) is not None:
+            raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported")
+    if (raw.get("architectures") or [None])[0] != "MistralForCausalLM":
+        return None
+    if len(set(raw.get("layer_types") or ())) > 1:
+        raise CheckpointError(
+            f"{file}: layer_types={sorted(set(raw['layer_types']))} in one model are not supported"
+        )
+    if raw.get("sliding_window", _MISTRAL_WINDOW) is None:
+        return None
+    return _int({"sliding_window": _MISTRAL_WINDOW, **raw}, "sliding_window", file)
 
 
 def _rope_config(raw: dict[str, Any], file: Path, *, max_positions: int) -> RopeConfig:

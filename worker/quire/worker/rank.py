@@ -1,10 +1,12 @@
 """A tensor-parallel rank, a process: ``python -m quire.worker.rank CONTROL LIFELINE SHARED`` (fds).
 
-Speaks with its executor over one socket, in pickles of what `quire.worker.rank_messages` lists.
+Speaks with its executor over one socket (`quire.worker.rank_messages`), and finds its steps in
+memory that all share (`quire.worker.step_codec`).
 It ends when the executor does, however that ends: the other end of the lifeline closes then, and
 a thread that watches it ends the process even in the middle of a step.
 """
 
+import itertools
 import os
 import select
 import signal
@@ -15,8 +17,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from quire.worker.errors import CheckpointError, ConfigError
-from quire.worker.rank_messages import Failed, Loaded, RankStart, Ready
-from quire.worker.step import StepInput
+from quire.worker.rank_messages import Failed, Loaded, RankStart, Ready, pack, unpack
+from quire.worker.step_codec import StepSlots, read_step, write_output
 
 
 def main() -> None:
@@ -53,15 +55,16 @@ def _run(connection: Connection, shared_fd: int) -> None:
         shared_fd=shared_fd,
     )
     runner = ModelRunner(start.config, device=device, tp=tp)
-    connection.send(Loaded(num_blocks=runner.num_blocks_that_fit()))
+    num_blocks = runner.num_blocks_that_fit()
+    connection.send(Loaded(num_blocks=num_blocks, is_gpu=device.type == "cuda"))
     runner.allocate(connection.recv())
+    slots = StepSlots(shared_fd, offset=start.slots_offset, slot_bytes=start.slot_bytes)
     connection.send(Ready())
-    while True:
-        step = connection.recv()
-        assert isinstance(step, StepInput)
-        output = runner.execute(step)
+    for number in itertools.count():
+        message = unpack(connection.recv_bytes())
+        output = runner.execute(read_step(slots.step(number), message))
         if output is not None:
-            connection.send(output)
+            connection.send_bytes(pack(write_output(output, slots.output(number))))
 
 
 def _watch(lifeline_fd: int, parent_pid: int) -> None:

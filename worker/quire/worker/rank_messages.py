@@ -1,12 +1,17 @@
-"""What an executor and a rank say to each other, beside `StepInput` and `StepOutput`.
+"""What an executor and a rank say to each other over their socket.
 
-executor → rank    `RankStart`; then the number of blocks; then a `StepInput` per step
-rank → executor    `Loaded`; then `Ready`; then, from rank 0, a `StepOutput` per step
+executor → rank    `RankStart`; then the number of blocks; then a message per step
+rank → executor    `Loaded`; then `Ready`; then, from rank 0, a message per step
                    `Failed`, at any time, and the rank ends
+
+Steps and their outputs themselves lie in shared memory (`quire.worker.step_codec`): their messages
+say that they are there, and are empty but for what seldom comes with them.
 """
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.worker.config import EngineConfig
 
@@ -17,6 +22,9 @@ class RankStart:
     config: EngineConfig
     rendezvous: Path
     """A file that does not exist yet, where the ranks find each other."""
+    slots_offset: int
+    """Where in the shared memory the slots of steps begin, and the size of each."""
+    slot_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +32,7 @@ class Loaded:
     """The weights are there, and this many blocks of KV would fit."""
 
     num_blocks: int
+    is_gpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +48,12 @@ class Failed:
     """"ConfigError", "CheckpointError" or another exception's name."""
     message: str
     traceback: str
+
+
+def pack(message: object | None) -> bytes:
+    """The empty message is ``None``: pickling that would take longer than sending it."""
+    return b"" if message is None else pickle.dumps(message, protocol=5)
+
+
+def unpack(data: bytes) -> Any:
+    return pickle.loads(data) if data else None

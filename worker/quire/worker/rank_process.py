@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire.worker.config import EngineConfig
 
-SHARED_BYTES_PER_RANK = 4 << 20
+COLLECTIVES_BYTES_PER_RANK = 4 << 20
 """Of memory that all ranks map for their collectives; what is not touched costs nothing."""
 
 RANK_MODULE = "quire.worker.rank"
@@ -71,9 +71,9 @@ class RankProcesses:
         # Nothing is ever written: when the last write end closes, every rank sees the end.
         self._lifeline_read, self._lifeline_write = os.pipe()
         # Memory without a name: gone with its last user, however that ends.
-        self._shared_fd = os.memfd_create("quire-ranks")
+        self.shared_fd = os.memfd_create("quire-ranks")
 
-    def start(self, config: EngineConfig, *, send_timeout_s: float) -> None:
+    def start(self, config: EngineConfig, *, shared_bytes: int, send_timeout_s: float) -> None:
         """Starts all ranks at once. A message that one does not take in time raises
         `BlockingIOError`: a hung rank's full socket must not hang its executor too."""
         environment = os.environ | {
@@ -83,7 +83,7 @@ class RankProcesses:
             # All ranks are on this machine, and gloo should not listen outside of it.
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        os.ftruncate(self._shared_fd, SHARED_BYTES_PER_RANK * config.tensor_parallel_size)
+        os.ftruncate(self.shared_fd, shared_bytes)
         seconds, fraction = divmod(send_timeout_s, 1)
         for number in range(config.tensor_parallel_size):
             ours, theirs = Pipe()
@@ -94,7 +94,7 @@ class RankProcesses:
                     struct.pack("ll", int(seconds), int(fraction * 1e6)),
                 )
             with theirs:
-                fds = (theirs.fileno(), self._lifeline_read, self._shared_fd)
+                fds = (theirs.fileno(), self._lifeline_read, self.shared_fd)
                 process = subprocess.Popen(
                     # -P: the working directory is no place to import from unasked.
                     [sys.executable, "-P", "-m", RANK_MODULE, *map(str, fds)],
@@ -117,7 +117,7 @@ class RankProcesses:
             rank.connection.close()
         os.close(self._lifeline_write)
         os.close(self._lifeline_read)
-        os.close(self._shared_fd)
+        os.close(self.shared_fd)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

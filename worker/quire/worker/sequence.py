@@ -1,10 +1,13 @@
 """One request as the engine sees it: its tokens, how many have KV, and the blocks that hold it.
 
-    0 ≤ num_computed < num_tokens ≤ prompt + max_tokens
-    tokens[:num_computed] have their KV in blocks[: ceil(num_computed / block_size)]
+    0 ≤ num_computed < num_tokens + num_in_flight ≤ prompt + max_tokens
+    tokens[:num_computed] have their KV in blocks[: ceil(num_computed / block_size)], or will have
+    it once the steps that are submitted have run; these sample the tokens in flight, which stand
+    behind those that are known
 
 Prefill, decode, resume and recomputation after a preemption are one thing here: tokens whose KV
-is missing. Once only the last one's is, the next token can be sampled.
+is missing. Once only the last one's is, the next token can be sampled, though the last one may
+still be in flight itself.
 """
 
 import enum
@@ -15,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.worker.blocks import BlockId
-from quire.worker.hashing import BlockHash, TokenIds, hash_blocks
+from quire.worker.hashing import BlockHash, HashChain, TokenIds
 from quire.worker.outputs import FinishReason
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import Ints, Longs, Penalties
@@ -25,6 +28,8 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     """In the queue, for the first time or preempted. Holds no blocks."""
     RUNNING = enum.auto()
+    LEAVING = enum.auto()
+    """The last token that it may have is in flight. Still holds its blocks."""
     FINISHED = enum.auto()
     """Ended or aborted. Holds no blocks."""
 
@@ -64,19 +69,31 @@ class Sequence:
         self._tokens: TokenIds = np.concatenate([prompt_token_ids, resumed_token_ids])
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(self._tokens)
+        """Those that are known."""
+        self.num_in_flight = 0
         self.num_computed = 0
+        self.last_step = 0
+        """Number of the newest submitted step that it has a part in."""
+        self.sampled_row = 0
+        """Which of the sampled rows of that step is its own."""
 
         self._block_size = block_size
         self._blocks: Ints = np.empty(self.num_tokens // block_size + 2, dtype=np.int32)
         self.num_blocks = 0
+        self.num_slots = 0
+        """``num_blocks * block_size``"""
         self.num_registered = 0
         """Blocks at the beginning that bear their hash in the pool."""
-        self._root = root
+        self._chain = None if root is None else HashChain(root, block_size=block_size)
+        self.row: int | None = None
+        """Where step input keeps its block table, and how many blocks of it are there."""
+        self.num_blocks_in_row = 0
         self.hashes: list[BlockHash] = []
-        """Of every block that the tokens fill, computed or not; empty without a root."""
+        """Of every block that known tokens fill, computed or not; empty without a root."""
         self._extend_hashes()
 
         stop_ids = params.stop_token_ids or ()
+        self._last_end = len(prompt_token_ids) + max_tokens
         self._end_ids = frozenset(stop_ids if params.ignore_eos else (*stop_ids, *eos_token_ids))
         # As in vLLM, min_tokens keeps the end token away even where it would be ignored.
         self._banned_ids = np.array(sorted({*stop_ids, *eos_token_ids}), dtype=np.int64)
@@ -85,16 +102,25 @@ class Sequence:
             if params.has_penalties
             else None
         )
+        self.needs_tokens = self._counts is not None
+        """Whether the engine must know all tokens before it can ask for the next one."""
+        self.is_plain = self._counts is None and not params.min_tokens
+        """Whether its sampling parameters are the same in every step."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Resumed ones counted."""
+        """Resumed ones counted, and those in flight not."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV is missing. 1 means: ready to sample the next token."""
-        return self.num_tokens - self.num_computed
+        return self.num_tokens + self.num_in_flight - self.num_computed
+
+    @property
+    def is_last_in_flight(self) -> bool:
+        """Whether no token may follow those in flight."""
+        return self.num_tokens + self.num_in_flight >= self._last_end
 
     @property
     def token_ids(self) -> TokenIds:
@@ -107,14 +133,20 @@ class Sequence:
 
     @property
     def banned_ids(self) -> Longs | None:
-        """Tokens that must not be sampled now."""
-        too_early = self.num_output_tokens < self.params.min_tokens
+        """Tokens that must not be sampled behind those in flight."""
+        too_early = self.num_output_tokens + self.num_in_flight < self.params.min_tokens
         return self._banned_ids if too_early and len(self._banned_ids) else None
 
     def penalties(self, *, row: int) -> Penalties | None:
         return self._counts.penalties(row=row) if self._counts else None
 
+    def token_at(self, position: int) -> int:
+        """A token that is known."""
+        return int(self._tokens[position])
+
     def append_token(self, token_id: int) -> None:
+        """Takes the oldest token in flight."""
+        self.num_in_flight -= 1
         if self.num_tokens == len(self._tokens):
             self._tokens = _grown(self._tokens, self.num_tokens + 1)
         self._tokens[self.num_tokens] = token_id
@@ -138,27 +170,25 @@ class Sequence:
             self._blocks = _grown(self._blocks, end)
         self._blocks[self.num_blocks : end] = block_ids
         self.num_blocks = end
+        self.num_slots = end * self._block_size
 
     def replace_block(self, index: int, block_id: BlockId) -> BlockId:
         """Puts ``block_id``, of the same contents, at ``index``; returns the one it replaces."""
         old = BlockId(int(self._blocks[index]))
         self._blocks[index] = block_id
+        self.num_blocks_in_row = min(self.num_blocks_in_row, index)
         return old
 
     def take_blocks(self) -> list[BlockId]:
         """Empties the block table, for the pool to release: no KV is left."""
         block_ids: list[BlockId] = self.block_ids.tolist()
-        self.num_blocks = self.num_registered = self.num_computed = 0
+        self.num_blocks = self.num_slots = self.num_registered = self.num_computed = 0
+        self.num_blocks_in_row = 0
         return block_ids
 
     def _extend_hashes(self) -> None:
-        if self._root is not None:
-            self.hashes += hash_blocks(
-                self.token_ids,
-                block_size=self._block_size,
-                parent=self.hashes[-1] if self.hashes else self._root,
-                first_block=len(self.hashes),
-            )
+        if self._chain is not None:
+            self.hashes += self._chain.extend(self.token_ids)
 
 
 class _TokenCounts:

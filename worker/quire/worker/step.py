@@ -1,7 +1,8 @@
 """What crosses between the engine and its ranks: one `StepInput` down, one `StepOutput` up.
 
-Ranks keep no state of requests: each step says all that it needs, so that every rank of a group
-does the same work and a rank has nothing to lose. Decodes (rows of one query token) come first.
+Ranks keep no state of requests: each step says all that it needs, but for tokens that the step
+right before it samples, which ranks remember for that long. So every rank of a group does the
+same work and has nothing to lose. Decodes (rows of one query token) come first.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ Longs = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
-# S sequences that sample        R tokens with a penalty
+# S sequences that sample        R tokens with a penalty   L tokens that are not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class SamplingBatch:
     penalties: tuple[Penalties, ...] = ()
 
 
+def _no_rows() -> Ints:
+    return np.empty(0, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     token_ids_T: Longs
@@ -70,6 +75,10 @@ class StepInput:
     sample_rows_S: Ints
     """The rows of B whose last token's logits are sampled."""
     sampling: SamplingBatch
+    late_tokens_L: Ints = field(default_factory=_no_rows)
+    """Where T has tokens that the step before this one samples: ranks put them in."""
+    late_rows_L: Ints = field(default_factory=_no_rows)
+    """Which of that step's S rows samples each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +101,25 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """The ranks of one group, as the engine sees them."""
+    """The ranks of one group, as the engine sees them. Steps run in the order of `submit`."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks that every rank's KV cache holds."""
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Runs the model once on all ranks.
+    @property
+    def num_ahead(self) -> int:
+        """Steps to submit before the result of the one before them: 0, or 1 where that pays."""
+
+    def submit(self, step: StepInput) -> None:
+        """Gives all ranks a step to run. At most ``1 + num_ahead`` are under way.
+
+        Raises:
+            RankFailure: A rank died or does not take it. The executor is closed.
+        """
+
+    def result(self) -> StepOutput:
+        """Waits for the oldest step whose result was not taken yet.
 
         Raises:
             RankFailure: A rank died, raised or missed its deadline. The executor is closed.

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels import native
 from quire.kernels.native_shared import SharedGroup
 from quire.worker.step import Longs
+from quire.worker.symmetric import open_one_shot
 
 # S rows   V vocabulary   G rows that are greedy   R ranks
 
@@ -84,7 +85,7 @@ class SharedMemoryTensorParallel(TensorParallel):
 
 
 class DistributedTensorParallel(TensorParallel):
-    """Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs.
+    """Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs, and one of our own there.
 
     gloo adds partial sums in an order of its own that depends on ``size``, so results of
     different sizes differ in their last bits; those of one size do not depend on the batch.
@@ -107,7 +108,14 @@ class DistributedTensorParallel(TensorParallel):
             device_id=device if device.type == "cuda" else None,
         )
 
+        # Small tensors, those of decodes, need not wait for NCCL where the GPUs reach each other.
+        self._one_shot = (
+            open_one_shot(rank=rank, size=size, device=device) if device.type == "cuda" else None
+        )
+
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.all_reduce(x)
         dist.all_reduce(x)
         return x
 

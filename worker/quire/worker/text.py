@@ -1,22 +1,21 @@
 """Text to token ids and back: tokenizer, chat template, and text that arrives token by token.
 
 Built on the `tokenizers` library and Jinja alone, so that a gateway needs neither torch nor the
-seconds that importing transformers takes. What it renders equals what transformers renders.
+seconds that importing transformers takes.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
 from quire.worker.errors import CheckpointError, InvalidRequest
 from quire.worker.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.worker.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
@@ -40,8 +39,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
-        self._special_tokens = dict(special_tokens or {})
-        self._template = _compile(chat_template) if chat_template else None
+        self._template = _chat_template(chat_template, special_tokens or {})
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -103,14 +101,7 @@ class Tokenizer:
             )
         if not messages:
             raise InvalidRequest("messages is empty: at least one message")
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
 
 class TextDelta(NamedTuple):
@@ -236,21 +227,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _compile(template: str) -> jinja2.Template:
-    # The settings and helpers that chat templates are written for.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise CheckpointError(f"the chat template cannot be read: {error}") from error
+def _chat_template(source: str | None, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+    if not source:
+        return None
+    from quire.worker.chat_template import ChatTemplate  # Its Jinja is slow to import.
 
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    return ChatTemplate(source, special_tokens=special_tokens)

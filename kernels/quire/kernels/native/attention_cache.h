@@ -62,6 +62,13 @@ class CacheReader {
       if (!kIsInt8) continue;
       tiles.k_scale_part[i] = k + begin + values_bytes + 4 * token;
       tiles.v_scale_part[i] = v + begin + values_bytes + 4 * token;
+      // `fetch` reads all of it, when another split has been attended to.
+      for (int64_t byte = 0; byte < part * token_bytes; byte += kLineBytes) {
+        __builtin_prefetch(tiles.k_part[i] + byte);
+        __builtin_prefetch(tiles.v_part[i] + byte);
+      }
+      __builtin_prefetch(tiles.k_scale_part[i]);
+      __builtin_prefetch(tiles.v_scale_part[i]);
     }
     for (; i * part < kSplitTokens; ++i) {
       tiles.k_part[i] = tiles.k_part[i - 1];

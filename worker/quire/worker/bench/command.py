@@ -18,6 +18,7 @@ def bench_prefix(
     config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
 ) -> int:
     """Measures prefix caching on against off; prints a table, writes JSON and a plot."""
+    report.check_writable(output)
     rows = _sweep(config, workload)
     print(report.prefix_table(rows))
     _finish("prefix", config, workload, rows, output=output, plot_format=plot_format)
@@ -28,6 +29,7 @@ def bench_block_sizes(
     config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
 ) -> int:
     """Measures block sizes against each other; prints a table, writes JSON and a plot."""
+    report.check_writable(output)
     rows = _sweep(config, workload)
     print(report.block_size_table(rows))
     _finish("blocksize", config, workload, rows, output=output, plot_format=plot_format)

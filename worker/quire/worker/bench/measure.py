@@ -25,6 +25,8 @@ class StepSample(NamedTuple):
     """What one step computed, and how long it took, scheduling and bookkeeping included."""
 
     num_prefill_tokens: int
+    num_attended: int
+    """Over those tokens, the tokens that each attends to, itself included."""
     num_decodes: int
     seconds: float
 
@@ -35,9 +37,13 @@ class Run:
 
     seconds: float
     steps: tuple[StepSample, ...]
+    probe: tuple[StepSample, ...] = ()
+    """Steps of the longest prompt alone, in chunks, without caching; where that was run."""
     ttft_s: tuple[float, ...]
     """From each request's submission to its first token, the wait in the queue included."""
     outputs: tuple[TokenIds, ...]
+    hits: tuple[int, ...]
+    """Of each request, the prompt tokens found in the cache."""
     num_prompt_tokens: int
     num_hit_tokens: int
     num_output_tokens: int
@@ -52,19 +58,30 @@ class Run:
 
 
 class ExecutorView:
-    """An executor with a smaller cache than its own, that notes the shape of the last step."""
+    """An executor with a smaller cache than its own, that notes the shape of the last step.
+
+    Nothing runs ahead, so that the time between two results is that of one step.
+    """
+
+    num_ahead = 0
 
     def __init__(self, executor: Executor, *, num_blocks: int) -> None:
         assert num_blocks <= executor.num_blocks
         self._executor = executor
         self.num_blocks = num_blocks
         self.num_prefill_tokens = 0
+        self.num_attended = 0
         self.num_decodes = 0
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def submit(self, step: StepInput) -> None:
+        positions = step.positions_T[step.num_decodes :]
         self.num_decodes = step.num_decodes
-        self.num_prefill_tokens = len(step.token_ids_T) - step.num_decodes
-        return self._executor.execute(step)
+        self.num_prefill_tokens = len(positions)
+        self.num_attended = int(positions.sum()) + len(positions)
+        self._executor.submit(step)
+
+    def result(self) -> StepOutput:
+        return self._executor.result()
 
     def close(self) -> None:
         """Leaves the executor open, for the next run."""
@@ -99,6 +116,7 @@ def run_workload(
     submitted_s = [0.0] * len(requests)
     ttft_s = [0.0] * len(requests)
     outputs: list[list[int]] = [[] for _ in requests]
+    hits = [0] * len(requests)
     steps: list[StepSample] = []
     num_peak_blocks = num_wasted = num_held = num_inside = 0
     elapsed_s = 0.0
@@ -113,11 +131,13 @@ def run_workload(
         deltas = engine.step()
         end_s = time.perf_counter()
         elapsed_s += end_s - begin_s
-        steps.append(StepSample(view.num_prefill_tokens, view.num_decodes, end_s - step_begin_s))
+        shape = view.num_prefill_tokens, view.num_attended, view.num_decodes
+        steps.append(StepSample(*shape, end_s - step_begin_s))
         for delta in deltas:
             index = int(delta.request_id)
             if not outputs[index]:
                 ttft_s[index] = elapsed_s - submitted_s[index]
+                hits[index] = delta.num_cached_tokens
             outputs[index] += delta.token_ids
             num_inside -= delta.finish_reason is not None
         stats = engine.stats()
@@ -130,6 +150,7 @@ def run_workload(
         steps=tuple(steps),
         ttft_s=tuple(ttft_s),
         outputs=tuple(as_token_ids(output) for output in outputs),
+        hits=tuple(hits),
         num_prompt_tokens=stats.num_prompt_tokens,
         num_hit_tokens=stats.num_hit_tokens,
         num_output_tokens=stats.num_output_tokens,

@@ -1,26 +1,19 @@
 """A rank that tells with each answer what its time was spent on; else as `quire.worker.rank`."""
 
 from quire.worker import rank
-from quire.worker.bench.step_parts import ProfiledStepOutput, rank_targets
+from quire.worker.bench.step_parts import profiled, rank_targets, write_profiled
 from quire.worker.bench.stopwatch import Stopwatch, replaced
-from quire.worker.step import StepInput, StepOutput
+from quire.worker.model_runner import ModelRunner
 
 
 def main() -> None:
-    from quire.worker.model_runner import ModelRunner
-
     stopwatch = Stopwatch()
     with stopwatch.watching(*rank_targets()):
-        execute = ModelRunner.execute
-
-        def profiled(runner: ModelRunner, step: StepInput) -> StepOutput | None:
-            output = execute(runner, step)
-            times_ns = stopwatch.take()
-            if output is None:
-                return None
-            return ProfiledStepOutput(output.token_ids_S, output.logprobs, times_ns)
-
-        with replaced(ModelRunner, "execute", profiled):
+        execute = profiled(ModelRunner.execute, stopwatch)
+        with (
+            replaced(ModelRunner, "execute", execute),
+            replaced(rank, "write_output", write_profiled),
+        ):
             rank.main()
 
 

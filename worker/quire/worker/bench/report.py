@@ -24,7 +24,8 @@ def prefix_table(rows: Sequence[Row]) -> str:
     """Two lines a row: without prefix caching, and with it beside its bounds."""
     header = (
         *("block", "cache", "caching", "out tok/s", "all tok/s", "speedup", "bound", "reached"),
-        *("hits", "hits ∞", "evicted", "preempted", "wasted", "TTFT ms mean", "p50", "p99"),
+        *("hits", "hits ∞", "lost", "evicted", "preempted", "wasted"),
+        *("TTFT ms mean", "p50", "p99"),
     )
     lines: list[list[str]] = []
     for row in rows:
@@ -32,13 +33,14 @@ def prefix_table(rows: Sequence[Row]) -> str:
         assert row.speedup is not None
         cell, speedup = row.cell, row.speedup
         first = [str(cell.block_size), cell.cache_size, "off"]
-        lines.append(first + _throughput(row.uncached) + [""] * 5 + _rest(row.uncached))
+        lines.append(first + _throughput(row.uncached) + [""] * 6 + _rest(row.uncached))
         middle = [
             f"{speedup.measured:.2f}x",
             f"{speedup.bound:.2f}x",
             f"{speedup.reached:.0%}",
             f"{row.cached.hit_rate:.1%}",
             f"{row.infinite_hit_rate:.1%}",
+            f"{row.lost_rate:.1%}",
         ]
         lines.append(
             [
@@ -56,8 +58,17 @@ def prefix_table(rows: Sequence[Row]) -> str:
 def block_size_table(rows: Sequence[Row]) -> str:
     """One line a row, and throughput as a share of the best."""
     header = (
-        *("block", "cache", "out tok/s", "all tok/s", "of best", "hits", "hits ∞", "peak blocks"),
-        *("of cache", "evicted", "preempted", "wasted", "TTFT ms mean", "p50", "p99"),
+        *("block", "cache", "out tok/s", "all tok/s", "of best", "hits", "hits ∞", "lost"),
+        *(
+            "peak blocks",
+            "of cache",
+            "evicted",
+            "preempted",
+            "wasted",
+            "TTFT ms mean",
+            "p50",
+            "p99",
+        ),
     )
     best = max(row.cached.output_tokens_per_s for row in rows)
     lines = [
@@ -68,6 +79,7 @@ def block_size_table(rows: Sequence[Row]) -> str:
             f"{row.cached.output_tokens_per_s / best:.0%}",
             f"{row.cached.hit_rate:.1%}",
             f"{row.infinite_hit_rate:.1%}",
+            f"{row.lost_rate:.1%}",
             f"{row.cached.num_peak_blocks:.0f}",
             f"{row.cached.num_peak_blocks / row.cell.num_blocks:.0%}",
             *_rest(row.cached),
@@ -81,11 +93,14 @@ def closing_lines(rows: Sequence[Row]) -> list[str]:
     """What the table's words mean, and whether caching changed any token."""
     lines = [
         "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts",
+        "lost: prompt tokens that such a cache misses because a prefix ends inside a block",
         "wasted: slots of held blocks without a token (fragmentation), over all steps",
     ]
     speedups = [row.speedup for row in rows if row.speedup is not None]
     if speedups:
-        lines.insert(0, "bound: the speedup if these hits cost nothing and the rest as without")
+        lines.insert(
+            0, "bound: the speedup if hits cost nothing, other prompt tokens what they do without"
+        )
         num_different = max(speedup.num_different_outputs for speedup in speedups)
         lines.append(
             "every request's tokens are the same with and without prefix caching"
@@ -93,6 +108,16 @@ def closing_lines(rows: Sequence[Row]) -> list[str]:
             else f"WARNING: the tokens of up to {num_different} requests differ between runs"
         )
     return lines
+
+
+def check_writable(output: Path) -> None:
+    """Refuses before anything is measured what could not be written after it.
+
+    Raises:
+        ConfigError: ``output`` is in no folder.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"no folder {output.parent}: make it, or give another --output")
 
 
 def write_json(file: Path, *, settings: dict[str, Any], rows: Sequence[Any]) -> None:

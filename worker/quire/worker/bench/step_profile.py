@@ -1,28 +1,32 @@
 """Where the time of a step goes, part by part: ``quire bench step``.
 
 Steps of three kinds and sizes: a batch of sequences that each decode one token, and one chunk of
-a prompt. Between the steps the profile is read, so a step's time is that of `Engine.step` alone.
-Where the ranks are processes, rank 0 reports what it spent; what is left of the wait for it is
-the way there and back: unpickling, wake-ups, and the other ranks being slower.
+a prompt; each with the next step prepared while one runs, and without. The engine's parts add up
+to the step's time, and so do rank 0's. Where the ranks are processes, the way of a step to ranks
+that have no model, and back, is timed too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from quire.worker import rank_process
+from quire.worker import process_executor, rank_process
+from quire.worker.bench.message_cost import time_messages
 from quire.worker.bench.report import format_table, write_json
 from quire.worker.bench.step_parts import (
+    ENGINE_PARTS,
     FORWARD,
-    PARTS,
+    RANK_PARTS,
     SAMPLE,
-    SEND,
-    TRANSPORT,
+    WAIT,
     ProfiledStepOutput,
     engine_targets,
+    profiled,
     rank_targets,
+    read_profiled,
 )
 from quire.worker.bench.stopwatch import Stopwatch, replaced
 from quire.worker.config import EngineConfig
@@ -31,6 +35,7 @@ from quire.worker.errors import ConfigError
 from quire.worker.executor import make_executor
 from quire.worker.model_config import read_model_config
 from quire.worker.model_facts import ModelFacts
+from quire.worker.model_runner import ModelRunner
 from quire.worker.request import Request
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import Executor, StepInput, StepOutput
@@ -68,14 +73,21 @@ class StepProfileConfig:
         if self.max_model_len > longest:
             raise ConfigError(
                 f"context={self.context} + num_steps={self.num_steps}, or chunk={self.chunk}, is "
-                f"{self.max_model_len} tokens with the warm-up, the model was trained for "
+                f"{self.max_model_len} tokens with prefill and warm-up, the model was trained for "
                 f"{longest}: lower them"
             )
 
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence here."""
-        return max(self.context + self.num_steps + _WARM_UP_STEPS, self.chunk) + 1
+        return max(self.context + self.num_outputs(max(self.batches)), self.chunk + 1)
+
+    def num_outputs(self, batch: int) -> int:
+        """Tokens that the first of ``batch`` sequences must be allowed, so that none of them has
+        ended when the last step was measured."""
+        budget = max(self.engine.max_num_batched_tokens, self.chunk) - batch
+        prefill_steps = -(-batch * self.context // max(1, budget))
+        return prefill_steps + _WARM_UP_STEPS + self.num_steps + 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +104,8 @@ class StepProfile:
 
     kind: str
     """ "32 decodes" or "prefill 512"."""
+    is_async: bool
+    """Whether each step was prepared while the one before it ran."""
     num_steps: int
     step: PartTime
     """The whole of it."""
@@ -102,34 +116,41 @@ class StepProfile:
 
 
 def bench_step(config: StepProfileConfig, *, output: Path) -> int:
-    """Prints the profile as a table and writes it to ``output`` + ".json"."""
-    profiles = profile_steps(config)
-    print(f"{config.engine.model.resolve().name}, microseconds of a step: median and p99\n")
-    print(step_table(profiles))
+    """Prints the profile as tables and writes it to ``output`` + ".json"."""
+    wanted = config.engine.async_scheduling
+    modes = (False, True) if wanted is None else (wanted,)
+    profiles = []
+    for is_async in modes:
+        profiles += profile_steps(config, is_async=is_async)
+        prepared = "while the one before it runs" if is_async else "when the one before it has run"
+        print(f"\n{config.engine.model.resolve().name}, each step prepared {prepared}: ", end="")
+        print("microseconds, median and p99\n")
+        print(step_table([profile for profile in profiles if profile.is_async == is_async]))
+    rows: list[object] = [*profiles]
+    if config.engine.tensor_parallel_size > 1:
+        messages = _messages(config)
+        rows.append(messages)
+        print(f"\n{messages.kind}: {messages.step.median_us:.0f} and {messages.step.p99_us:.0f}")
     file = output.with_name(f"{output.name}.json")
     settings = {**asdict(config), "engine": {**asdict(config.engine), "model": None}}
     settings["engine"]["model"] = str(config.engine.model)
-    write_json(file, settings={"benchmark": "step", **settings}, rows=profiles)
+    write_json(file, settings={"benchmark": "step", **settings}, rows=rows)
     print(f"\nwrote {file}")
     return 0
 
 
-def profile_steps(config: StepProfileConfig) -> list[StepProfile]:
+def profile_steps(config: StepProfileConfig, *, is_async: bool) -> list[StepProfile]:
     """Profiles every kind of step."""
-    engine = _engine_config(config)
+    engine = replace(_engine_config(config), async_scheduling=is_async)
     stopwatch = Stopwatch()
-    targets = engine_targets()
-    if engine.tensor_parallel_size == 1:
-        targets += rank_targets()
-    with replaced(rank_process, "RANK_MODULE", "quire.worker.bench.profiled_rank"):
+    with _profiled_ranks(engine), stopwatch.watching(*engine_targets()):
         executor, facts = make_executor(engine)
-    try:
-        with stopwatch.watching(*targets):
+        try:
             profiler = _Profiler(config, engine, _Listening(executor), facts, stopwatch)
             decodes = [profiler.decodes(batch) for batch in config.batches]
             return [*decodes, profiler.prefill()]
-    finally:
-        executor.close()
+        finally:
+            executor.close()
 
 
 def step_table(profiles: Sequence[StepProfile]) -> str:
@@ -137,39 +158,78 @@ def step_table(profiles: Sequence[StepProfile]) -> str:
     header = ["part"]
     for profile in profiles:
         header += [profile.kind, "p99"]
-    present = [part for part in PARTS if any(part in profile.parts for profile in profiles)]
-    lines = [[part, *_cells([p.parts.get(part) for p in profiles])] for part in present]
-    lines.append(["the whole step", *_cells([p.step for p in profiles])])
+    lines = [["the whole step", *_cells([p.step for p in profiles])]]
+    lines += [
+        [part, *_cells([profile.parts.get(part) for profile in profiles])]
+        for part in (*ENGINE_PARTS, *RANK_PARTS)
+        if any(part in profile.parts for profile in profiles)
+    ]
     lines.append(["without model, sampling", *_cells([p.around_model for p in profiles])])
     return format_table(header, lines)
 
 
-def step_profile(kind: str, times_ns: Sequence[dict[str, int]]) -> StepProfile:
+def step_profile(
+    kind: str, times_ns: Sequence[dict[str, int]], *, is_async: bool = False
+) -> StepProfile:
     """Medians and 99th percentiles over the steps of one kind."""
-    parts = [part for part in PARTS if any(part in times for times in times_ns)]
-    model = (FORWARD, SAMPLE)
+    parts = [part for part in (*ENGINE_PARTS, *RANK_PARTS) if any(part in t for t in times_ns)]
+    steps_ns = [sum(times.get(part, 0) for part in ENGINE_PARTS) for times in times_ns]
+    model_ns = [times.get(FORWARD, 0) + times.get(SAMPLE, 0) for times in times_ns]
     return StepProfile(
         kind=kind,
+        is_async=is_async,
         num_steps=len(times_ns),
-        step=_part_time([sum(times.values()) for times in times_ns]),
+        step=_part_time(steps_ns),
         parts={part: _part_time([times.get(part, 0) for times in times_ns]) for part in parts},
         around_model=_part_time(
-            [sum(ns for part, ns in times.items() if part not in model) for times in times_ns]
+            [step - model for step, model in zip(steps_ns, model_ns, strict=True)]
         ),
     )
 
 
+def _messages(config: StepProfileConfig) -> StepProfile:
+    rows = max(config.batches)
+    times_ns = time_messages(
+        _engine_config(config), num_rows=rows, context=config.context, num_steps=config.num_steps
+    )
+    ranks = config.engine.tensor_parallel_size
+    kind = f"a step of {rows} decodes to {ranks} ranks without a model, and back"
+    return step_profile(kind, [{WAIT: ns} for ns in times_ns])
+
+
+@contextmanager
+def _profiled_ranks(config: EngineConfig) -> Iterator[None]:
+    """Rank 0 says with each output what it spent on it."""
+    if config.tensor_parallel_size > 1:
+        with (
+            replaced(rank_process, "RANK_MODULE", "quire.worker.bench.profiled_rank"),
+            replaced(process_executor, "read_output", read_profiled),
+        ):
+            yield
+        return
+    stopwatch = Stopwatch()  # of its own: the rank may be in a thread of its own
+    with stopwatch.watching(*rank_targets()):
+        execute = profiled(ModelRunner.execute, stopwatch)
+        with replaced(ModelRunner, "execute", execute):
+            yield
+
+
 class _Listening:
-    """An executor that keeps what rank 0 said of its last step, if it speaks of it."""
+    """An executor that keeps what rank 0 said of its last step."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.num_blocks = executor.num_blocks
+        self.num_ahead = executor.num_ahead
         self.times_ns: dict[str, int] = {}
 
-    def execute(self, step: StepInput) -> StepOutput:
-        output = self._executor.execute(step)
-        self.times_ns = output.times_ns if isinstance(output, ProfiledStepOutput) else {}
+    def submit(self, step: StepInput) -> None:
+        self._executor.submit(step)
+
+    def result(self) -> StepOutput:
+        output = self._executor.result()
+        assert isinstance(output, ProfiledStepOutput)
+        self.times_ns = output.times_ns
         return output
 
     def close(self) -> None:
@@ -196,14 +256,13 @@ class _Profiler:
 
     def decodes(self, batch: int) -> StepProfile:
         engine = self._engine()
-        num_decodes = self._config.num_steps + _WARM_UP_STEPS
+        max_tokens = self._config.num_outputs(batch)
         for _ in range(batch):
-            # One more token comes with the prompt.
-            self._add(engine, num_tokens=self._config.context, max_tokens=num_decodes + 1)
+            self._add(engine, num_tokens=self._config.context, max_tokens=max_tokens)
         while engine.stats().num_pending_prefill_tokens:
             engine.step()
-        times_ns = [self._step(engine) for _ in range(num_decodes)][_WARM_UP_STEPS:]
-        return step_profile(f"{batch} decode{'s' if batch > 1 else ''}", times_ns)
+        times_ns = [self._step(engine) for _ in range(_WARM_UP_STEPS + self._config.num_steps)]
+        return self._profile(engine, f"{batch} decode{'s' if batch > 1 else ''}", times_ns)
 
     def prefill(self) -> StepProfile:
         engine = self._engine()
@@ -211,7 +270,15 @@ class _Profiler:
         for _ in range(_WARM_UP_STEPS + -(-self._config.num_steps // _DECODES_PER_CHUNK)):
             self._add(engine, num_tokens=self._config.chunk, max_tokens=1)
             times_ns.append(self._step(engine))
-        return step_profile(f"prefill {self._config.chunk}", times_ns[_WARM_UP_STEPS:])
+        return self._profile(engine, f"prefill {self._config.chunk}", times_ns)
+
+    def _profile(
+        self, engine: Engine, kind: str, times_ns: Sequence[dict[str, int]]
+    ) -> StepProfile:
+        while engine.has_work:  # What it has submitted must not be left to the next one.
+            engine.step()
+        is_async = self._executor.num_ahead > 0
+        return step_profile(kind, times_ns[_WARM_UP_STEPS:], is_async=is_async)
 
     def _engine(self) -> Engine:
         return Engine(self._engine_config, self._facts, self._executor)
@@ -229,15 +296,7 @@ class _Profiler:
         """Nanoseconds of one step by part."""
         self._stopwatch.take()
         engine.step()
-        times_ns = self._stopwatch.take()
-        rank_ns = self._executor.times_ns
-        if rank_ns:
-            # The wait was for this, so it is no transport. Rank 0 may have begun already while
-            # the others were sent the step.
-            in_wait_ns = min(sum(rank_ns.values()), times_ns[TRANSPORT])
-            times_ns[TRANSPORT] -= in_wait_ns
-            times_ns[SEND] -= sum(rank_ns.values()) - in_wait_ns
-        return {part: times_ns.get(part, 0) + rank_ns.get(part, 0) for part in times_ns | rank_ns}
+        return self._stopwatch.take() | self._executor.times_ns
 
 
 def _engine_config(config: StepProfileConfig) -> EngineConfig:

@@ -9,7 +9,7 @@ import numpy as np
 from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
 from quire.worker.bench.measure import Run, StepSample
 from quire.worker.bench.sweep import Cell, Runs
-from quire.worker.bench.workload import Workload, infinite_cache_hit_tokens
+from quire.worker.bench.workload import Workload, infinite_cache_hits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +40,13 @@ class Speedup:
     measured: float
     """Uncached ÷ cached time; the median over the repeats, each a pair run back to back."""
     bound: float
-    """With hits that cost nothing, at the hit rate measured; see `quire.worker.bench.bound`."""
+    """With hits that cost nothing, at the hits measured; see `quire.worker.bench.bound`."""
     infinite_bound: float
     """The same at the hit rate of a cache that never evicts."""
     reached: float
     """``measured / bound``."""
     cost: StepCost
+    """Without caching."""
     num_different_outputs: int
     """Requests whose tokens differ between any two runs, cached or not. Should be 0."""
 
@@ -59,6 +60,8 @@ class Row:
     cached: Figures
     infinite_hit_rate: float
     """Of a cache that never evicts, at this block size."""
+    lost_rate: float
+    """Prompt tokens that such a cache has but for the rest of a block, of all prompt tokens."""
     speedup: Speedup | None
     """``None`` where caching was not switched off for comparison."""
 
@@ -95,50 +98,63 @@ def figures(runs: Sequence[Run]) -> Figures:
 
 
 def _row(cell: Cell, runs: dict[bool, list[Run]], workload: Workload) -> Row:
-    cached = runs[True]
+    cached, uncached = runs[True], runs.get(False)
     prompts = [item.token_ids for item in workload.items]
-    requests = zip(prompts, cached[0].outputs, strict=True)
-    hits = infinite_cache_hit_tokens(requests, block_size=cell.block_size)
-    infinite_hit_rate = hits / sum(map(len, prompts))
-    uncached = runs.get(False)
+    lengths = [len(prompt) for prompt in prompts]
+    requests = list(zip(prompts, cached[0].outputs, strict=True))
+    infinite_hits = infinite_cache_hits(requests, block_size=cell.block_size)
+    hits_by_token = infinite_cache_hits(requests, block_size=1)
     return Row(
         cell=cell,
         uncached=figures(uncached) if uncached else None,
         cached=figures(cached),
-        infinite_hit_rate=infinite_hit_rate,
-        speedup=_speedup(uncached, cached, infinite_hit_rate) if uncached else None,
+        infinite_hit_rate=sum(infinite_hits) / sum(lengths),
+        lost_rate=(sum(hits_by_token) - sum(infinite_hits)) / sum(lengths),
+        speedup=_speedup(uncached, cached, lengths, infinite_hits) if uncached else None,
     )
 
 
-def _speedup(uncached: list[Run], cached: list[Run], infinite_hit_rate: float) -> Speedup:
-    cost = fit_step_cost(_typical_steps(uncached))
-    example = cached[0]
-    num_steps = round(median(len(run.steps) for run in cached))
+def _speedup(
+    uncached: list[Run], cached: list[Run], lengths: list[int], infinite_hits: list[int]
+) -> Speedup:
+    probes = [run.probe for run in uncached]
+    cost = fit_step_cost(_typical_steps([run.steps for run in uncached]) + _typical_steps(probes))
+    decode_s = _decode_seconds(cached, cost)
 
-    def bound(hit_rate: float) -> float:
+    def bound(hits: Sequence[int]) -> float:
         return speedup_bound(
             cost,
             uncached_s=median(run.seconds for run in uncached),
-            hit_rate=hit_rate,
-            num_steps=num_steps,
-            num_prompt_tokens=example.num_prompt_tokens,
-            # The first token of each request comes with its prompt's last chunk.
-            num_decodes=example.num_output_tokens - len(example.outputs),
+            prompts=zip(lengths, hits, strict=True),
+            decode_s=decode_s,
         )
 
     measured = median(off.seconds / on.seconds for off, on in zip(uncached, cached, strict=True))
-    measured_bound = bound(figures(cached).hit_rate)
+    measured_bound = bound(cached[0].hits)
     return Speedup(
         measured=measured,
         bound=measured_bound,
-        infinite_bound=bound(infinite_hit_rate),
+        infinite_bound=bound(infinite_hits),
         reached=measured / measured_bound,
         cost=cost,
         num_different_outputs=_num_different(uncached + cached),
     )
 
 
-def _typical_steps(runs: list[Run]) -> list[StepSample]:
+def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
+    """What the steps of a run with caching cost but for the prompts in them."""
+    steps = _typical_steps([run.steps for run in cached])
+    without_prompts = [step for step in steps if step.num_prefill_tokens == 0]
+    cost = fit_step_cost(without_prompts) if without_prompts else uncached_cost
+    return cost.seconds(
+        num_steps=len(steps),
+        num_prefill_tokens=0,
+        num_attended=0,
+        num_decodes=sum(step.num_decodes for step in steps),
+    )
+
+
+def _typical_steps(runs: Sequence[tuple[StepSample, ...]]) -> list[StepSample]:
     """The steps of one run, each as long as its median over all.
 
     The same requests make the same steps in every repeat, so that a step that something else on
@@ -146,7 +162,7 @@ def _typical_steps(runs: list[Run]) -> list[StepSample]:
     """
     return [
         alike[0]._replace(seconds=median(step.seconds for step in alike))
-        for alike in zip(*(run.steps for run in runs), strict=True)
+        for alike in zip(*runs, strict=True)
     ]
 
 

@@ -17,6 +17,7 @@ from quire.worker.executor import make_executor
 from quire.worker.model_config import LlamaConfig, read_model_config, resolve_dtype
 
 _WARM_UP_REQUESTS = 8
+_PROBE_CHUNKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +156,37 @@ def _run_block_size(
         max_model_len=workload.longest,
         max_num_waiting=len(workload.items),
     )
+    probing = replace(
+        engine,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        max_num_batched_tokens=-(-workload.longest // _PROBE_CHUNKS),
+    )
     executor, facts = make_executor(engine)
+
+    def run(what: Workload, settings: EngineConfig, *, num_blocks: int) -> Run:
+        return run_workload(
+            what, executor, facts, settings, num_blocks=num_blocks, concurrency=config.concurrency
+        )
+
     try:
-        run_workload(_warm_up(workload), executor, facts, engine, num_blocks=largest)
+        run(_warm_up(workload), engine, num_blocks=largest)
         for cell in cells:
             for caching in config.caching:
-                run = run_workload(
-                    workload,
-                    executor,
-                    facts,
-                    replace(engine, enable_prefix_caching=caching),
-                    num_blocks=cell.num_blocks,
-                    concurrency=config.concurrency,
-                )
-                yield cell, caching, run
+                settings = replace(engine, enable_prefix_caching=caching)
+                measured = run(workload, settings, num_blocks=cell.num_blocks)
+                if not caching:
+                    probe = run(_longest(workload), probing, num_blocks=largest)
+                    measured = replace(measured, probe=probe.steps)
+                yield cell, caching, measured
     finally:
         executor.close()
+
+
+def _longest(workload: Workload) -> Workload:
+    """The longest prompt alone; its steps tell what a chunk costs by how much is before it."""
+    prompt = max((item.token_ids for item in workload.items), key=len)
+    return Workload(title="probe", items=(WorkItem(token_ids=prompt, max_tokens=1),))
 
 
 def _warm_up(workload: Workload) -> Workload:

@@ -129,29 +129,28 @@ def read_workload(
     return Workload(title=f"{len(items)} requests of {file.name}", items=tuple(items))
 
 
-def infinite_cache_hit_tokens(
+def infinite_cache_hits(
     requests: Iterable[tuple[TokenIds, TokenIds]], *, block_size: int
-) -> int:
-    """Prompt tokens that a cache which never evicts would have at hand, of ``(prompt, output)``
-    in order of arrival.
+) -> list[int]:
+    """Prompt tokens that a cache which never evicts would have at hand, for each of
+    ``(prompt, output)`` in order of arrival.
 
-    For each prompt, the longest chain of full blocks that it shares with any earlier request,
-    output included, as if that had ended already. As in the engine, the last token of a prompt
-    is always computed, and the last token of an output never is.
+    It is the longest chain of full blocks that a prompt shares with any earlier request, output
+    included, as if that had ended already. As in the engine, the last token of a prompt is
+    always computed, and the last token of an output never is.
     """
     root = BlockHash(bytes(32))
     seen: set[BlockHash] = set()
-    num_hits = 0
+    hits: list[int] = []
     for prompt, output in requests:
         hashes = hash_blocks(
-            np.concatenate([prompt, output[:-1]]), block_size=block_size, parent=root
+            np.concatenate([prompt, output[:-1]]), block_size=block_size, root=root
         )
-        for block_hash in hashes[: (len(prompt) - 1) // block_size]:
-            if block_hash not in seen:
-                break
-            num_hits += block_size
+        usable = hashes[: (len(prompt) - 1) // block_size]
+        num_found = next((i for i, name in enumerate(usable) if name not in seen), len(usable))
+        hits.append(num_found * block_size)
         seen.update(hashes)
-    return num_hits
+    return hits
 
 
 def _read_line(line: str, tokenizer: Callable[[], Tokenizer], output_len: int) -> WorkItem:

@@ -1,0 +1,123 @@
+"""Every kernel against its twin, and a row's bits alone against its bits in company."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from bench.gpu.shapes import SHAPES, Scale
+from bench.kernels import gpu_stream_cases
+from bench.stream_kernels import StreamCase
+
+from quire.kernels import reference
+from quire.kernels.backend import AttentionBackend, backend_for
+from quire.kernels.launch import DTYPES, HEAD_SIZES
+from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
+
+RAGGED = [(1, 1), (256, 1), (257, 1), (1500, 1), (5, 5), (300, 70), (333, 333)]
+NUM_DECODES = 4
+
+
+def check_kernels(scale: Scale) -> Iterator[tuple[str, str]]:
+    """Yields (what was checked, its fault or ""), for every kernel, dtype, head and block size."""
+    device = scale.device
+    backend = backend_for(device)
+    combinations = itertools.product(DTYPES, HEAD_SIZES, (4, 16, 128))
+    for dtype, head_size, block_size in [(torch.float32, 16, 16)] if scale.is_dry else combinations:
+        what = f"{str(dtype).removeprefix('torch.')} head {head_size} block {block_size}"
+        batch = paged_batch(
+            RAGGED,
+            num_heads=6,
+            num_kv_heads=2,
+            head_size=head_size,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
+        if device.type == "cpu":
+            batch = batch.stored_by(backend)
+        yield f"twin, {what}", _fault(partial(_check_twin, batch, backend))
+        yield f"bits, {what}", _fault(partial(_check_bits, batch, backend))
+        if device.type == "cuda":
+            yield f"write, {what}", _fault(partial(_check_write, batch, backend))
+            yield f"shared, {what}", _fault(partial(_check_shared, batch, backend))
+    if device.type == "cuda":
+        for name, shape in SHAPES.items():
+            for case in gpu_stream_cases(shape, device):
+                yield f"twin, {case.name}, {name}", _fault(partial(_check_stream, case))
+
+
+def _fault(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception as error:  # whatever a kernel does wrong is a finding of this run
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _check_twin(batch: PagedBatch, backend: AttentionBackend) -> None:
+    # The twin reads a cache as the reference lays it out.
+    expected = _plain(batch).expected()
+    assert_near_twin(batch.attend(backend, num_decodes=NUM_DECODES), expected)
+    assert_near_twin(batch.attend(backend, num_decodes=0), expected)
+
+
+def _plain(batch: PagedBatch) -> PagedBatch:
+    return paged_batch(
+        batch.rows,
+        num_heads=batch.q.shape[1],
+        num_kv_heads=batch.k_cache.shape[2],
+        head_size=batch.q.shape[2],
+        block_size=batch.k_cache.shape[1],
+        dtype=batch.q.dtype,
+        device=batch.q.device,
+    )
+
+
+def _check_bits(batch: PagedBatch, backend: AttentionBackend) -> None:
+    """A row alone, and a prompt in chunks, against the whole batch at once."""
+    together = batch.attend(backend, num_decodes=NUM_DECODES)
+    for row, (_, queries) in enumerate(batch.rows):
+        start = batch.query_starts[row]
+        alone = batch.only(row).attend(backend, num_decodes=int(row < NUM_DECODES))
+        assert torch.equal(alone, together[start : start + queries]), f"row {row} differs alone"
+    last = len(batch.rows) - 1
+    start = batch.query_starts[last]
+    for first, end in ((0, 1), (1, 200), (200, 333)):
+        chunk = batch.cut(last, first, end).attend(backend)
+        same = torch.equal(chunk, together[start + first : start + end])
+        assert same, f"queries {first} to {end} differ in a chunk of their own"
+
+
+def _check_write(batch: PagedBatch, backend: AttentionBackend) -> None:
+    k, v = batch.dense_kv[-1]
+    slots = torch.randperm(batch.k_cache.shape[0] * batch.k_cache.shape[1])[: len(k)].to(k.device)
+    got = batch.k_cache.clone(), batch.v_cache.clone()
+    want = batch.k_cache.clone(), batch.v_cache.clone()
+    backend.write_kv(k, v, *got, slots)
+    reference.write_kv(k, v, *want, slots)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)), "the caches differ"
+
+
+def _check_shared(batch: PagedBatch, backend: AttentionBackend) -> None:
+    """Three decodes of which two read a split together, against the same three apart."""
+    block_size = batch.k_cache.shape[1]
+    batch = paged_batch(
+        [(700, 1), (600, 1), (9, 1)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=batch.q.shape[2],
+        block_size=block_size,
+        dtype=batch.q.dtype,
+        device=batch.q.device,
+    ).with_shared_prefix(0, 1, 512 // block_size)
+    shared = shared_splits(batch, num_decodes=3)
+    assert shared is not None, "nothing is shared"
+    together = batch.attend(backend, num_decodes=3, shared=shared)
+    assert torch.equal(together, batch.attend(backend, num_decodes=3)), "sharing changes bits"
+
+
+def _check_stream(case: StreamCase) -> None:
+    for got, want in zip(case.kernel(), case.twin(), strict=True):
+        assert_near_twin(got, want)

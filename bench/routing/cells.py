@@ -1,0 +1,164 @@
+"""One run of the simulator per cell, kept in a file."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.router.simulate.capacity import find_capacity
+from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.result import Result
+from quire.router.simulate.run import SimulationConfig, simulate
+from quire.router.simulate.trace import Row, Trace
+from quire.router.simulate.trace_files import block_name, load_trace
+from quire.worker.hashing import BlockHash
+
+OURS, OURS_POLICY, OURS_SRPF = "ours", "ours, LRU", "ours, SRPF"
+DYNAMO = "dynamo"
+BASELINES = (
+    *("round_robin", "least_loaded", "power_of_two", "bounded_hash", "sglang", "sglang_events"),
+    *("ray_prefix", "llmd", "preble", "mooncake", DYNAMO, "dynamo_20"),
+)
+ROWS = (OURS, OURS_POLICY, OURS_SRPF, *BASELINES)
+LOADS = (0.6, 0.78, 0.85, 0.92, 0.95)
+WARM_UP = 0.1
+
+
+class Source(NamedTuple):
+    file: str
+    target_s: float
+    """For the 99th percentile of TTFT."""
+    spread_ms: float
+    """How coarse its clock is: seeds differ in where in between a request arrives."""
+
+
+SOURCES = {
+    "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
+    "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
+    "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
+}
+DISTURBANCES: dict[str, dict[str, float]] = {
+    "none": {},
+    "10 s lag": {"event_lag_ms": 10_000.0},
+    "10 % lost": {"event_loss": 0.1},
+    "a fourth 3x slower": {"slow_factor": 3.0},
+    "4 gateways": {"num_gateways": 4},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one run of the simulator is asked for; ``load`` 0 asks for the capacity."""
+
+    trace: str
+    num_groups: int
+    load: float
+    policy: str
+    disturbance: str = "none"
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+class Bench:
+    """Cells by key, kept in a file."""
+
+    def __init__(self, *, data: Path, state: Path) -> None:
+        self._data = data
+        self._state = state
+        self._last: tuple[tuple[str, int, int], Trace] | None = None
+        self.cells: dict[str, dict[str, float]] = {}
+        if state.exists():
+            for line in state.read_text().splitlines():
+                cell = json.loads(line)
+                self.cells[cell["key"]] = cell["values"]
+
+    def run(self, cell: Cell) -> dict[str, float]:
+        """The cell's values, computed now if they were not before."""
+        if cell.key not in self.cells:
+            began_s = time.process_time()
+            values = self._capacity(cell) if not cell.load else self._latency(cell)
+            values["cpu_s"] = time.process_time() - began_s
+            self.cells[cell.key] = values
+            with self._state.open("a") as file:
+                file.write(json.dumps({"key": cell.key, "values": values}) + "\n")
+            print(_progress(cell, values), flush=True)
+        return self.cells[cell.key]
+
+    def _latency(self, cell: Cell) -> dict[str, float]:
+        reference = replace(cell, load=0.0, policy=DYNAMO, disturbance="none", seed=0)
+        speed = cell.load * self.run(reference)["speed"]
+        trace = self._trace(cell.trace, cell.num_groups, cell.seed)
+        return _values(simulate(trace.at_speed(speed), _config(cell)), speed)
+
+    def _capacity(self, cell: Cell) -> dict[str, float]:
+        trace = self._trace(cell.trace, cell.num_groups, cell.seed)
+
+        def replay(speed: float) -> Result:
+            return simulate(trace.at_speed(speed), _config(cell)).after(WARM_UP)
+
+        speed, result = find_capacity(replay, target_s=SOURCES[cell.trace].target_s)
+        return {"speed": speed} if result is None else _values(result, speed, warm_up=0.0)
+
+    def _trace(self, name: str, num_groups: int, seed: int) -> Trace:
+        key = name, max(num_groups // 16, 1), seed
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._load_trace(*key)
+        return self._last[1]
+
+    def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:
+        source = SOURCES[name]
+        trace = load_trace(self._data / "traces" / source.file)
+        rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
+        trace = Trace.of(rows, name=name, block_size=trace.block_size)
+        return trace.spread(seed=seed, within_ms=source.spread_ms)
+
+
+def _config(cell: Cell) -> SimulationConfig:
+    config = SimulationConfig(
+        num_groups=cell.num_groups,
+        policy="prefix_aware" if cell.policy.startswith(OURS) else cell.policy,
+        seed=cell.seed,
+    )
+    config = replace(config, **DISTURBANCES[cell.disturbance])  # type: ignore[arg-type]
+    if cell.policy in (OURS, OURS_SRPF):
+        config = replace(config, eviction="utility")
+    if cell.policy == OURS_SRPF:
+        config = replace(config, engine=EngineConfig(order="srpf"))
+    return config
+
+
+def _values(result: Result, speed: float, *, warm_up: float = WARM_UP) -> dict[str, float]:
+    counted = result.after(warm_up)
+    return {
+        "speed": speed,
+        "mean": float(counted.ttft_s.mean()),
+        "p90": counted.ttft_quantile_s(0.9),
+        "p99": counted.ttft_quantile_s(0.99),
+        "cold_mean": float(result.ttft_s.mean()),
+        "hit_rate": counted.hit_rate,
+    }
+
+
+def _copied(row: Row, copy: int) -> Row:
+    if not copy:
+        return row
+    return row._replace(chain=tuple(_salted(block, copy) for block in row.chain))
+
+
+@cache
+def _salted(block: BlockHash, copy: int) -> BlockHash:
+    return block_name((block, copy))
+
+
+def _progress(cell: Cell, values: dict[str, float]) -> str:
+    what = f"load {cell.load:.0%}" if cell.load else "capacity"
+    shown = " ".join(f"{name} {value:.4g}" for name, value in values.items())
+    return (
+        f"{cell.trace}, {cell.num_groups} groups, {what}, {cell.policy}, "
+        f"{cell.disturbance}, seed {cell.seed}: {shown}"
+    )

@@ -1,0 +1,39 @@
+"""The ranks of a Triton all-reduce within one process, on one device, for tests and benchmarks."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.triton_all_reduce import MAX_BYTES, MAX_PROGRAMS, Peers, all_reduce
+
+
+class LocalRanks:
+    """The memory of all ranks."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        shape = (size, 2, MAX_BYTES // dtype.itemsize)
+        self.buffers = torch.full(shape, 99.0, device=device).to(dtype)
+        self.flags = torch.zeros(size, MAX_PROGRAMS, size, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
+        buffers_R, flags_R = (
+            torch.tensor([one.data_ptr() for one in tensor], device=device)
+            for tensor in (self.buffers, self.flags)
+        )
+        self.peers = [
+            Peers(
+                rank=rank,
+                size=size,
+                buffers_R=buffers_R,
+                flags_R=flags_R,
+                epochs_P=self.epochs[rank],
+            )
+            for rank in range(size)
+        ]
+
+    def reduce_alone(self, rank: int, inputs: list[Tensor]) -> Tensor:
+        """What ``rank`` gets when all others have come to the meeting before it."""
+        epoch = int(self.epochs[rank, 0]) + 1
+        for other, x in enumerate(inputs):
+            if other != rank:
+                self.buffers[other, epoch % 2, : x.numel()] = x.flatten()
+        self.flags[rank] = epoch
+        return all_reduce(inputs[rank].clone(), self.peers[rank])

@@ -1,0 +1,114 @@
+"""Triton all-reduce of small tensors: every GPU reads the tensors of all the others at once.
+
+Each rank has a buffer that the others have mapped. A program writes its piece of the tensor to
+its own rank's buffer, tells the same program of each other rank, waits for their word, and adds
+the pieces of all ranks in float32, rank 0's first: every rank gets the same bits.
+
+One meeting a call is enough, as a program takes the two halves of the buffer in turns: who writes
+to a half again has met, in between, all who read it. What a program has met so far it counts in
+memory of its own, so that a call can be part of a CUDA graph.
+
+Traffic of a rank with ``n`` bytes among R ranks: ``n`` written and read of its own, and
+``(R - 1) * n`` read over the links between GPUs. That is for small tensors, which wait for the
+slowest link and not for its bytes; large ones are NCCL's.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.launch import ALL_REDUCE_BLOCK, ALL_REDUCE_OPTIONS
+
+MAX_BYTES = 256 << 10
+"""Of a tensor: chosen, not measured."""
+MAX_PROGRAMS = MAX_BYTES // 2 // ALL_REDUCE_BLOCK
+MAX_RANKS = 8
+PIECE = tl.constexpr(8)
+"""Values that are there all or not at all, so that a thread may load them at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """What one rank knows of its group. All ranks call with tensors of one shape and dtype."""
+
+    rank: int
+    size: int
+    """A power of two up to `MAX_RANKS`."""
+    buffers_R: Tensor
+    """Addresses, int64, of each rank's buffer of ``2 * MAX_BYTES``."""
+    flags_R: Tensor
+    """Addresses of each rank's ``MAX_PROGRAMS * size`` int32, all 0 before the first call."""
+    epochs_P: Tensor
+    """int32 of `MAX_PROGRAMS`: how often each program has met the others. Begins as 0."""
+
+
+def fits(x: Tensor) -> bool:
+    """Whether `all_reduce` takes a tensor."""
+    is_whole = x.is_contiguous() and x.numel() % PIECE.value == 0
+    return is_whole and x.nbytes <= MAX_BYTES and x.dtype.itemsize in (2, 4)
+
+
+def all_reduce(x: Tensor, peers: Peers) -> Tensor:
+    """The sum over all ranks, in ``x`` itself."""
+    if x.numel() == 0:
+        return x
+    all_reduce_kernel[(triton.cdiv(x.numel(), ALL_REDUCE_BLOCK),)](
+        x,
+        peers.buffers_R,
+        peers.flags_R,
+        peers.epochs_P,
+        peers.rank,
+        x.numel() // PIECE.value,
+        RANKS=peers.size,
+        HALF=MAX_BYTES // x.dtype.itemsize,
+        BLOCK=ALL_REDUCE_BLOCK,
+        **ALL_REDUCE_OPTIONS,
+    )
+    return x
+
+
+@triton.jit(do_not_specialize=["rank", "num_pieces"])
+def all_reduce_kernel(
+    x_ptr,
+    buffers_ptr,
+    flags_ptr,
+    epochs_ptr,
+    rank,
+    num_pieces,
+    RANKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    places = program * BLOCK + tl.arange(0, BLOCK)
+    inside = places // PIECE < num_pieces
+    epoch = tl.load(epochs_ptr + program) + 1
+    half = (epoch & 1) * HALF
+    x = tl.load(x_ptr + places, mask=inside, other=0.0)
+    mine = _pointer(tl.load(buffers_ptr + rank), x_ptr.dtype)
+    tl.store(mine + half + places, x, mask=inside)
+    tl.debug_barrier()  # what one thread then tells the others is true of all threads
+
+    ranks = tl.arange(0, RANKS)
+    theirs = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + program * RANKS + rank, epoch, sem="release", scope="sys")
+    own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + program * RANKS + ranks
+    # Differences, as the count may pass 2^31. Adding 0 is a load that later loads wait for.
+    behind = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys") - epoch, 0)
+    while behind < 0:
+        behind = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys") - epoch, 0)
+    tl.debug_barrier()
+
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for other in tl.static_range(RANKS):
+        piece = _pointer(tl.load(buffers_ptr + other), x_ptr.dtype)
+        total += tl.load(piece + half + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_ptr + places, total.to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(epochs_ptr + program, epoch)
+
+
+@triton.jit
+def _pointer(address, dtype: tl.constexpr):
+    return tl.multiple_of(address.to(dtype), 16)

@@ -1,0 +1,110 @@
+"""The prompts that groups work on now, block by block: what they will hold before the next comes.
+
+There are two implementations with the same results: compiled, and in Python where there is no
+compiler. A group is a number that its next incarnation does not get again.
+"""
+
+import ctypes
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from ctypes import c_char_p, c_uint64, c_void_p
+from typing import Protocol
+
+from quire.router import native_holders
+from quire.worker.events import keys_of
+from quire.worker.hashing import HASH_BYTES
+
+_FUNCTIONS = {
+    "new": (c_void_p,),
+    "delete": (None, c_void_p),
+    "add": (None, c_void_p, c_uint64, c_char_p, c_uint64),
+    "remove": (None, c_void_p, c_uint64, c_char_p, c_uint64),
+    "extend": (None, c_void_p, c_void_p, c_void_p, c_uint64, c_char_p, c_uint64),
+}
+
+
+class PrefixCounts(Protocol):
+    """Requests by group and block. Hashes are the bytes of a `BlockHashes`."""
+
+    def add(self, hashes: bytes, *, group: int) -> None: ...
+
+    def remove(self, hashes: bytes, *, group: int) -> None:
+        """Takes back what was added."""
+
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them."""
+
+
+def new_counts() -> PrefixCounts:
+    """The compiled ones where they can be had."""
+    library = native_holders.library()
+    return PythonCounts() if library is None else NativeCounts(library)
+
+
+class NativeCounts:
+    """`native/prefix_counts.cpp`."""
+
+    def __init__(self, library: ctypes.PyDLL) -> None:
+        functions = {}
+        for name, (restype, *argtypes) in _FUNCTIONS.items():
+            functions[name] = function = getattr(library, f"quire_prefix_counts_{name}")
+            function.restype, function.argtypes = restype, argtypes
+        self._add, self._remove = functions["add"], functions["remove"]
+        self._extend = functions["extend"]
+        self._counts = c_void_p(functions["new"]())
+        weakref.finalize(self, functions["delete"], self._counts)
+
+    def add(self, hashes: bytes, *, group: int) -> None:
+        self._add(self._counts, group, hashes, len(hashes) // HASH_BYTES)
+
+    def remove(self, hashes: bytes, *, group: int) -> None:
+        self._remove(self._counts, group, hashes, len(hashes) // HASH_BYTES)
+
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        numbers, ends = array("Q", groups), array("q", lengths)
+        self._extend(
+            self._counts,
+            numbers.buffer_info()[0],
+            ends.buffer_info()[0],
+            len(ends),
+            hashes,
+            len(hashes) // HASH_BYTES,
+        )
+        return ends.tolist()
+
+
+class PythonCounts:
+    def __init__(self) -> None:
+        self._counts: dict[int, Counter[int]] = {}
+
+    def add(self, hashes: bytes, *, group: int) -> None:
+        if hashes:
+            self._counts.setdefault(group, Counter()).update(keys_of(hashes))
+
+    def remove(self, hashes: bytes, *, group: int) -> None:
+        if not hashes:
+            return
+        counts = self._counts[group]
+        for key in keys_of(hashes):
+            if counts[key] == 1:
+                del counts[key]
+            else:
+                counts[key] -= 1
+        if not counts:
+            del self._counts[group]
+
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        if not self._counts:
+            return list(lengths)
+        keys = memoryview(hashes).cast("Q")[::4]
+        return [
+            self._end(keys, group, length) for group, length in zip(groups, lengths, strict=True)
+        ]
+
+    def _end(self, keys: "memoryview[int]", group: int, length: int) -> int:
+        counts = self._counts.get(group, Counter())
+        while length < len(keys) and keys[length] in counts:
+            length += 1
+        return length

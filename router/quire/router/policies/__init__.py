@@ -1,0 +1,1 @@
+"""Routing policies: ours, and the known ones to compare it with."""

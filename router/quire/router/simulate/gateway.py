@@ -1,0 +1,206 @@
+"""How a simulated gateway routes: with the router's policies, and what it knows of the groups.
+
+Two kinds. `FlatGateway` keeps just what a policy asks for, in flat structures. `TableGateway` is
+the router's own `RoutingTable`, directory and event protocol, some ten times slower: it shows
+that the flat one leaves nothing out that matters.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.router.config import RoutingConfig
+from quire.router.directory import GroupId, NeedsResync
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy import GroupState, RouteRequest, cheapest, usable_tokens
+from quire.router.simulate.clock import Clock
+from quire.router.simulate.group import Group
+from quire.router.simulate.holders import Holders
+from quire.router.simulate.pool import Chain
+from quire.router.simulate.trace import Trace
+from quire.router.table import GroupLoad, RoutingTable
+from quire.worker.events import BlockEvent, EventBatch, EventLog
+from quire.worker.hashing import BlockHash
+
+
+class Gateway(Protocol):
+    def route(self, request_id: int) -> tuple[int, int]:
+        """The group that takes the request, and how many tokens it is expected to find."""
+
+    def frame(self, index: int, group: Group) -> None:
+        """A step of the group has ended."""
+
+    def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
+        """Its first token came."""
+
+    def finished(self, request_id: int, index: int) -> None:
+        """Its last token came."""
+
+
+class FlatGateway:
+    def __init__(
+        self, *, trace: Trace, clock: Clock, num_groups: int, policy: str, holders: Holders
+    ) -> None:
+        self._trace = trace
+        self._clock = clock
+        self._policy = POLICIES[policy]()
+        self._holders = holders
+        self._states = [GroupState(group=_name(i)) for i in range(num_groups)]
+        self._no_overlap = [0] * num_groups
+        self._coming: dict[BlockHash, dict[int, int]] = {}  # By block and bit: requests in flight.
+        self._blocks: dict[int, Sequence[BlockHash]] = {}  # By request, counted in `_coming`.
+        self._requests: dict[int, RouteRequest] = {}
+        self._num_routed = 0
+
+    def route(self, request_id: int) -> tuple[int, int]:
+        trace, states = self._trace, self._states
+        chain = trace.chains[request_id]
+        num_tokens = trace.num_input[request_id]
+        held = self._holders.lengths(chain)
+        overlap = self._overlap(chain, held)
+        request = RouteRequest(
+            hashes=chain,
+            num_prompt_tokens=num_tokens,
+            block_size=trace.block_size,
+            ordinal=self._num_routed,
+            now_s=self._clock.now_ms / 1000,
+        )
+        self._num_routed += 1
+        hits = usable_tokens(request, overlap)
+        index = cheapest(request, states, hits, self._policy.costs(request, states, hits))
+        state = states[index]
+        self._policy.routed(request, state.group)
+        state.num_reserved_requests += 1
+        state.num_reserved_tokens += num_tokens - hits[index]
+        self._requests[request_id] = request
+        self._remember(request_id, chain[held.get(1 << index, 0) :], 1 << index)
+        return index, hits[index]
+
+    def _overlap(self, chain: Chain, held: dict[int, int]) -> list[int]:
+        """What each group holds, and goes on with in flight."""
+        overlap, coming, size = self._no_overlap.copy(), self._coming, len(chain)
+        for bit in {**held, **coming.get(chain[0], {})} if chain else ():
+            length = held.get(bit, 0)
+            while length < size and bit in coming.get(chain[length], ()):
+                length += 1
+            overlap[bit.bit_length() - 1] = length
+        return overlap
+
+    def frame(self, index: int, group: Group) -> None:
+        # The group had every request routed to it when the step ended.
+        state = self._states[index]
+        state.num_reserved_requests = state.num_reserved_tokens = 0
+        state.num_pending_prefill_tokens = group.num_pending
+        state.num_running = group.num_running
+        state.num_waiting = group.num_waiting
+        state.num_available_blocks = group.pool.num_available
+        state.num_blocks = max(state.num_blocks or 0, state.num_available_blocks)
+
+    def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
+        pass
+
+    def finished(self, request_id: int, index: int) -> None:
+        self._policy.finished(self._requests.pop(request_id), self._states[index].group)
+        bit, coming = 1 << index, self._coming
+        for block in self._blocks.pop(request_id):
+            counts = coming[block]
+            if counts[bit] > 1:
+                counts[bit] -= 1
+            elif len(counts) > 1:
+                del counts[bit]
+            else:
+                del coming[block]
+
+    def _remember(self, request_id: int, blocks: Sequence[BlockHash], bit: int) -> None:
+        coming = self._coming
+        self._blocks[request_id] = blocks
+        for block in blocks:
+            counts = coming.get(block)
+            if counts is None:
+                coming[block] = {bit: 1}
+            else:
+                counts[bit] = counts.get(bit, 0) + 1
+
+
+class TableGateway:
+    """The real table; events come ``lag_ms`` late and lost ones are asked for again."""
+
+    def __init__(
+        self,
+        *,
+        trace: Trace,
+        clock: Clock,
+        logs: Sequence[EventLog],
+        policy: str,
+        lag_ms: float,
+        loss: float,
+        seed: int,
+    ) -> None:
+        self._trace = trace
+        self._clock = clock
+        self._lag_ms = lag_ms
+        self._loss = loss
+        self._rng = random.Random(seed)
+        self._logs = logs
+        self._index = {_name(i): i for i in range(len(logs))}
+        self._late: deque[tuple[float, int, int, BlockEvent]] = deque()
+        self._table = RoutingTable(
+            block_size=trace.block_size,
+            config=RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8),
+            clock=lambda: clock.now_ms / 1000,
+        )
+        self._table.update_members(self._index)
+        for index, log in enumerate(logs):
+            self._listen(index, log)
+
+    def route(self, request_id: int) -> tuple[int, int]:
+        now_ms = self._clock.now_ms
+        while self._late and self._late[0][0] <= now_ms:
+            _, index, seq, event = self._late.popleft()
+            self._apply(index, seq, event)
+        decision = self._table.route(
+            str(request_id),
+            hashes=self._trace.chains[request_id],
+            num_prompt_tokens=self._trace.num_input[request_id],
+        )
+        return self._index[decision.group], decision.predicted_cached_tokens
+
+    def frame(self, index: int, group: Group) -> None:
+        load = GroupLoad(
+            num_running=group.num_running,
+            num_waiting=group.num_waiting,
+            num_pending_prefill_tokens=group.num_pending,
+            num_available_blocks=group.pool.num_available,
+        )
+        # Twice, for requests take no time to get to a group here: the first frame shows them.
+        self._table.update_load(_name(index), load)
+        self._table.update_load(_name(index), load)
+
+    def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
+        self._table.started(str(request_id), num_cached_tokens=num_hit_tokens)
+
+    def finished(self, request_id: int, index: int) -> None:
+        self._table.completed(str(request_id))
+
+    def _listen(self, index: int, log: EventLog) -> None:
+        def on_event(seq: int, event: BlockEvent) -> None:
+            if self._rng.random() < self._loss:
+                return
+            if self._lag_ms:
+                self._late.append((self._clock.now_ms + self._lag_ms, index, seq, event))
+            else:
+                self._apply(index, seq, event)
+
+        log.subscribe(on_event)
+
+    def _apply(self, index: int, seq: int, event: BlockEvent) -> None:
+        log = self._logs[index]
+        batch = EventBatch(epoch=log.epoch, first_seq=seq, events=(event,))
+        answer = self._table.apply_events(_name(index), batch)
+        if isinstance(answer, NeedsResync):
+            self._table.apply_events(_name(index), log.since(answer.next_seq))
+
+
+def _name(index: int) -> GroupId:
+    return GroupId(f"group-{index:05}")

@@ -1,0 +1,203 @@
+"""One simulated group: an engine that computes prompts in chunks beside its decodes.
+
+Always true: what is registered in the pool has been scheduled to be computed, what a running
+request may need until its end is set aside at its admission (so nothing is ever preempted), and
+``wake_at`` is the end of the step, or of the run of equal decode steps, that is under way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+from quire.router.simulate.cost import CostModel
+from quire.router.simulate.pool import Pool
+from quire.router.simulate.trace import Trace
+from quire.worker.errors import ConfigError
+
+Order = Literal["fcfs", "srpf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Raises:
+    ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    chunk_tokens: int = 8192
+    """Of a step: prompt tokens, and one of each decode."""
+    max_num_seqs: int = 1024
+    order: Order = "fcfs"
+    """Prompts in order of arrival, or the shortest remaining prefill first."""
+    aging: float = 0.2
+    """With srpf, the milliseconds of prefill that a millisecond of waiting makes up for."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
+
+
+class Group:
+    """Times are in milliseconds, and never read but given."""
+
+    def __init__(
+        self,
+        *,
+        trace: Trace,
+        cost: CostModel,
+        config: EngineConfig,
+        pool: Pool,
+        on_first_token: Callable[[int, int], None],
+        on_finish: Callable[[int], None],
+    ) -> None:
+        self._num_input, self._num_output = trace.num_input, trace.num_output
+        self._chains, self._block_size = trace.chains, trace.block_size
+        self._cost, self.pool, self._config = cost, pool, config
+        self._is_srpf = config.order == "srpf"
+        self._on_first_token, self._on_finish = on_first_token, on_finish
+        self._arrival_ms = trace.arrival_ms
+        self._waiting: list[tuple[float, int, int]] = []  # Key, request, missing tokens.
+        self._begun: list[tuple[float, int, int, int]] = []  # Key, request, computed, hits.
+        self._decodes: list[tuple[int, int]] = []  # Step of its last token, request.
+        self._chunks: list[tuple[int, int, int]] = []  # Of the step: request, computed, hits.
+        self._num_context = 0  # Tokens that the decodes attend to, shared ones once for each.
+        self._step = 0
+        self._num_steps = 0  # That are under way.
+        self._step_began = 0.0
+        self._step_ms = 0.0
+        self._num_chunk_tokens = 0
+        self._num_context_products = 0
+        self.num_pending = 0
+        """Prompt tokens neither cached nor computed."""
+        self.wake_at: float | None = None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decodes) + len(self._begun) + len(self._chunks)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request_id: int, now: float) -> None:
+        num_input = self._num_input[request_id]
+        size = self._block_size
+        missing = num_input - size * self.pool.match(
+            self._chains[request_id], (num_input - 1) // size
+        )
+        self.num_pending += missing
+        heappush(self._waiting, (self._key(missing, request_id, now), request_id, missing))
+        if self.wake_at is None:
+            self.begin(now)
+        elif self._num_steps > 1:
+            # Decode steps of one length were run together: stop at the end of the present one.
+            num_steps = max(-int((self._step_began - now) // self._step_ms), 1)
+            if num_steps < self._num_steps:
+                self._num_steps = num_steps
+                self.wake_at = self._step_began + num_steps * self._step_ms
+
+    def end(self, now: float) -> None:
+        """Ends the step: hands out its tokens."""
+        self._step += self._num_steps
+        self._num_context += self._num_steps * len(self._decodes)
+        if self._num_chunk_tokens:
+            self._end_chunks()
+        decodes = self._decodes
+        step = self._step
+        while decodes and decodes[0][0] <= step:
+            self._finish(heappop(decodes)[1])
+
+    def _end_chunks(self) -> None:
+        self.num_pending -= self._num_chunk_tokens
+        self._num_chunk_tokens = 0
+        for request_id, computed, num_hits in self._chunks:
+            num_input = self._num_input[request_id]
+            if computed < num_input:
+                key = self._key(num_input - computed, request_id, self._arrival_ms[request_id])
+                heappush(self._begun, (key, request_id, computed, num_hits))
+                continue
+            self._on_first_token(request_id, num_hits * self._block_size)
+            num_output = self._num_output[request_id]
+            heappush(self._decodes, (self._step + num_output - 1, request_id))
+            self._num_context += num_input + 1
+        self._chunks = []
+
+    def begin(self, now: float) -> None:
+        """Begins the next step, if there is anything to compute."""
+        self._step_began = now
+        if self._waiting or self._begun:
+            self._fill_step()
+        cost, decodes = self._cost, self._decodes
+        if self._num_chunk_tokens:
+            step_ms = cost.prefill_ms(self._num_chunk_tokens)
+            if cost.per_context:
+                step_ms += cost.per_context * self._num_context_products
+            if decodes:
+                step_ms += cost.decode_ms(self._num_context)
+            self._num_steps = 1
+        elif decodes:
+            self._num_steps = decodes[0][0] - self._step
+            # Each step attends to one token more of each sequence: take the middle one's time.
+            step_ms = cost.decode_ms(self._num_context + self._num_steps * len(decodes) / 2)
+        else:
+            self.wake_at = None
+            self._num_steps = 0
+            return
+        self._step_ms = step_ms
+        self.wake_at = now + self._num_steps * step_ms
+
+    def _fill_step(self) -> None:
+        budget = max(self._config.chunk_tokens - len(self._decodes), 1)
+        waiting, begun, size = self._waiting, self._begun, self._block_size
+        pool = self.pool
+        total = context = 0
+        is_blocked = False
+        while budget > 0:
+            if waiting and not is_blocked and (not begun or waiting[0] < begun[0]):
+                _, request_id, missing = waiting[0]
+                num_hits = self._admit(request_id)
+                if num_hits is None:
+                    is_blocked = True
+                    continue
+                heappop(waiting)
+                computed = num_hits * size
+                self.num_pending += self._num_input[request_id] - computed - missing
+            elif begun:
+                _, request_id, computed, num_hits = heappop(begun)
+            else:
+                break
+            num_input = self._num_input[request_id]
+            num_tokens = num_input - computed
+            if num_tokens > budget:
+                num_tokens = budget
+            budget -= num_tokens
+            total += num_tokens
+            context += num_tokens * computed
+            done = computed + num_tokens
+            pool.register(request_id, self._chains[request_id], computed // size, done // size)
+            self._chunks.append((request_id, done, num_hits))
+        self._num_chunk_tokens = total
+        self._num_context_products = context
+
+    def _admit(self, request_id: int) -> int | None:
+        if self.num_running >= self._config.max_num_seqs:
+            return None
+        chain, size = self._chains[request_id], self._block_size
+        num_input = self._num_input[request_id]
+        num_hits = self.pool.match(chain, (num_input - 1) // size)
+        num_blocks = -(-(num_input + self._num_output[request_id]) // size)
+        if not self.pool.admit(request_id, chain, num_hits, num_blocks - num_hits):
+            return None
+        return num_hits
+
+    def _finish(self, request_id: int) -> None:
+        size = self._block_size
+        self._num_context -= self._num_input[request_id] + self._num_output[request_id]
+        self.pool.release(request_id, self._chains[request_id], self._num_input[request_id] // size)
+        self._on_finish(request_id)
+
+    def _key(self, missing: int, request_id: int, arrived: float) -> float:
+        if self._is_srpf:
+            return self._cost.prefill_ms(missing) + self._config.aging * arrived
+        return request_id

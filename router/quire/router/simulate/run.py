@@ -1,0 +1,218 @@
+"""Runs a trace through simulated gateways and groups, event by event.
+
+Nothing is read but the trace, the configuration and the seed: the same three give the same result
+to the last bit (`Result.digest`).
+"""
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil, inf
+from typing import Literal, get_args
+
+from quire.router.policies.catalog import POLICIES
+from quire.router.simulate.clock import Clock
+from quire.router.simulate.cost import PRESETS, CostModel
+from quire.router.simulate.gateway import FlatGateway, Gateway, TableGateway
+from quire.router.simulate.group import EngineConfig, Group
+from quire.router.simulate.holders import Holders
+from quire.router.simulate.pool import LruPool, Pool, WorkerPool
+from quire.router.simulate.result import Result
+from quire.router.simulate.trace import Trace
+from quire.worker.errors import ConfigError
+from quire.worker.events import EventLog
+from quire.worker.eviction import LowestUtility, PolicyFactory
+from quire.worker.eviction_baselines import S3Fifo, by_score, lru
+
+Eviction = Literal["plain-lru", "lru", "s3fifo", "utility"]
+EVICTION_POLICIES: dict[str, PolicyFactory] = {
+    "lru": by_score(lru),
+    "s3fifo": S3Fifo,
+    "utility": LowestUtility,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """Raises:
+    ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    num_groups: int = 16
+    num_gateways: int = 1
+    """Requests go to them in turn. Each knows only of its own requests until frames show them."""
+    policy: str = "prefix_aware"
+    cost: CostModel = PRESETS["h100-8b"]
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    eviction: Eviction = "plain-lru"
+    """``plain-lru`` is the fast pool; the others are the engine's block pool."""
+    event_lag_ms: float = 0.0
+    event_loss: float = 0.0
+    """The share of block events that never arrive."""
+    slow_factor: float = 1.0
+    """Every fourth group is so many times slower than the others, and nobody is told."""
+    use_table: bool = False
+    """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if self.eviction not in get_args(Eviction):
+            names = ", ".join(get_args(Eviction))
+            raise ConfigError(f"eviction={self.eviction!r}: must be one of {names}")
+        for name in ("num_groups", "num_gateways", "slow_factor"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.event_lag_ms < 0:
+            raise ConfigError(f"event_lag_ms={self.event_lag_ms!r}: must not be negative")
+        if not 0 <= self.event_loss < 1:
+            raise ConfigError(f"event_loss={self.event_loss!r}: must be at least 0 and below 1")
+
+
+def simulate(trace: Trace, config: SimulationConfig) -> Result:
+    """Raises:
+    ConfigError: A request of the trace does not fit into a group's cache.
+    """
+    return _Simulation(trace, config).run()
+
+
+class _Simulation:
+    def __init__(self, trace: Trace, config: SimulationConfig) -> None:
+        self._trace = trace
+        self._config = config
+        self._clock = Clock()
+        self._num_blocks = config.cost.num_cache_tokens // trace.block_size
+        _check_fit(trace, num_blocks=self._num_blocks)
+        size = len(trace)
+        self._group_of = [0] * size
+        self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
+        self._predicted, self._hit = [0] * size, [0] * size
+        self._gateways, logs = self._build_gateways()
+        self._groups = [self._build_group(index, log) for index, log in enumerate(logs)]
+
+    def run(self) -> Result:
+        """Arrivals and ends of steps in the order of time; an end goes first."""
+        trace, clock, groups = self._trace, self._clock, self._groups
+        arrivals, num_requests = trace.arrival_ms, len(trace)
+        ends: list[tuple[float, int]] = []
+        request_id = 0
+        while True:
+            arrival = arrivals[request_id] if request_id < num_requests else inf
+            if ends and ends[0][0] <= arrival:
+                now, index = heappop(ends)
+                group = groups[index]
+                if group.wake_at != now:
+                    continue  # That run of steps was cut short.
+                clock.now_ms = now
+                group.end(now)
+                for gateway in self._gateways:
+                    gateway.frame(index, group)
+                group.begin(now)
+                if group.wake_at is not None:
+                    heappush(ends, (group.wake_at, index))
+                continue
+            if request_id == num_requests:
+                break
+            clock.now_ms = arrival
+            gateway = self._gateways[request_id % len(self._gateways)]
+            index, predicted = gateway.route(request_id)
+            self._group_of[request_id] = index
+            self._predicted[request_id] = predicted
+            group = groups[index]
+            before = group.wake_at
+            group.add(request_id, arrival)
+            if group.wake_at is not None and group.wake_at != before:
+                heappush(ends, (group.wake_at, index))
+            request_id += 1
+        return self._result()
+
+    def _first_token(self, request_id: int, num_hit_tokens: int) -> None:
+        self._first_ms[request_id] = self._clock.now_ms
+        self._hit[request_id] = num_hit_tokens
+        self._gateway_of(request_id).started(request_id, self._group_of[request_id], num_hit_tokens)
+
+    def _finish(self, request_id: int) -> None:
+        self._last_ms[request_id] = self._clock.now_ms
+        self._gateway_of(request_id).finished(request_id, self._group_of[request_id])
+
+    def _gateway_of(self, request_id: int) -> Gateway:
+        return self._gateways[request_id % len(self._gateways)]
+
+    def _build_gateways(self) -> tuple[list[Gateway], list[EventLog]]:
+        config, trace, clock = self._config, self._trace, self._clock
+        lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
+        numbers = range(config.num_gateways)
+        if config.use_table:
+            logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
+            return [
+                TableGateway(
+                    trace=trace,
+                    clock=clock,
+                    logs=logs,
+                    policy=config.policy,
+                    lag_ms=lag_ms,
+                    loss=loss,
+                    seed=seed + number,
+                )
+                for number in numbers
+            ], logs
+        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
+        return [
+            FlatGateway(
+                trace=trace,
+                clock=clock,
+                num_groups=config.num_groups,
+                policy=config.policy,
+                holders=holders,
+            )
+            for _ in numbers
+        ], [holders.log_of(index) for index in range(config.num_groups)]
+
+    def _build_group(self, index: int, log: EventLog) -> Group:
+        config = self._config
+        slow = config.slow_factor if index % 4 == 0 else 1.0
+        pool: Pool
+        if config.eviction == "plain-lru":
+            pool = LruPool(num_blocks=self._num_blocks, log=log)
+        else:
+            pool = WorkerPool(
+                num_blocks=self._num_blocks,
+                block_size=self._trace.block_size,
+                log=log,
+                policy=EVICTION_POLICIES[config.eviction],
+            )
+        return Group(
+            trace=self._trace,
+            cost=config.cost.slowed(slow),
+            config=config.engine,
+            pool=pool,
+            on_first_token=self._first_token,
+            on_finish=self._finish,
+        )
+
+    def _result(self) -> Result:
+        trace = self._trace
+        assert all(self._last_ms), "a request was never served"
+        return Result(
+            num_groups=self._config.num_groups,
+            num_input=trace.num_input,
+            arrival_ms=trace.arrival_ms,
+            first_token_ms=self._first_ms,
+            last_token_ms=self._last_ms,
+            group=self._group_of,
+            predicted_hit=self._predicted,
+            hit=self._hit,
+        )
+
+
+def _check_fit(trace: Trace, *, num_blocks: int) -> None:
+    room = num_blocks * trace.block_size
+    for index, (num_input, num_output) in enumerate(
+        zip(trace.num_input, trace.num_output, strict=True)
+    ):
+        needed = ceil((num_input + num_output) / trace.block_size)
+        if needed > num_blocks:
+            raise ConfigError(
+                f"request {index} of {trace.name} has {num_input} + {num_output} tokens, a group "
+                f"has room for {room}: give groups a larger cache, or leave it out"
+            )

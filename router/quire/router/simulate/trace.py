@@ -1,0 +1,85 @@
+"""What is asked when: requests as flat columns, in order of arrival."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from quire.worker.errors import ConfigError
+from quire.worker.hashing import BlockHash
+
+
+class Row(NamedTuple):
+    """One request."""
+
+    arrival_ms: float
+    num_input: int
+    num_output: int
+    chain: tuple[BlockHash, ...]
+    """Names of its full blocks; requests share them where their prompts begin alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One request per index of each column."""
+
+    name: str
+    block_size: int
+    arrival_ms: Sequence[float]
+    num_input: Sequence[int]
+    num_output: Sequence[int]
+    chains: Sequence[tuple[BlockHash, ...]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], *, name: str, block_size: int) -> "Trace":
+        """Rows in any order; the first to arrive does so at 0.
+
+        Raises:
+            ConfigError: There are none, or one has no tokens.
+        """
+        if not rows:
+            raise ConfigError(f"{name}: no requests; one per line is needed")
+        rows = sorted(rows, key=lambda row: row.arrival_ms)
+        for row in rows:
+            if row.num_input < 1 or row.num_output < 1:
+                raise ConfigError(
+                    f"{name}: {row.num_input} prompt and {row.num_output} output tokens at "
+                    f"{row.arrival_ms} ms; both must be at least 1"
+                )
+        start = rows[0].arrival_ms
+        return cls(
+            name=name,
+            block_size=block_size,
+            arrival_ms=[row.arrival_ms - start for row in rows],
+            num_input=[row.num_input for row in rows],
+            num_output=[row.num_output for row in rows],
+            chains=[row.chain[: row.num_input // block_size] for row in rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.arrival_ms)
+
+    @property
+    def rows(self) -> list[Row]:
+        columns = (self.arrival_ms, self.num_input, self.num_output, self.chains)
+        return [Row(*row) for row in zip(*columns, strict=True)]
+
+    def part(self, begin: float, end: float) -> "Trace":
+        """From one share of the requests to another: 0.5 to 1 is the second half."""
+        first, last = int(begin * len(self)), int(end * len(self))
+        return Trace.of(self.rows[first:last], name=self.name, block_size=self.block_size)
+
+    def first(self, num_requests: int) -> "Trace":
+        return Trace.of(self.rows[:num_requests], name=self.name, block_size=self.block_size)
+
+    def at_speed(self, speed: float) -> "Trace":
+        """The same requests, arriving so many times as fast."""
+        return replace(self, arrival_ms=[arrival / speed for arrival in self.arrival_ms])
+
+    def spread(self, *, seed: int, within_ms: float) -> "Trace":
+        """Each arrival put off by up to ``within_ms``: for clocks that are so coarse."""
+        rng = random.Random(seed)
+        rows = [
+            row._replace(arrival_ms=row.arrival_ms + rng.random() * within_ms) for row in self.rows
+        ]
+        return Trace.of(rows, name=self.name, block_size=self.block_size)

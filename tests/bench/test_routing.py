@@ -1,0 +1,80 @@
+"""The routing bench on a made-up trace: cells are kept, tables come from them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BenchModule = Callable[[str], ModuleType]
+
+TRACES = Path(__file__).parents[3] / "shared/data/traces"
+needs_traces = pytest.mark.skipif(not TRACES.exists(), reason=f"{TRACES} is not here")
+
+
+@pytest.fixture
+def run(
+    bench_module: BenchModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., None]:
+    """Runs the bench with ours and Dynamo's on a folder of traces."""
+
+    def main(data: Path, *flags: str) -> None:
+        argv = ["routing", "--data", str(data), "--state", str(tmp_path / "state.jsonl")]
+        argv += ["--trace", "multitenant", "--groups", "2", "--load", "0.78", "--seeds", "1"]
+        monkeypatch.setattr(sys, "argv", [*argv, "--policy", "ours", "dynamo", *flags])
+        bench_module("routing.__main__").main()
+
+    return main
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data/traces"
+    folder.mkdir(parents=True)
+    with (folder / "multitenant_like.jsonl").open("w") as file:
+        for i in range(300):
+            tenant = i * i % 7
+            line = {"timestamp": 200 * i, "input_length": 2500, "output_length": 20}
+            file.write(json.dumps({**line, "hash_ids": [tenant, 10 + tenant, 100 + i]}) + "\n")
+    return tmp_path / "data"
+
+
+def test_what_was_run_is_not_run_again_and_the_tables_name_everything(
+    data: Path, run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, output = tmp_path / "state.jsonl", tmp_path / "out.md"
+    run(data, "--output", str(output))
+    lines = state.read_text().splitlines()
+    # Two capacities, two at 78 %, and those disturbed in four ways.
+    assert len(lines) == 2 + 2 + 2 * 4
+    text = output.read_text()
+    for words in ("## multitenant, 2 groups", "| ours |", "Capacity", "10 s lag", "best baseline"):
+        assert words in text
+    capsys.readouterr()
+    run(data)
+    assert state.read_text().splitlines() == lines
+    assert capsys.readouterr().out.strip() == text.strip()
+
+
+def test_a_trace_that_is_not_there_is_skipped_with_its_path(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path)
+    assert "multitenant: skipped" in capsys.readouterr().out
+
+
+@needs_traces
+@pytest.mark.slow
+def test_a_real_trace_gains_by_prefixes(bench_module: BenchModule, tmp_path: Path) -> None:
+    cells_module = bench_module("routing.cells")
+    cell_of = cells_module.Cell
+    cells = cells_module.Bench(data=TRACES.parent, state=tmp_path / "state.jsonl")
+    cell = cell_of(trace="azure", num_groups=4, load=0.6, policy="prefix_aware")
+    reference = cell_of(trace="azure", num_groups=4, load=0.0, policy="dynamo")
+    cells.cells[reference.key] = {"speed": 10.0}
+    ours = cells.run(cell)
+    blind = cells.run(cell_of(trace="azure", num_groups=4, load=0.6, policy="round_robin"))
+    assert ours["hit_rate"] > 1.2 * blind["hit_rate"]
+    assert ours["mean"] < blind["mean"]

@@ -1,0 +1,103 @@
+"""``quire simulate`` from its flags to its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cluster.cli import main
+from quire.router.simulate.capacity import find_capacity
+from quire.router.simulate.cost import PRESETS
+from quire.router.simulate.fit import fit_cost
+from quire.router.simulate.run import SimulationConfig, simulate
+from quire.router.simulate.trace import Row, Trace
+from quire.worker.errors import ConfigError
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    lines = [
+        {
+            "arrival_s": 0.05 * i,
+            "num_prompt_tokens": 100 + i,
+            "num_output_tokens": 1 + i % 7,
+            "blocks": [f"system {i % 3}", f"own {i}"],
+        }
+        for i in range(200)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def bench_step(path: Path, *, chunk: int, chunk_ms: float) -> Path:
+    rows = [
+        {"kind": f"{batch} decodes", "step": {"median_us": 1000 * (2 + 0.01 * batch)}}
+        for batch in (1, 100)
+    ]
+    rows.append({"kind": f"prefill {chunk}", "step": {"median_us": 1000 * chunk_ms}})
+    settings = {"benchmark": "step", "context": 90, "num_steps": 20}
+    path.write_text(json.dumps({"settings": settings, "rows": rows}))
+    return path
+
+
+def test_a_line_per_replay_and_a_file_of_them(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stem = tmp_path / "out"
+    argv = ["simulate", str(log), "--format", "log", "--policy", "round_robin", "prefix_aware"]
+    argv += ["--num-groups", "2", "4", "--speed", "1", "5", "--output", str(stem)]
+    assert main([*argv, "--plot-format", "svg"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("round_robin") == printed.count("prefix_aware") == 4
+    assert "µs of CPU per simulated request" in printed
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 8
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_wrong_value_is_named_with_a_remedy(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--policy", "best"], "policy='best': must be one of prefix_aware"),
+        (["--speed", "0"], "speed=0.0: must be above 0; 2 replays twice as fast"),
+        (["--cost", "b200"], "cost='b200': must be one of h100-8b"),
+        (["--fit", "x.json"], "--fit needs --cache-tokens N"),
+        (["--num-requests", "0"], "num_requests=0: must be 1 or more"),
+        (["--ttft-target-s", "0.000001"], "does not reach it at any speed"),
+        (["--chunk-tokens", "0"], "chunk_tokens=0: must be 1 or more"),
+    ):
+        assert main(["simulate", str(log), "--format", "log", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
+    one = bench_step(tmp_path / "one.json", chunk=500, chunk_ms=52.0)
+    cost = fit_cost([one], num_cache_tokens=100_000)
+    # The base is the shortest decode, which the prefill has in it.
+    assert cost.prefill_ms(500) == pytest.approx(52.0)
+    assert cost.base == pytest.approx(2.01)
+    assert cost.decode_ms(100) == pytest.approx(2.01)
+    assert cost.decode_ms(10_000) == pytest.approx(3.0)
+    two = bench_step(tmp_path / "two.json", chunk=100, chunk_ms=12.0)
+    cost = fit_cost([one, two], num_cache_tokens=100_000)
+    assert cost.base == pytest.approx(2.0)
+    assert cost.per_token == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match="give the JSON of `quire bench step`"):
+        fit_cost([tmp_path / "absent.json"], num_cache_tokens=1)
+
+
+def test_capacity_is_the_speed_at_which_the_target_is_just_met() -> None:
+    """One request in 100 ms, a service of 20 ms, one step each: at speed 5 the group is full."""
+    cost = PRESETS["h100-8b"]
+    rows = [Row(100.0 * i, 100, 1, ()) for i in range(500)]
+    trace = Trace.of(rows, name="clockwork", block_size=32)
+    config = SimulationConfig(num_groups=1, cost=cost)
+    speed, result = find_capacity(
+        lambda speed: simulate(trace.at_speed(speed), config),
+        target_s=1.5 * cost.prefill_ms(100) / 1000,
+    )
+    assert result is not None
+    assert result.ttft_quantile_s(0.99) <= 1.5 * cost.prefill_ms(100) / 1000
+    assert speed == pytest.approx(100 / cost.prefill_ms(100), rel=0.1)

@@ -1,0 +1,102 @@
+"""The simulated engine against what is so simple that it can be worked out by hand."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quire.router.simulate.cost import CostModel
+from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.run import SimulationConfig, simulate
+from quire.router.simulate.trace import Row, Trace
+from quire.router.simulate.trace_files import block_name
+
+COST = CostModel(
+    base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200
+)
+ONE_GROUP = SimulationConfig(num_groups=1, cost=COST)
+
+
+def trace_of(*rows: Row) -> Trace:
+    return Trace.of(rows, name="by hand", block_size=32)
+
+
+def row(arrival_ms: float, num_input: int, num_output: int, blocks: str = "") -> Row:
+    return Row(
+        arrival_ms,
+        num_input,
+        num_output,
+        tuple(block_name(blocks[: i + 1]) for i in range(len(blocks))),
+    )
+
+
+def test_two_prompts_that_share_two_blocks() -> None:
+    result = simulate(trace_of(row(0, 100, 3, "abc"), row(5, 100, 1, "abd")), ONE_GROUP)
+    # The first: 10 + 100 * 0.1. The second waits for it, finds 64 tokens, computes 36, and the
+    # first decodes in the same step. Then the first decodes alone.
+    assert result.first_token_ms == pytest.approx([20.0, 20 + 10 + 3.6 + 5])
+    assert result.last_token_ms == pytest.approx([43.6, 38.6])
+    assert result.hit == [0, 64]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_which_others_decode() -> None:
+    engine = EngineConfig(chunk_tokens=51)
+    result = simulate(trace_of(row(0, 50, 3), row(0, 100, 1)), replace(ONE_GROUP, engine=engine))
+    # Arrived while the first was alone in its step; then two chunks of 50 beside its decodes.
+    assert result.first_token_ms == pytest.approx([15.0, 15 + 2 * (10 + 5 + 5)])
+    assert result.last_token_ms == pytest.approx([15 + 2 * 20, 15 + 2 * 20])
+
+
+def test_an_arrival_cuts_a_run_of_decode_steps_at_the_end_of_the_present_one() -> None:
+    result = simulate(trace_of(row(0, 100, 100), row(33, 10, 1)), ONE_GROUP)
+    assert result.first_token_ms == pytest.approx([20.0, 35 + 10 + 1 + 5])
+    # 99 decodes behind the first token, one of them in the longer step.
+    assert result.last_token_ms[0] == pytest.approx(20 + 98 * 5 + 16)
+
+
+def test_the_least_remaining_prefill_goes_first_until_a_long_one_has_waited_long_enough() -> None:
+    long, shorts = row(1, 1000, 1), [row(2 + 10 * i, 100, 1) for i in range(200)]
+    trace = trace_of(row(0, 100, 1), long, *shorts)
+    engine = EngineConfig(chunk_tokens=100, order="srpf")
+    first, second = 1, 2
+    fcfs = simulate(trace, replace(ONE_GROUP, engine=replace(engine, order="fcfs")))
+    srpf = simulate(trace, replace(ONE_GROUP, engine=engine))
+    never_ages = simulate(trace, replace(ONE_GROUP, engine=replace(engine, aging=0.0)))
+    assert fcfs.first_token_ms[first] < fcfs.first_token_ms[second]
+    assert srpf.first_token_ms[second] < srpf.first_token_ms[first]
+    assert srpf.first_token_ms[first] < never_ages.first_token_ms[first]
+    assert never_ages.first_token_ms[first] == max(never_ages.first_token_ms)
+
+
+def test_a_prompt_waits_until_its_blocks_and_those_of_its_answer_are_there() -> None:
+    cost = replace(COST, num_cache_tokens=320)
+    trace = trace_of(row(0, 200, 50), row(1, 100, 1))
+    result = simulate(trace, replace(ONE_GROUP, cost=cost))
+    assert result.first_token_ms[1] == pytest.approx(result.last_token_ms[0] + 20)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_equal_prompts_that_arrive_at_random_wait_as_long_as_in_an_m_d_1_queue(
+    load: float,
+) -> None:
+    """Pollaczek and Khinchine: the mean wait is ``load * service / (2 * (1 - load))``."""
+    rng, now_ms, service_ms, rows = random.Random(1), 0.0, 20.0, []
+    for _ in range(40_000):
+        now_ms += rng.expovariate(load / service_ms)
+        rows.append(row(now_ms, 100, 1))
+    engine = EngineConfig(chunk_tokens=100)  # A step for each.
+    result = simulate(trace_of(*rows), replace(ONE_GROUP, engine=engine))
+    waits_ms = 1000 * result.ttft_s.mean() - service_ms
+    assert waits_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.05)
+
+
+def test_round_robin_over_many_groups_is_many_queues() -> None:
+    """Every second of the arrivals at twice the rate is a queue of its own."""
+    rng, now_ms, rows = random.Random(2), 0.0, []
+    for _ in range(2000):
+        now_ms += rng.expovariate(1 / 15)
+        rows.append(row(now_ms, 100, 1))
+    config = replace(ONE_GROUP, policy="round_robin", engine=EngineConfig(chunk_tokens=100))
+    both = simulate(trace_of(*rows), replace(config, num_groups=2))
+    alone = simulate(trace_of(*rows[::2]), config)
+    assert both.first_token_ms[::2] == pytest.approx(alone.first_token_ms)

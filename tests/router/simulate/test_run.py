@@ -1,0 +1,104 @@
+"""What holds for every policy, pool and disturbance; and that the fast parts are not wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from quire.router.policies.catalog import POLICIES
+from quire.router.simulate.cost import PRESETS
+from quire.router.simulate.run import Eviction, SimulationConfig, simulate
+from quire.router.simulate.trace import Trace
+from quire.worker.errors import ConfigError
+
+SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
+CONFIG = SimulationConfig(num_groups=4, cost=SMALL)
+MakeTrace = Callable[..., Trace]
+
+
+def check(trace: Trace, config: SimulationConfig) -> None:
+    """Every request is served once, in its own time, and no hit comes from nowhere."""
+    result = simulate(trace, config)
+    seen: dict[bytes, int] = {}
+    for index, chain in enumerate(trace.chains):
+        arrival, first = result.arrival_ms[index], result.first_token_ms[index]
+        assert arrival < first <= result.last_token_ms[index]
+        assert (first < result.last_token_ms[index]) == (trace.num_output[index] > 1)
+        endless = 0
+        while endless < len(chain) and chain[endless] in seen:
+            endless += 1
+        # Whoever comes later but is computed first can only be found by its group.
+        limit = min(endless * trace.block_size, trace.num_input[index] - 1)
+        assert result.hit[index] <= limit or config.engine.order == "srpf"
+        seen.update(dict.fromkeys(chain, index))
+    assert simulate(trace, config).digest == result.digest
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_request_is_served_once_and_the_same_seed_gives_the_same_run(
+    chats: MakeTrace, policy: str
+) -> None:
+    check(chats(), replace(CONFIG, policy=policy))
+
+
+@pytest.mark.parametrize("eviction", get_args(Eviction))
+def test_every_pool_does_so_too(chats: MakeTrace, eviction: Eviction) -> None:
+    check(chats(), replace(CONFIG, eviction=eviction))
+
+
+@pytest.mark.parametrize("use_table", [False, True])
+@pytest.mark.parametrize(
+    "disturbance",
+    [{"event_lag_ms": 500.0}, {"event_loss": 0.3}, {"num_gateways": 3}, {"slow_factor": 3.0}],
+    ids=lambda disturbance: next(iter(disturbance)),
+)
+def test_nothing_is_lost_when_things_go_wrong(
+    chats: MakeTrace, disturbance: dict[str, float], use_table: bool
+) -> None:
+    check(chats(), replace(CONFIG, use_table=use_table, **disturbance))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flat_gateway_decides_like_the_real_table(chats: MakeTrace, policy: str) -> None:
+    config = replace(CONFIG, policy=policy)
+    trace = chats(num_requests=600)
+    table = simulate(trace, replace(config, use_table=True))
+    assert simulate(trace, config).digest == table.digest
+
+
+def test_the_flat_pool_finds_what_the_engines_pool_finds(chats: MakeTrace) -> None:
+    config = replace(CONFIG, policy="round_robin")
+    trace = chats(num_requests=2000)
+    flat = simulate(trace, config)
+    real = simulate(trace, replace(config, eviction="lru"))
+    assert flat.hit_rate < 0.9 * simulate(trace, replace(config, cost=PRESETS["cpu-125m"])).hit_rate
+    assert flat.hit_rate == pytest.approx(real.hit_rate, rel=0.01)
+
+
+def test_prediction_is_exact_where_nothing_is_evicted_late_or_lost(chats: MakeTrace) -> None:
+    config = replace(CONFIG, cost=replace(SMALL, num_cache_tokens=10**6))
+    trace = chats()
+    assert simulate(trace, config).prediction_error == 0
+    assert simulate(trace, replace(config, event_loss=0.5)).prediction_error > 0
+    assert simulate(trace, replace(config, use_table=True)).prediction_error == 0
+
+
+def test_lost_events_are_repaired_by_the_real_protocol(chats: MakeTrace) -> None:
+    config = replace(CONFIG, event_loss=0.3)
+    trace = chats(num_requests=2000, gap_ms=60.0)
+    for_good = simulate(trace, config)
+    repaired = simulate(trace, replace(config, use_table=True))
+    assert repaired.prediction_error < 0.5 * for_good.prediction_error
+
+
+def test_values_that_cannot_work_name_themselves(chats: MakeTrace) -> None:
+    with pytest.raises(ConfigError, match="policy='best': must be one of prefix_aware, "):
+        SimulationConfig(policy="best")
+    with pytest.raises(ConfigError, match=r"event_loss=1\.5: must be at least 0 and below 1"):
+        SimulationConfig(event_loss=1.5)
+    with pytest.raises(ConfigError, match="num_groups=0: must be above 0"):
+        SimulationConfig(num_groups=0)
+    tiny = replace(SMALL, num_cache_tokens=64)
+    with pytest.raises(ConfigError, match=r"request \d+ of chats has .* room for 64: give groups"):
+        simulate(chats(), replace(CONFIG, cost=tiny))

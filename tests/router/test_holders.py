@@ -1,0 +1,139 @@
+"""Both indexes of holders against a dict of sets, on keys that crowd the same places."""
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.router import native_holders
+from quire.router.holders import HolderIndex, free_slot
+from quire.router.native_holders import NativeHolders
+from quire.router.python_holders import PythonHolders
+from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
+
+NUM_BLOCKS = 400
+NUM_SLOTS = 70  # More than the bits of a word.
+SLOTS = range(NUM_SLOTS)  # Named by themselves.
+
+
+def crowded(number: int) -> bytes:
+    """All in one segment of the compiled table, and a third of them with one home there."""
+    data = bytearray(hashlib.sha256(number.to_bytes(4, "little")).digest())
+    data[6] &= 0x3F
+    data[7] = 9
+    if number % 3 == 0:
+        data[0:4] = bytes(4)
+    return bytes(data)
+
+
+BLOCKS = [crowded(number) for number in range(NUM_BLOCKS)]
+
+
+def indexes(max_blocks: int) -> list[HolderIndex]:
+    library = native_holders.library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    return [NativeHolders(library, max_blocks=max_blocks), PythonHolders(max_blocks=max_blocks)]
+
+
+spans = st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS))
+operations = st.tuples(
+    st.sampled_from(["add", "add", "add", "remove", "clear", "replace"]),
+    st.integers(0, NUM_SLOTS - 1),
+    spans,
+)
+
+
+@given(st.lists(operations, max_size=30))
+@settings(max_examples=150)
+def test_both_are_a_dict_of_sets(changes: list[tuple[str, int, tuple[int, int]]]) -> None:
+    model: dict[int, set[bytes]] = {slot: set() for slot in range(NUM_SLOTS)}
+    both = indexes(max_blocks=NUM_BLOCKS)
+    for what, slot, (start, length) in changes:
+        chosen = BLOCKS[start : start + length]
+        data = b"".join(chosen)
+        for index in both:
+            index.admit(slot)
+            if what == "add":
+                index.add(data, slot=slot)
+            elif what == "remove":
+                index.remove(data, slot=slot)
+            elif what == "clear":
+                index.clear(slot=slot)
+            else:
+                index.replace(data, slot=slot, buckets=bytes([9]))
+        if what == "add":
+            model[slot] |= set(chosen)
+        elif what == "remove":
+            model[slot] -= set(chosen)
+        else:
+            model[slot] = set() if what == "clear" else set(chosen)
+        for index in both:
+            assert index.num_blocks == len(set().union(*model.values()))
+            assert index.num_held(slot) == len(model[slot])
+    for index in both:
+        for block in BLOCKS:
+            holders = {slot for slot in model if block in model[slot]}
+            assert index.longest_prefix(block, SLOTS) == dict.fromkeys(holders, 1)
+        for slot in range(index.num_slots):
+            assert index.digests(slot) == (_digest(model[slot]), bytes(NUM_BUCKETS))
+
+
+@given(st.dictionaries(st.integers(0, NUM_SLOTS - 1), st.integers(0, NUM_BLOCKS)))
+@settings(max_examples=150)
+def test_every_end_of_a_chain_is_found(ends: dict[int, int]) -> None:
+    prompt = b"".join(BLOCKS)
+    for index in indexes(max_blocks=NUM_BLOCKS):
+        index.admit(NUM_SLOTS - 1)
+        for slot, end in ends.items():
+            index.add(prompt[: 32 * end], slot=slot)
+        for length in (1, 2, 9, 399, 400):
+            expected = {slot: min(end, length) for slot, end in ends.items() if end}
+            assert index.longest_prefix(prompt[: 32 * length], SLOTS) == expected
+            lengths = index.prefix_lengths(prompt[: 32 * length])
+            assert {slot: int(lengths[slot]) for slot in np.nonzero(lengths)[0]} == expected
+
+
+def test_a_prompt_without_blocks_or_a_directory_without_groups_has_no_prefix() -> None:
+    for index in indexes(max_blocks=10):
+        assert index.longest_prefix(b"", SLOTS) == {}
+        assert index.longest_prefix(BLOCKS[0], SLOTS) == {}
+        assert index.prefix_lengths(BLOCKS[0]).tolist() == []
+
+
+def test_what_is_refused_is_counted_and_its_bucket_noted() -> None:
+    for index in indexes(max_blocks=3):
+        index.admit(0)
+        index.add(b"".join(BLOCKS[:5]), slot=0)
+        assert (index.num_blocks, index.num_refused_blocks, index.num_held(0)) == (3, 2, 3)
+        assert [n for n, was_refused in enumerate(index.digests(0)[1]) if was_refused] == [9]
+        index.clear(slot=0)
+        assert not any(index.digests(0)[1])
+
+
+def test_blocks_whose_holders_are_gone_leave_while_others_come() -> None:
+    names = [hashlib.sha256(b"%d" % number).digest() for number in range(20_000)]
+    for index in indexes(max_blocks=10_000):
+        index.admit(1)
+        for start in range(0, 20_000, 500):
+            # Every few hundred blocks the other group dies, and there is room all the time.
+            slot = start // 500 % 2
+            index.clear(slot=slot)
+            index.add(b"".join(names[start : start + 500]), slot=slot)
+            assert index.num_held(slot) == 500
+        assert index.num_refused_blocks == 0
+        assert index.num_blocks == 1000
+
+
+def test_the_smallest_free_slot_is_taken() -> None:
+    assert [free_slot([]), free_slot([0, 1]), free_slot([0, 2]), free_slot([1])] == [0, 2, 1, 0]
+
+
+def _digest(blocks: set[bytes]) -> bytes:
+    xor: Counter[int] = Counter()
+    for (key,) in (keys_of(block) for block in blocks):
+        xor[bucket_of(key)] ^= key
+    return b"".join(xor[bucket].to_bytes(8, "little") for bucket in range(NUM_BUCKETS))

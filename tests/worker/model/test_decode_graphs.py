@@ -1,0 +1,142 @@
+"""Decodes through graphs, with a graph that runs its function again instead of a GPU's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import native
+from quire.kernels.decoder import Batch
+from quire.worker.config import EngineConfig
+from quire.worker.decode_graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
+from quire.worker.gpu_profile import largest_steps
+
+LENGTHS = [1, 2, 15, 16, 17, 40, 100, 33, 7]
+
+
+class Again:
+    """A graph that calls what it captured, as replaying a real one does on the device."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def replay(self) -> None:
+        self._function()
+
+
+@pytest.fixture
+def runner(runner_of: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(native, "library", lambda: None)  # rows of length 0 are PyTorch's to take
+    return runner_of(tiny_llama)
+
+
+def logits_of(runner: Any, batch: Batch) -> torch.Tensor:
+    return cast("torch.Tensor", runner._llama.forward(batch, runner._kv))
+
+
+def graphs_of(runner: Any, buckets: list[Bucket], *, vocab_size: int | None = 320) -> DecodeGraphs:
+    graphs = DecodeGraphs(
+        lambda batch: logits_of(runner, batch) if vocab_size else None,
+        buckets=buckets,
+        block_size=16,
+        spare_block=127,
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+        capture=Again,
+    )
+    for bucket in reversed(graphs.buckets):
+        graphs.capture(bucket)
+    return graphs
+
+
+def decodes(driver: Any, row: Any, lengths: list[int]) -> Any:
+    """A step of decodes of such lengths; `prefill` computes what comes before."""
+    rng = np.random.default_rng(1)
+    rows = [
+        row(rng.integers(3, 300, n).tolist(), range(index * 8, index * 8 + 8), n - 1)
+        for index, n in enumerate(lengths)
+    ]
+    return rows, driver.step(rows)
+
+
+def prefill(runner: Any, driver: Any, row: Any, rows: list[Any]) -> None:
+    for each in rows:
+        if each.done:
+            runner.forward(driver.step([row(each.token_ids[: each.done], each.blocks)]))
+
+
+@pytest.mark.parametrize("num_rows", range(1, len(LENGTHS) + 1))
+def test_a_graph_gives_the_logits_of_the_same_step_without_one(
+    num_rows: int, runner: Any, driver: Any, row: Any
+) -> None:
+    graphs = graphs_of(runner, [Bucket(n, length) for n in (1, 2, 4, 9) for length in (64, 512)])
+    rows, step = decodes(driver, row, LENGTHS[:num_rows])
+    prefill(runner, driver, row, rows)
+    bucket = graphs.bucket_of(step)
+    assert bucket is not None
+    assert num_rows <= bucket.num_rows <= max(1, 2 * num_rows)
+    logits = graphs.run(step, bucket)
+    assert logits is not None
+    assert torch.equal(logits, runner.forward(step))
+
+
+def test_what_an_earlier_step_left_in_the_buffers_does_not_matter(
+    runner: Any, driver: Any, row: Any
+) -> None:
+    graphs = graphs_of(runner, [Bucket(4, 512)])
+    rows, large = decodes(driver, row, [100, 40, 33, 17])
+    prefill(runner, driver, row, rows)
+    small = driver.step(rows[1:3])
+    graphs.run(large, Bucket(4, 512))
+    before = [cache.clone() for pair in runner._kv for cache in pair]
+    logits = graphs.run(small, Bucket(4, 512))
+    assert logits is not None
+    assert torch.equal(logits, runner.forward(small))
+    # Rows that fill the batch up write to the spare block, the last one, and nowhere else.
+    for was, now in zip(before, (cache for pair in runner._kv for cache in pair), strict=True):
+        assert torch.equal(was[:127].nan_to_num(), now[:127].nan_to_num())
+
+
+def test_steps_that_are_more_than_decodes_have_no_graph(runner: Any, driver: Any, row: Any) -> None:
+    graphs = graphs_of(runner, [Bucket(2, 512)])
+    one = row([5, 6, 7], range(8), 2)
+    chunk = row([5, 6, 7], range(8, 16))
+    unsampled = row([5, 6, 7], range(8, 16), 2, samples=False)
+    assert graphs.bucket_of(driver.step([one])) == Bucket(2, 512)
+    assert graphs.bucket_of(driver.step([one, chunk])) is None
+    assert graphs.bucket_of(driver.step([one, unsampled])) is None
+    assert graphs.bucket_of(driver.step([one] * 3)) is None
+
+
+def test_a_rank_without_logits_replays_too(runner: Any, driver: Any, row: Any) -> None:
+    graphs = graphs_of(runner, [Bucket(1, 512)], vocab_size=None)
+    _, step = decodes(driver, row, [9])
+    assert graphs.run(step, Bucket(1, 512)) is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 32, 33, 128, 256, 1000])
+@pytest.mark.parametrize("max_model_len", [100, 1024, 8192, 131072])
+def test_every_short_step_of_any_size_has_a_bucket_not_much_larger(
+    max_num_seqs: int, max_model_len: int
+) -> None:
+    buckets = make_buckets(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    assert len(set(buckets)) == len(buckets) <= 120
+    for rows in range(1, max_num_seqs + 1):
+        fits = [b for b in buckets if b.num_rows >= rows and b.max_seq_len >= 100]
+        assert min(fits).num_rows < max(2 * rows, rows + 32)
+    assert max(b.num_rows for b in buckets) == max_num_seqs
+    assert max(b.max_seq_len for b in buckets) == max_model_len
+    assert all(b.num_rows * -(-b.max_seq_len // 256) <= MAX_PARTS for b in buckets)
+
+
+def test_the_largest_steps_are_steps_that_a_runner_takes(runner: Any, tiny_llama: Path) -> None:
+    config = EngineConfig(model=tiny_llama, max_num_seqs=6, max_num_batched_tokens=50)
+    chunks, decoding = largest_steps(config, block_size=16, max_model_len=512)
+    assert len(chunks.token_ids_T) == 50
+    assert len(decoding.seq_lens_B) == decoding.num_decodes == 6
+    assert decoding.seq_lens_B.max() == 512
+    for step in (chunks, decoding):
+        assert len(runner.execute(step).token_ids_S) == 6

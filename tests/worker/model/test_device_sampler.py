@@ -1,0 +1,103 @@
+"""The sampler that stays on the device, here on a CPU by its twins, against the engine's."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.worker.device_sampler import DeviceSampler, Edits
+from quire.worker.sampler import sample
+from quire.worker.staging import ALIGNMENT, Array, pack, packed_bytes, stage, unpack
+from quire.worker.step import Penalties
+
+SAMPLER = DeviceSampler(torch.device("cpu"))
+
+
+def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
+    """Every kind of limit, penalty and ban, some on one row."""
+    rng = np.random.default_rng(seed)
+    penalties, banned = [], {}
+    for row in range(num_rows):
+        if row % 3 == 0:
+            seen = rng.permutation(vocab_size)[: vocab_size // 2]
+            output = rng.permutation(seen)[: len(seen) // 2]
+            penalties.append(
+                Penalties(
+                    row=row,
+                    presence=float(rng.choice([0.0, 0.4, -0.3])),
+                    frequency=float(rng.choice([0.0, 0.13])),
+                    repetition=float(rng.choice([1.0, 1.3, 0.7])),
+                    output_ids_R=output,
+                    output_counts_R=rng.integers(1, 5, len(output)).astype(np.int32),
+                    seen_ids_R=seen,
+                )
+            )
+        if row % 4 == 0:
+            banned[row] = rng.integers(0, vocab_size, 5)
+    return driver.sampling(
+        num_rows,
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.7], num_rows),
+        top_k=rng.choice([0, 0, 1, 3, 40], num_rows),
+        top_p=rng.choice([1.0, 0.95, 0.7003], num_rows),
+        min_p=rng.choice([0.0, 0.0503], num_rows),
+        seed=rng.integers(0, 2**62, num_rows),
+        position=rng.integers(0, 2**31, num_rows),
+        num_logprobs=rng.choice([-1, 0, 3], num_rows),
+        banned_ids=banned,
+        penalties=tuple(penalties),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_and_logprobs_are_those_of_the_engines_sampler(seed: int, driver: Any) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, 300, generator=rng) * 3
+    logits[::5] = (logits[::5] * 2).round() / 2  # ties
+    batch = mixed(driver, 40, 300, seed=seed)
+    want = sample(logits, batch)
+    got = SAMPLER.sample(logits.clone(), batch).wait()
+    assert got.token_ids_S.tolist() == want.token_ids_S.tolist()
+    for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
+        if theirs is None:
+            assert mine is None
+            continue
+        assert mine is not None
+        assert (mine.token_id, mine.rank) == (theirs.token_id, theirs.rank)
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-12)
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-12)
+
+
+def test_a_step_without_requests_for_logprobs_has_none(driver: Any) -> None:
+    logits = torch.randn(3, 20)
+    output = SAMPLER.sample(logits, driver.sampling(3)).wait()
+    assert output.logprobs == ()
+    assert output.token_ids_S.tolist() == logits.argmax(dim=1).tolist()
+    assert len(SAMPLER.sample(logits[:0], driver.sampling(0)).wait().token_ids_S) == 0
+
+
+def test_each_pair_of_a_row_and_a_token_is_edited_once(driver: Any) -> None:
+    edits = Edits.of(mixed(driver, 24, 60, seed=3))
+    pairs = list(zip(edits.rows_E.tolist(), edits.token_ids_E.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs) > 0
+    assert Edits.of(driver.sampling(4)).arrays() == []
+
+
+def test_arrays_travel_together_and_arrive_as_they_were() -> None:
+    rng = np.random.default_rng(0)
+    arrays: list[Array] = [
+        rng.integers(0, 9, 5),
+        rng.integers(0, 9, (3, 7)).astype(np.int32),
+        np.zeros((2, 0), np.int32),
+        rng.random(3).astype(np.float32),
+        rng.integers(0, 9, (6, 8)).astype(np.int32)[:, ::2],
+    ]
+    buffer = torch.empty(packed_bytes(arrays), dtype=torch.uint8)
+    pack(arrays, buffer)
+    for array, tensor in zip(arrays, unpack(arrays, buffer), strict=True):
+        assert np.array_equal(tensor.numpy(), array)
+        assert (tensor.data_ptr() - buffer.data_ptr()) % ALIGNMENT == 0
+    frozen = np.arange(4)
+    frozen.setflags(write=False)
+    assert stage([frozen], torch.device("cpu"))[0].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,69 @@
+"""Names of blocks against their definition, by hashlib, with and without the native library."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.worker import native_hashing
+from quire.worker.hashing import BlockHash, BlockHashes, HashChain, hash_blocks, root_hash
+
+ROOT = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16)
+
+
+@pytest.fixture(params=["native", "hashlib"], autouse=True)
+def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "hashlib":
+        monkeypatch.setattr(native_hashing, "library", lambda: None)
+    elif native_hashing.library() is None:
+        pytest.skip("no C++ compiler, or a CPU without SHA instructions")
+
+
+def by_definition(tokens: np.ndarray, block_size: int) -> list[BlockHash]:
+    data = ROOT + bytes(32) + tokens.astype("<u4").tobytes()
+    return [
+        BlockHash(hashlib.sha256(data[: 64 + 4 * end]).digest())
+        for end in range(block_size, len(tokens) + 1, block_size)
+    ]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 12, 16, 32, 64, 128, 512])
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 700, 2048])
+def test_a_name_is_the_hash_of_all_up_to_its_block(block_size: int, num_tokens: int) -> None:
+    tokens = np.random.default_rng(num_tokens).integers(0, 2**32, num_tokens, dtype=np.uint32)
+    expected = by_definition(tokens, block_size)
+    assert list(hash_blocks(tokens, block_size=block_size, root=ROOT)) == expected
+
+
+@pytest.mark.parametrize("block_size", [3, 4, 8, 16, 32])
+def test_a_chain_can_be_made_bit_by_bit(block_size: int) -> None:
+    tokens = np.random.default_rng(0).integers(0, 2**32, 500, dtype=np.uint32)
+    chain = HashChain(ROOT, block_size=block_size)
+    names: list[BlockHash] = []
+    for end in [0, 1, 7, 40, 41, 200, 200, 201, 499, 500]:
+        names += chain.extend(tokens[:end])
+        assert chain.num_blocks == len(names) == end // block_size
+    assert names == by_definition(tokens, block_size)
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=5), st.slices(5))
+def test_block_hashes_are_a_sequence_of_names(names: list[bytes], part: slice) -> None:
+    hashes = BlockHashes(b"".join(names))
+    assert (len(hashes), list(hashes)) == (len(names), names)
+    assert hashes == names
+    assert hashes == tuple(names)
+    assert hashes == BlockHashes.of(hashes) == BlockHashes.of(map(BlockHash, names))
+    assert [hashes[i] for i in range(-len(names), len(names))] == names + names
+    if part.step in (None, 1):
+        assert hashes[part] == names[part]
+    with pytest.raises(IndexError):
+        hashes[len(names)]
+
+
+def test_what_cannot_be_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="33 bytes: not a multiple of 32"):
+        BlockHashes(bytes(33))
+    with pytest.raises(ValueError, match="step=2"):
+        BlockHashes(bytes(96))[::2]

@@ -1,0 +1,138 @@
+"""Steps and outputs through shared memory: what is read is what was written."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.worker.config import EngineConfig
+from quire.worker.step import Penalties, SamplingBatch, StepInput, StepOutput, TokenLogprobs
+from quire.worker.step_codec import (
+    StepSlots,
+    all_slots_bytes,
+    read_output,
+    read_step,
+    slot_bytes,
+    write_output,
+    write_step,
+)
+
+CONFIG = EngineConfig(model=Path("none"), max_num_seqs=5, max_num_batched_tokens=33, block_size=4)
+MAX_MODEL_LEN = 50
+OFFSET = 4096
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[StepSlots, StepSlots]]:
+    """The engine's end and a rank's."""
+    size = slot_bytes(CONFIG, max_model_len=MAX_MODEL_LEN)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, OFFSET + all_slots_bytes(size))
+    yield (
+        StepSlots(fd, offset=OFFSET, slot_bytes=size),
+        StepSlots(fd, offset=OFFSET, slot_bytes=size),
+    )
+    os.close(fd)
+
+
+def random_step(
+    seed: int, *, tokens: int, rows: int, sampled: int, late: int, blocks: int
+) -> StepInput:
+    rng = np.random.default_rng(seed)
+
+    def ints(*shape: int) -> np.ndarray:
+        return rng.integers(0, 2**31, shape).astype(np.int32)
+
+    def longs(*shape: int) -> np.ndarray:
+        return rng.integers(0, 2**62, shape)
+
+    def floats(*shape: int) -> np.ndarray:
+        return rng.random(shape).astype(np.float32)
+
+    return StepInput(
+        token_ids_T=longs(tokens),
+        positions_T=longs(tokens),
+        slot_mapping_T=longs(tokens),
+        block_tables_BM=ints(rows, blocks),
+        seq_lens_B=ints(rows),
+        query_starts_B1=ints(rows + 1),
+        num_decodes=int(rng.integers(rows + 1)),
+        sample_rows_S=ints(sampled),
+        sampling=SamplingBatch(
+            temperature_S=floats(sampled),
+            top_p_S=floats(sampled),
+            top_k_S=ints(sampled),
+            min_p_S=floats(sampled),
+            seed_S=longs(sampled),
+            position_S=longs(sampled),
+            num_logprobs_S=ints(sampled),
+        ),
+        late_tokens_L=ints(late),
+        late_rows_L=ints(late),
+    )
+
+
+def assert_equal(one: object, other: object) -> None:
+    for name in one.__slots__:  # type: ignore[attr-defined]
+        ours, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(ours, np.ndarray):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
+            assert (ours == theirs).all(), name
+        elif isinstance(ours, SamplingBatch):
+            assert_equal(ours, theirs)
+        else:
+            assert ours == theirs
+
+
+def test_two_steps_of_any_shape_lie_beside_each_other(
+    ends: tuple[StepSlots, StepSlots],
+) -> None:
+    engine, rank = ends
+    largest = random_step(1, tokens=33, rows=5, sampled=5, late=5, blocks=13)
+    shapes = [
+        largest,
+        random_step(2, tokens=1, rows=1, sampled=0, late=0, blocks=1),
+        random_step(3, tokens=7, rows=3, sampled=2, late=1, blocks=5),
+        largest,
+    ]
+    for number in range(len(shapes) - 1):
+        messages = [
+            write_step(step, engine.step(number + ahead))
+            for ahead, step in enumerate(shapes[number : number + 2])
+        ]
+        assert messages == [None, None]
+        for ahead in (0, 1):
+            assert_equal(shapes[number + ahead], read_step(rank.step(number + ahead), None))
+
+
+def test_bans_and_penalties_go_with_the_message(ends: tuple[StepSlots, StepSlots]) -> None:
+    engine, rank = ends
+    step = random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2)
+    ids = np.array([7, 9])
+    step.sampling.banned_ids[1] = ids
+    penalties = Penalties(2, 0.5, 0.0, 1.0, ids, np.array([1, 2], np.int32), ids)
+    step = StepInput(
+        **{name: getattr(step, name) for name in StepInput.__slots__}
+        | {
+            "sampling": SamplingBatch(
+                **{name: getattr(step.sampling, name) for name in SamplingBatch.__slots__}
+                | {"penalties": (penalties,)}
+            )
+        }
+    )
+    message = write_step(step, engine.step(0))
+    found = read_step(rank.step(0), message).sampling
+    assert found.banned_ids == {1: ids}
+    assert found.penalties == (penalties,)
+
+
+def test_an_output_outlives_its_slot(ends: tuple[StepSlots, StepSlots]) -> None:
+    engine, rank = ends
+    logprobs = (None, TokenLogprobs(5, -0.5, 1, ()))
+    message = write_output(StepOutput(np.array([4, 5]), logprobs), rank.output(1))
+    output = read_output(engine.output(1), message)
+    assert write_output(StepOutput(np.array([6])), rank.output(3)) is None
+    assert (output.token_ids_S.tolist(), output.logprobs) == ([4, 5], logprobs)
+    assert read_output(engine.output(3), None).token_ids_S.tolist() == [6]

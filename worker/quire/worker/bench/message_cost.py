@@ -1,0 +1,59 @@
+"""What it costs to hand a step to the ranks and to get its tokens back, without any work."""
+
+import time
+
+import numpy as np
+
+from quire.worker import rank_process
+from quire.worker.bench.stopwatch import replaced
+from quire.worker.config import EngineConfig
+from quire.worker.process_executor import ProcessExecutor
+from quire.worker.step import SamplingBatch, StepInput
+
+_PAUSE_S = 0.002
+"""Between two steps, so that the ranks sleep as they do while an engine has none for them."""
+
+
+def time_messages(
+    config: EngineConfig, *, num_rows: int, context: int, num_steps: int
+) -> list[int]:
+    """Nanoseconds from each of ``num_steps`` steps of decodes to its output."""
+    step = decode_step(num_rows, num_blocks=-(-context // config.block_size))
+    with replaced(rank_process, "RANK_MODULE", "quire.worker.bench.echo_rank"):
+        executor = ProcessExecutor(config)
+    times_ns = []
+    try:
+        for _ in range(num_steps):
+            time.sleep(_PAUSE_S)
+            begin_ns = time.perf_counter_ns()
+            executor.submit(step)
+            executor.result()
+            times_ns.append(time.perf_counter_ns() - begin_ns)
+    finally:
+        executor.close()
+    return times_ns
+
+
+def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
+    """A step of the shape of ``num_rows`` decodes, of zeros."""
+    longs, ints = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
+    floats = np.zeros(num_rows, np.float32)
+    return StepInput(
+        token_ids_T=longs,
+        positions_T=longs,
+        slot_mapping_T=longs,
+        block_tables_BM=np.zeros((num_rows, num_blocks), np.int32),
+        seq_lens_B=ints,
+        query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
+        num_decodes=num_rows,
+        sample_rows_S=ints,
+        sampling=SamplingBatch(
+            temperature_S=floats,
+            top_p_S=floats,
+            top_k_S=ints,
+            min_p_S=floats,
+            seed_S=longs,
+            position_S=longs,
+            num_logprobs_S=ints,
+        ),
+    )

@@ -1,0 +1,162 @@
+"""Steps in memory that the engine and its ranks share: one copy, no pickles of arrays.
+
+A step lies in a slot as a header, counts of things, and behind it its arrays one after the other,
+each aligned. What few steps have (bans, penalties, logprobs) travels apart, in the message that
+wakes the other side, so that a slot's size has a bound.
+"""
+
+import math
+import mmap
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.config import EngineConfig
+from quire.worker.step import SamplingBatch, StepInput, StepOutput
+
+Bytes = npt.NDArray[np.uint8]
+
+# T tokens   B sequences   Q = B + 1   M blocks   S sampled rows   L late tokens
+
+_ALIGNMENT = 64
+_COUNTS = ("T", "B", "Q", "M", "S", "L", "decodes")
+
+
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+class _Array(NamedTuple):
+    name: str
+    dtype: np.dtype[Any]
+    shape: str
+    """Of letters of ``_COUNTS``."""
+
+
+_STEP_ARRAYS = (
+    _Array("token_ids_T", _INT64, "T"),
+    _Array("positions_T", _INT64, "T"),
+    _Array("slot_mapping_T", _INT64, "T"),
+    _Array("block_tables_BM", _INT32, "BM"),
+    _Array("seq_lens_B", _INT32, "B"),
+    _Array("query_starts_B1", _INT32, "Q"),
+    _Array("sample_rows_S", _INT32, "S"),
+    _Array("late_tokens_L", _INT32, "L"),
+    _Array("late_rows_L", _INT32, "L"),
+)
+_SAMPLING_ARRAYS = (
+    _Array("temperature_S", _FLOAT32, "S"),
+    _Array("top_p_S", _FLOAT32, "S"),
+    _Array("top_k_S", _INT32, "S"),
+    _Array("min_p_S", _FLOAT32, "S"),
+    _Array("seed_S", _INT64, "S"),
+    _Array("position_S", _INT64, "S"),
+    _Array("num_logprobs_S", _INT32, "S"),
+)
+
+
+class StepSlots:
+    """One end of the memory. Slot ``n % 2`` belongs to the n-th step.
+
+    It is written again once rank 0 has answered that step, which takes a collective of all ranks
+    at its end: so none of them reads it any more.
+    """
+
+    def __init__(self, fd: int, *, offset: int, slot_bytes: int) -> None:
+        """``fd`` is a file of ``offset + all_slots_bytes(slot_bytes)`` bytes."""
+        memory = np.frombuffer(mmap.mmap(fd, offset + all_slots_bytes(slot_bytes)), np.uint8)
+        self._slots = np.split(memory[offset:], 4)
+
+    def step(self, number: int) -> Bytes:
+        return self._slots[number % 2]
+
+    def output(self, number: int) -> Bytes:
+        return self._slots[2 + number % 2]
+
+
+def all_slots_bytes(slot_bytes: int) -> int:
+    """Memory that `StepSlots` need. What no step touches costs nothing."""
+    return 4 * slot_bytes
+
+
+def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
+    """Room for any step of an engine, or for its output."""
+    seqs = config.max_num_seqs
+    most = {
+        "T": config.max_num_batched_tokens,
+        "B": seqs,
+        "Q": seqs + 1,
+        "M": -(-max_model_len // config.block_size),
+        "S": seqs,
+        "L": seqs,
+    }
+    arrays = (*_STEP_ARRAYS, *_SAMPLING_ARRAYS)
+    return _ALIGNMENT + sum(_padded_bytes(array, most) for array in arrays)
+
+
+def write_step(step: StepInput, slot: Bytes) -> object | None:
+    """Returns what the message must carry; ``None`` for most steps."""
+    sampling = step.sampling
+    num_rows, num_blocks = step.block_tables_BM.shape
+    counts = (
+        *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
+        *(len(step.sample_rows_S), len(step.late_tokens_L), step.num_decodes),
+    )
+    slot[: 8 * len(counts)].view(np.int64)[:] = counts
+    offset = _ALIGNMENT
+    for source, arrays in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS)):
+        for name, dtype, _ in arrays:
+            values = getattr(source, name)
+            np.ndarray(values.shape, dtype, slot, offset)[...] = values
+            offset += _aligned(values.nbytes)
+    if not sampling.banned_ids and not sampling.penalties:
+        return None
+    return sampling.banned_ids, sampling.penalties
+
+
+def read_step(slot: Bytes, message: Any) -> StepInput:
+    """The step that `write_step` wrote. Its arrays are views of the slot."""
+    header = slot[: 8 * len(_COUNTS)].view(np.int64).tolist()
+    counts = dict(zip(_COUNTS, header, strict=True))
+    step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
+    sampling, _ = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
+    if message is not None:
+        sampling["banned_ids"], sampling["penalties"] = message
+    return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
+
+
+def write_output(output: StepOutput, slot: Bytes) -> object | None:
+    """As `write_step`."""
+    values = slot[: 8 * (len(output.token_ids_S) + 1)].view(np.int64)
+    values[0] = len(output.token_ids_S)
+    values[1:] = output.token_ids_S
+    return output.logprobs or None
+
+
+def read_output(slot: Bytes, message: Any) -> StepOutput:
+    """The output that `write_output` wrote, in memory of its own."""
+    num_tokens = int(slot[:8].view(np.int64)[0])
+    token_ids_S = slot[8 : 8 * (num_tokens + 1)].view(np.int64).copy()
+    return StepOutput(token_ids_S, message or ())
+
+
+def _read_arrays(
+    slot: Bytes, offset: int, arrays: tuple[_Array, ...], counts: Mapping[str, int]
+) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    for name, dtype, letters in arrays:
+        shape = [counts[letter] for letter in letters]
+        values: npt.NDArray[Any] = np.ndarray(shape, dtype, slot, offset)
+        found[name] = values
+        offset += _aligned(values.nbytes)
+    return found, offset
+
+
+def _padded_bytes(array: _Array, counts: Mapping[str, int]) -> int:
+    num_items = math.prod(counts[letter] for letter in array.shape)
+    return _aligned(num_items * array.dtype.itemsize)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
