@@ -16,6 +16,9 @@ from quire.worker.step import Longs, SamplingBatch, StepOutput
 
 Mask = npt.NDArray[np.bool_]
 
+MIN_GREEDY_ROWS = 6
+"""For fewer it does not pay: a row's logits stay in the cache until their argmax is taken."""
+
 
 def greedy_rows(batch: SamplingBatch) -> Mask:
     """Which rows need no logits: temperature 0, no penalties, bans or log-probabilities."""

@@ -21,7 +21,7 @@ from quire.worker.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_b
 from quire.worker.device_sampler import DeviceSampler
 from quire.worker.errors import ConfigError
 from quire.worker.gpu_profile import graph_bytes, largest_steps, peak_bytes
-from quire.worker.greedy import greedy_rows, sample_beside
+from quire.worker.greedy import MIN_GREEDY_ROWS, greedy_rows, sample_beside
 from quire.worker.llama import Llama, attention_options
 from quire.worker.loader import Shard, load_weights
 from quire.worker.model_config import (
@@ -146,7 +146,8 @@ class ModelRunner:
         return self._llama.forward(self._to_device(step, shared), self._kv)
 
     def _run(self, step: StepInput) -> StepOutput | None:
-        if self._llama.chooses and (greedy_S := greedy_rows(step.sampling)).any():
+        greedy_S = greedy_rows(step.sampling)
+        if self._llama.chooses and greedy_S.sum() >= MIN_GREEDY_ROWS:
             chosen = self._forward_and_choose(step, greedy_S)
             return None if chosen is None else sample_beside(chosen, step.sampling, greedy_S)
         logits_SV = self.forward(step)
