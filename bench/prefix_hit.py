@@ -16,11 +16,10 @@ from statistics import median
 import numpy as np
 from bench.trace_engine import as_request, make_engine
 
-from quire.worker import sequence
 from quire.worker.bench.report import format_table
 from quire.worker.bench.stopwatch import Stopwatch, Target
 from quire.worker.blocks import BlockPool
-from quire.worker.hashing import TokenIds
+from quire.worker.hashing import HashChain, TokenIds
 
 PARTS = ("hash", "match", "acquire", "release")
 
@@ -51,7 +50,7 @@ def _measure(prompt: TokenIds, block_size: int, repeats: int) -> list[float]:
     )
     stopwatch = Stopwatch()
     watched = stopwatch.watching(
-        Target(sequence, "hash_blocks", "hash"),
+        Target(HashChain, "extend", "hash"),
         *(Target(BlockPool, name, name) for name in PARTS[1:]),
     )
     times: list[list[float]] = []
