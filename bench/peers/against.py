@@ -69,7 +69,7 @@ def main() -> int:
             if floor_s is not None and workload.unit == "tokens/s":
                 line += f"   of the floor {here / workload.figure(floor_s, shape):.0%}"
             print(line, flush=True)
-    print("\n".join(f"{what}: {why}" for what, why in measured.failures.items()), file=sys.stderr)
+    print("\n".join(failure.describe() for failure in measured.failures), file=sys.stderr)
     return 1 if measured.failures else 0
 
 

@@ -61,7 +61,8 @@ class Settings:
     timeout_s: float
     num_threads: int
     logs: Path
-    commit: str
+    commit: str = ""
+    """Of this repository, for the record."""
     deadline: float = math.inf
     """No measurement is begun after this, of `time.monotonic`."""
 
@@ -75,6 +76,9 @@ class Failure(NamedTuple):
     workload: str
     """The first of which there are no figures."""
     why: str
+
+    def describe(self) -> str:
+        return f"{self.engine}, {self.model}, {self.dtype}, from {self.workload} on: {self.why}"
 
 
 @dataclass(kw_only=True)
@@ -271,7 +275,7 @@ class Contest:
     def _give_up(self, name: str, workload: str, error: EngineFailed) -> None:
         why = str(error).splitlines()[0]  # The log has paths.
         failure = Failure(self._shape.name, self._dtype, name, workload, why)
-        print(f"{failure}: {error}", file=sys.stderr, flush=True)
+        print(f"{failure.describe()}\n{error}", file=sys.stderr, flush=True)
         self._measured.failures.append(failure)
         if name in self._processes:
             self._processes.pop(name).close()

@@ -144,11 +144,7 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
         f"- {engine}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
         for engine, packages in measured.versions.items()
     ]
-    failures = [
-        f"- no figures: {failure.engine}, {failure.model}, {failure.dtype}, from "
-        f"{failure.workload} on: {failure.why}"
-        for failure in measured.failures
-    ]
+    failures = [f"- no figures: {failure.describe()}" for failure in measured.failures]
     commits = {run.commit: None for runs in measured.runs.values() for run in runs}
     limits_read = f"DRAM {limits.dram_bytes_per_s / 1e9:.0f} GB/s"
     if limits.cache_bytes:
