@@ -135,6 +135,7 @@ def _add_cluster_flags(
         action=argparse.BooleanOptionalAction,
         help="prepare the next step while one runs; on GPUs if absent",
     )
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--seed", type=int, default=0)
 
 
@@ -194,6 +195,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         enable_prefix_caching=arguments.enable_prefix_caching,
         num_threads=arguments.num_threads,
         async_scheduling=arguments.async_scheduling,
+        enforce_eager=arguments.enforce_eager,
         seed=arguments.seed,
     )
     return ClusterConfig(
