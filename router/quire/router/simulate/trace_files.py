@@ -29,7 +29,7 @@ def load_trace(path: Path, *, format: str | None = None, block_size: int | None 
     size = block_size or usual_block_size
     try:
         with path.open(newline="") as lines:
-            rows = list(_numbered(path, read(lines, size)))
+            rows = list(_numbered(path, read(lines, size), format=name))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a trace") from None
     return Trace.of(rows, name=path.stem, block_size=size)
@@ -116,7 +116,7 @@ class _Names(dict[Any, BlockHash]):
         return block_hash
 
 
-def _numbered(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+def _numbered(path: Path, rows: Iterator[Row], *, format: str) -> Iterator[Row]:
     number = 1
     while True:
         try:
@@ -124,9 +124,10 @@ def _numbered(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
         except StopIteration:
             return
         except (ValueError, KeyError, TypeError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"{path}, request {number}: {type(error).__name__}: {error}; "
-                "docs/simulator.md says what each format holds"
+                f"{path}, request {number}, read as {format}: {reason}; formats are "
+                f"{', '.join(FORMATS)}, and docs/simulator.md says what each holds"
             ) from None
         yield row
         number += 1
