@@ -1,5 +1,6 @@
 """The ranks of one group, as the engine sees them: in this process, or one process each."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
     return ProcessExecutor(config), facts
 
 
-class DirectExecutor:
+class DirectExecutor(ABC):
     """An executor that runs a step when it is asked for its result. Subclasses say how."""
 
     num_ahead = 0
@@ -42,12 +43,12 @@ class DirectExecutor:
     def result(self) -> StepOutput:
         return self.execute(self._submitted.popleft())
 
+    @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
         """Runs the model once."""
-        raise NotImplementedError
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def close(self) -> None:  # noqa: B027  # Most of them have nothing to free.
+        """Frees what the executor holds."""
 
 
 class InProcessExecutor:
