@@ -1,0 +1,106 @@
+"""A request that kills every group that runs it, among a hundred that do not."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import RankFailure
+
+pytestmark = pytest.mark.anyio
+
+NUM_INNOCENTS = 100
+MAX_GROUP_DEATHS = 3
+
+
+def generate(cluster: Any, prompt: list[int], *, seed: int, max_tokens: int) -> Any:
+    params = pb.SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
+    return cluster.inference.Generate(
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=params)
+    )
+
+
+def prompt_of(number: int) -> list[int]:
+    return [20 + number, *range(20, 40)]
+
+
+async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
+    chunks += [chunk async for chunk in call]
+    found: list[int] = []
+    for chunk in chunks:
+        assert chunk.token_offset == len(found)
+        found += chunk.token_ids
+    return found
+
+
+def make_deadly(group: Any, *, poison: int, at_length: int) -> None:
+    """From now on, ``group`` dies of a sequence that begins with ``poison`` and has got so long."""
+    execute = group.executor.execute
+
+    def check(step: Any) -> Any:
+        lengths = step.seq_lens_B
+        for row in range(len(lengths)):
+            if lengths[row] >= at_length and _begins(group, step, row, poison):
+                raise RankFailure("killed by a request")
+        return execute(step)
+
+    group.executor.execute = check
+
+
+def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
+    """Whether the sequence in ``row`` begins with ``poison``, which this very step may write."""
+    slot = int(step.block_tables_BM[row][0]) * 4
+    written = dict(zip(step.slot_mapping_T.tolist(), step.token_ids_T.tolist(), strict=True))
+    return bool(written.get(slot, group.executor._slots[slot]) == poison)
+
+
+@pytest.mark.parametrize("where", ["in its prompt", "behind 25 tokens"])
+@pytest.mark.parametrize("spread", [True, False], ids=["spread", "together"])
+async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
+    start_cluster: Any, spread: bool, where: str
+) -> None:
+    poison = [250, *range(20, 40)]
+    at_length = 10 if where == "in its prompt" else len(poison) + 25
+    async with start_cluster(
+        num_groups=6,
+        group_wait_s=30,
+        max_num_seqs=128,
+        max_num_batched_tokens=256,
+        num_blocks=4000,
+    ) as cluster:
+        groups = list(cluster.groups.values())
+        for group in groups:
+            group.executor.step_s = 0.005
+            make_deadly(group, poison=poison[0], at_length=at_length)
+        # All on one group, so that all are there when it dies.
+        cluster.connections.set_addresses([groups[0].address])
+        calls = [
+            generate(cluster, prompt_of(n), seed=n, max_tokens=120) for n in range(NUM_INNOCENTS)
+        ]
+        chunks = [[await anext(aiter(call))] for call in calls]
+        poisoned = generate(cluster, poison, seed=1, max_tokens=100)
+        reads = [asyncio.create_task(tokens_of(*each)) for each in zip(calls, chunks, strict=True)]
+        reading = asyncio.create_task(tokens_of(poisoned, []))
+        if spread:
+            await groups[0].engine_loop.failed
+            cluster.connections.set_addresses([group.address for group in groups])
+        else:  # Wherever the poison goes, all others go too.
+            for dying, following in pairwise(groups[:4]):
+                await dying.engine_loop.failed
+                cluster.connections.set_addresses([following.address])
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await reading
+        found = await asyncio.gather(*reads)
+        num_dead = sum(group.engine_loop.failed.done() for group in groups)
+        assert cluster.gateway.telemetry.quarantined._value.get() == 1
+    assert num_dead == MAX_GROUP_DEATHS
+    assert raised.value.code() == grpc.StatusCode.ABORTED
+    assert "quarantined: 3 replica groups died" in (raised.value.details() or "")
+    assert "killed by a request" in (raised.value.details() or "")
+    for number, tokens in enumerate(found):
+        expected = cluster.model.continuation(prompt_of(number), seed=number, max_tokens=120)
+        assert tokens == expected
