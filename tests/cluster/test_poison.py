@@ -8,6 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from quire.cluster.wire import tokens_to_bytes
+from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import RankFailure
 
@@ -104,3 +106,53 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
     for number, tokens in enumerate(found):
         expected = cluster.model.continuation(prompt_of(number), seed=number, max_tokens=120)
         assert tokens == expected
+
+
+def suspect(name: str) -> group_pb2.GroupCommand:
+    return group_pb2.GroupCommand(
+        submit=group_pb2.Submit(
+            request_id=name,
+            attempt=3,
+            prompt_token_ids=tokens_to_bytes(prompt_of(0)),
+            sampling=pb.SamplingParams(seed=1, max_tokens=300, ignore_eos=True),
+            probation_tokens=8,
+        )
+    )
+
+
+async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.GroupError.Code:
+    """Reads until a request has so many tokens more, or is refused; the code of the refusal."""
+    num = 0
+    while num < num_tokens:
+        for delta in (await call.read()).deltas:
+            if delta.request_id == name and delta.HasField("error"):
+                return delta.error.code
+            num += len(delta.token_ids) if delta.request_id == name else 0
+    return group_pb2.GroupError.CODE_UNSPECIFIED
+
+
+@pytest.mark.parametrize("end", ["proven", "aborted", "gateway gone"])
+async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
+    start_group: Any, end: str
+) -> None:
+    refused, taken = group_pb2.GroupError.PROBATION, group_pb2.GroupError.CODE_UNSPECIFIED
+    async with start_group() as group, grpc.aio.insecure_channel(group.address) as channel:
+        stub = group_pb2_grpc.ReplicaGroupStub(channel)
+        first, second = stub.Attach(), stub.Attach()
+        group.executor.step_s = 0.2
+        await first.write(suspect("a"))
+        assert await read_tokens(first, "a", num_tokens=1) == taken
+        await second.write(suspect("b"))
+        assert await read_tokens(second, "b", num_tokens=1) == refused
+        group.executor.step_s = 0.005
+        if end == "proven":
+            assert await read_tokens(first, "a", num_tokens=7) == taken
+        elif end == "aborted":
+            abort = group_pb2.Abort(request_id="a", attempt=3)
+            await first.write(group_pb2.GroupCommand(abort=abort))
+            await group.settle()
+        else:
+            first.cancel()
+            await group.settle()
+        await second.write(suspect("c"))
+        assert await read_tokens(second, "c", num_tokens=1) == taken
