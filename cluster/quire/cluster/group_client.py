@@ -13,19 +13,17 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
+from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
-from quire.router.directory import Position
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.events import EventBatch
 
 _log = logging.getLogger(__name__)
 
@@ -50,34 +48,6 @@ class GroupClientConfig:
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     """The pause before the next attempt doubles from the one to the other."""
-
-
-class GroupListener(Protocol):
-    """Whom a `GroupClient` tells what it learns. Called from the event loop."""
-
-    def check(self, description: pb.GroupDescription) -> None:
-        """Raises GroupMismatch where this group must not be used."""
-
-    def attached(self, client: "GroupClient") -> None:
-        """Requests can be submitted from now on."""
-
-    def detached(self, client: "GroupClient") -> None:
-        """They cannot any longer. Those under way are told only after this."""
-
-    def turned_away(self, client: "GroupClient") -> None:
-        """The group takes no more requests, until it is attached anew."""
-
-    def has_other(self, client: "GroupClient") -> bool:
-        """Whether another group takes requests, so that this one's can go on there."""
-
-    def load(self, client: "GroupClient", load: pb.Load) -> None:
-        """The group has stepped since the last call."""
-
-    def events(self, client: "GroupClient", batch: EventBatch) -> bool:
-        """Takes events in. False: they do not follow on, begin again at `events_position`."""
-
-    def events_position(self, client: "GroupClient") -> Position:
-        """From where on to ask the group for events."""
 
 
 class GroupClient:
