@@ -209,7 +209,8 @@ class GroupClient:
             self._last_load = load
             self._listener.load(self, frame.load)
         for delta in frame.deltas:
-            if delta.error.code in _CLOSED:
+            is_error = delta.HasField("error")
+            if is_error and delta.error.code in _CLOSED:
                 # Now, not once the request's reader is awake: by then, another group may have
                 # the same name.
                 self._listener.turned_away(self)
@@ -219,7 +220,7 @@ class GroupClient:
                 continue  # Aborted here while the group was still at it.
             if not stream.push(delta):
                 stream.abort()
-            elif delta.finish_reason or delta.HasField("error"):
+            elif is_error or delta.finish_reason:
                 del self._streams[key]
         if frame.phase:
             self._drain(frame.phase)
