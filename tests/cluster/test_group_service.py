@@ -108,11 +108,12 @@ async def test_a_priority_reaches_the_engine(
 ) -> None:
     async with start_group() as group, connect(group) as stub:
         add, seen = group.engine.add_request, []
-        monkeypatch.setattr(
-            group.engine,
-            "add_request",
-            lambda request: (seen.append(request.priority), add(request)),
-        )
+
+        def see(request: Any) -> None:
+            seen.append(request.priority)
+            add(request)
+
+        monkeypatch.setattr(group.engine, "add_request", see)
         call = stub.Attach()
         for name, priority in (("a", 0), ("b", -3)):
             command = submit(name, [20])
