@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from quire.cluster.errors import GroupLost, Unavailable
+from quire.cluster.explanations import routing_message
 from quire.cluster.group_client import GroupStream
 from quire.cluster.groups import Groups
 from quire.cluster.model_card import ModelCard
@@ -53,6 +54,10 @@ class CompletionRequest:
     cache_salt: str
     arrival_s: float
     """On the completion's clock."""
+    client_id: str = ""
+    """What the client calls the request."""
+    explain_routing: bool = False
+    """Tell the client of every candidate."""
 
 
 class Completion:
@@ -117,7 +122,8 @@ class Completion:
             outcome = "cancelled"
             raise
         finally:
-            self._table.completed(self._request.request_id)
+            detail = f": {self._error}" if outcome == "error" and self._error else ""
+            self._table.completed(self._request.request_id, outcome=outcome + detail)
             self._telemetry.completions.labels(outcome).inc()
 
     async def _submit(self) -> GroupStream:
@@ -132,6 +138,8 @@ class Completion:
                     hashes=self._request.hashes,
                     num_prompt_tokens=len(self._request.prompt_token_ids) + len(self._token_ids),
                     exclude=frozenset(self._full),
+                    client_id=self._request.client_id,
+                    moved_because=str(self._error or ""),
                 )
                 self._attempt += 1
                 stream = self._groups.submit(decision.group, self._submission())
@@ -236,10 +244,8 @@ class Completion:
                 model=self._request.model.model,
                 num_prompt_tokens=len(self._request.prompt_token_ids),
                 num_cached_tokens=delta.num_cached_tokens,
-                routing=pb.Routing(
-                    group=self._decision.group,
-                    reason=self._decision.reason,
-                    predicted_cached_tokens=self._decision.predicted_cached_tokens,
+                routing=routing_message(
+                    self._decision, with_candidates=self._request.explain_routing
                 ),
                 seed=self._request.params.seed,
             )

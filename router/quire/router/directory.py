@@ -69,6 +69,8 @@ class DirectoryStats:
     """Pairs of a group and a block that it holds."""
     num_events: int
     num_gaps: int
+    num_resyncs: int
+    """Snapshots taken in, whole ones and of some buckets."""
     num_late_batches: int
     """Batches of an epoch that had ended."""
     num_drifted_buckets: int
@@ -133,6 +135,7 @@ class BlockDirectory:
         self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
         self._num_gaps = 0
+        self._num_resyncs = 0
         self._num_late_batches = 0
         self._num_drifted_buckets = 0
 
@@ -180,9 +183,11 @@ class BlockDirectory:
             self._clear(group)
             self._index.add(batch.snapshot.data, slot=group.slot)
             group.next_seq = batch.first_seq
+            self._num_resyncs += 1
         elif batch.buckets is not None and num_known == 0:
             self._index.replace(batch.snapshot.data, slot=group.slot, buckets=batch.buckets)
             group.drifted = bytes(sorted(set(group.drifted) - set(batch.buckets)))
+            self._num_resyncs += 1
         if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
             self._compare(group, batch.digest)
             if group.drifted:
@@ -225,6 +230,7 @@ class BlockDirectory:
             num_holdings=sum(self._index.num_held(group.slot) for group in self._groups.values()),
             num_events=self._num_events,
             num_gaps=self._num_gaps,
+            num_resyncs=self._num_resyncs,
             num_late_batches=self._num_late_batches,
             num_drifted_buckets=self._num_drifted_buckets,
             num_refused_blocks=self._index.num_refused_blocks,
