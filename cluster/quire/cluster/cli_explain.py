@@ -89,7 +89,10 @@ def detailed(decision: "pb.RoutingDecision") -> str:
     pressure = f", pressure {decision.pressure:.2f}" if decision.HasField("pressure") else ""
     known_as = f" ({decision.client_id})" if decision.client_id else ""
     head = ("", "group", "cost", "cached", "to compute", "queued", "sequences", "forecast")
-    candidates = sorted(routing.candidates, key=lambda each: each.cost)
+    # Costs that are nearly equal are a tie: the one chosen need not be the least.
+    candidates = sorted(
+        routing.candidates, key=lambda each: (each.group != routing.group, each.cost)
+    )
     rows = [head, *(_candidate(each, chosen=routing.group) for each in candidates)]
     return "\n".join(
         (
