@@ -56,7 +56,7 @@ def test_a_decision_is_told_with_its_candidates_and_what_came_of_it(blocks: Bloc
     table.started("r-0", num_cached_tokens=80)
     table.completed("r-0", outcome="stop")
     (found,) = table.explain("mine")
-    a, b = found.decision.candidates
+    a, b = sorted(found.decision.candidates, key=lambda each: each.group)
     assert (found.decision.group, found.decision.reason) == ("a", "cached_prefix")
     assert (a.num_cached_tokens, a.num_prefill_tokens, a.num_queued_tokens) == (96, 34, 0)
     assert (b.num_cached_tokens, b.num_queued_tokens, b.num_sequences) == (0, 500, 4)

@@ -21,8 +21,9 @@ from math import inf
 from typing import NamedTuple
 
 WINDOW = 20
-"""Requests after which one counts for a third (1/e) of a new one. With noise of 30 % in every wait,
-forecasts err by 16 % as with 40, and follow a group that became three times slower twice as fast."""
+"""Requests after which one counts for a third (1/e) of a new one. With noise of 30 % in every
+wait, forecasts err by 16 % as with 40, and follow a group that became three times slower twice as
+fast."""
 MIN_OBSERVATIONS = 8
 
 _KEPT = 1 - 1 / WINDOW

@@ -6,7 +6,7 @@ for threads.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.router.accuracy import moved_mean
@@ -51,22 +51,18 @@ class Group:
     fit: PaceFit = field(default_factory=PaceFit)
     forecast_error: float | None = None
     """Mean of its forecasts' errors of late, as shares of the waits."""
+    _state: GroupState | None = None
+    """None where something has changed since it was asked for."""
 
     def state(self) -> GroupState:
-        load = self.load
-        return GroupState(
-            group=self.group_id,
-            num_running=load.num_running if load else 0,
-            num_waiting=load.num_waiting if load else 0,
-            num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
-            num_available_blocks=load.num_available_blocks if load else None,
-            num_blocks=self.num_blocks,
-            num_reserved_requests=self.num_reserved_requests,
-            num_reserved_tokens=self.num_reserved_tokens,
-            pace=self.fit.pace,
-        )
+        """Its load now. Never changed but replaced: decisions keep it, and few groups change
+        between two of them."""
+        if self._state is None:
+            self._state = self._new_state()
+        return self._state
 
     def take_frame(self, load: GroupLoad) -> None:
+        self._state = None
         self.load = load
         self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
         self.num_frames += 1
@@ -83,6 +79,7 @@ class Group:
 
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
         """From the first token of a request sent here."""
+        self._state = None
         self.fit.observe(
             num_missing=max(request.request.num_prompt_tokens - num_cached_tokens, 0),
             num_queued=request.state.num_queued_tokens,
@@ -90,8 +87,33 @@ class Group:
             waited_s=waited_s,
         )
 
+    def reserve(self, request: "InFlight") -> None:
+        self._state = None
+        self.reserved.append(request)
+        self.num_reserved_requests += 1
+        self.num_reserved_tokens += request.num_prefill_tokens
+
+    def unreserve(self, request: "InFlight") -> None:
+        self._state = None
+        self.num_reserved_requests -= 1
+        self.num_reserved_tokens -= request.num_prefill_tokens
+
     def count_error(self, ratio: float) -> None:
         self.forecast_error = moved_mean(self.forecast_error, ratio)
+
+    def _new_state(self) -> GroupState:
+        load = self.load
+        return GroupState(
+            group=self.group_id,
+            num_running=load.num_running if load else 0,
+            num_waiting=load.num_waiting if load else 0,
+            num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
+            num_available_blocks=load.num_available_blocks if load else None,
+            num_blocks=self.num_blocks,
+            num_reserved_requests=self.num_reserved_requests,
+            num_reserved_tokens=self.num_reserved_tokens,
+            pace=self.fit.pace,
+        )
 
 
 @dataclass(slots=True)
@@ -114,8 +136,7 @@ class InFlight:
     def unreserve(self) -> None:
         if self.is_reserved:
             self.is_reserved = False
-            self.group.num_reserved_requests -= 1
-            self.group.num_reserved_tokens -= self.num_prefill_tokens
+            self.group.unreserve(self)
 
 
 class Reservations:
@@ -142,10 +163,10 @@ class Reservations:
         return next(iter(self._requests))
 
     def extend(
-        self, hashes: BlockHashes, groups: Collection[Group], lengths: Sequence[int]
+        self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
         """How long a prefix each group will hold, which now holds the first ``lengths`` blocks."""
-        return self._prefixes.extend(hashes.data, [group.number for group in groups], lengths)
+        return self._prefixes.extend(hashes.data, numbers, lengths)
 
     def add(
         self,
@@ -175,9 +196,7 @@ class Reservations:
         self._requests[request_id] = in_flight
         self.num_blocks += len(blocks)
         self._prefixes.add(blocks.data, group=group.number)
-        group.reserved.append(in_flight)
-        group.num_reserved_requests += 1
-        group.num_reserved_tokens += in_flight.num_prefill_tokens
+        group.reserve(in_flight)
 
     def remove(self, request_id: str) -> InFlight | None:
         request = self._requests.pop(request_id, None)

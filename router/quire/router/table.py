@@ -16,6 +16,7 @@ is held for microseconds, but for a snapshot of a whole cache.
 import itertools
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -59,6 +60,7 @@ class RoutingTable:
         self._lock = threading.Lock()
         self._groups: dict[GroupId, Group] = {}
         self._group_numbers = itertools.count()
+        self._numbers: Sequence[int] = ()  # Of `_groups`, in their order.
         self._in_flight = Reservations(
             max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
@@ -94,7 +96,8 @@ class RoutingTable:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
+            if self._in_flight.get(request_id) is not None:
+                self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
             hashes = BlockHashes.of(hashes)
             held = self._directory.longest_prefix(hashes)
             now_s = self._clock()
@@ -107,9 +110,8 @@ class RoutingTable:
                 now_s=now_s,
             )
             groups = self._groups
-            overlap = self._in_flight.extend(
-                hashes, groups.values(), [held.get(group_id, 0) for group_id in groups]
-            )
+            lengths = [held.get(name, 0) for name in groups] if held else [0] * len(groups)
+            overlap = self._in_flight.extend(hashes, self._numbers, lengths)
             states = [group.state() for group in groups.values()]
             try:
                 decision = decide(self._policy, request, states, overlap)
@@ -195,6 +197,7 @@ class RoutingTable:
                 self._directory.drop(group_id)
             for group_id in members - self._groups.keys():
                 self._groups[group_id] = Group(group_id, next(self._group_numbers))
+            self._numbers = array("Q", [group.number for group in self._groups.values()])
 
     def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored."""
