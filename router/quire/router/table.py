@@ -71,6 +71,7 @@ class RoutingTable:
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
         self._accuracy = Accuracy()
+        self._num_decisions = 0
         self._num_routed: Counter[str] = Counter()
         self._num_unroutable = 0
         self._num_prompt_tokens = 0
@@ -106,7 +107,7 @@ class RoutingTable:
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self._block_size,
                 exclude=exclude,
-                ordinal=self._num_routed.total(),
+                ordinal=self._num_decisions,
                 now_s=now_s,
             )
             groups = self._groups
@@ -118,6 +119,7 @@ class RoutingTable:
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
+            self._num_decisions += 1
             self._num_routed[decision.reason] += 1
             self._num_prompt_tokens += num_prompt_tokens
             self._num_predicted_tokens += decision.predicted_cached_tokens
