@@ -61,6 +61,7 @@ async def test_calls_without_a_known_key_are_refused(keys_file: Path) -> None:
         refused = grpc.StatusCode.UNAUTHENTICATED
         assert await code_of(stub.Tokenize(REQUEST)) == refused
         assert await code_of(stub.Generate(pb.GenerateRequest(text="x")).read()) == refused
+        assert await code_of(stub.ExplainRouting(pb.ExplainRoutingRequest())) == refused
         for wrong in ("secret-a", "Bearer secret-c", "Bearer ", "Basic secret-a", "Bearer secret"):
             assert await code_of(stub.Tokenize(REQUEST, metadata=[("authorization", wrong)])) == (
                 refused
@@ -77,7 +78,15 @@ async def test_every_path_but_health_and_metrics_wants_a_key(keys_file: Path) ->
         gateway(api_keys_file=keys_file) as server,
         httpx.AsyncClient(base_url=f"http://{server.http_address}") as client,
     ):
-        for path in ("/v1/models", "/v1/nothing", "/tokenize", "/", "/healthz", "//health"):
+        for path in (
+            "/v1/models",
+            "/v1/routing/decisions",
+            "/v1/nothing",
+            "/tokenize",
+            "/",
+            "/healthz",
+            "//health",
+        ):
             answer = await client.get(path, headers={"X-Request-Id": "mine"})
             assert answer.status_code == 401, path
             assert answer.headers["WWW-Authenticate"] == "Bearer"

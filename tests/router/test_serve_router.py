@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from quire.router.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.router.serve_router import PrefixAwareRouter
-from quire.router.table import RoutingTable
+from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
 
 DEPLOYMENT = DeploymentID(name="Group", app_name="test")
@@ -77,8 +77,8 @@ def new_router(*replicas: FakeReplica) -> PrefixAwareRouter:
     return router
 
 
-def call(request_id: str, *args: object, **kwargs: object) -> PendingRequest:
-    metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id)
+def call(request_id: str, *args: object, client_id: str = "", **kwargs: object) -> PendingRequest:
+    metadata = RequestMetadata(request_id=client_id, internal_request_id=request_id)
     return PendingRequest(args=list(args), kwargs=kwargs, metadata=metadata)
 
 
@@ -138,6 +138,52 @@ def test_only_candidates_are_chosen(table: RoutingTable) -> None:
             assert await ranks(router, call(str(i), token_ids=[i] * 20)) == [["a"], []]
         table.update_members([GroupId("b")])
         assert await ranks(router, call("x", token_ids=[1] * 20)) == [[], ["a"]]
+
+    asyncio.run(scenario())
+
+
+def test_the_load_of_frames_and_what_was_sent_since_count_for_calls_too(
+    table: RoutingTable,
+) -> None:
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"), FakeReplica("b"))
+        table.update_members(member.group for member in REGISTRY.members(POOL))
+        for name, pending in (("a", 5_000), ("b", 0)):
+            load = GroupLoad(
+                num_running=0,
+                num_waiting=0,
+                num_pending_prefill_tokens=pending,
+                num_available_blocks=1000,
+            )
+            table.update_load(GroupId(name), load)
+        # The frames show a's queue; what is sent to b fills it up, call by call.
+        chosen = [
+            (await ranks(router, call(str(i), token_ids=[1000 + i] * 1000)))[0][0]
+            for i in range(10)
+        ]
+        assert chosen[:5] == ["b"] * 5
+        assert "a" in chosen[5:]
+        loads = {state.group: state.num_queued_tokens for state in table.states()}
+        assert loads[GroupId("a")] + loads[GroupId("b")] == 15_000
+
+    asyncio.run(scenario())
+
+
+def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable) -> None:
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"), FakeReplica("b"))
+        table.update_members(member.group for member in REGISTRY.members(POOL))
+        request = call("internal", token_ids=[1] * 40, client_id="serve's id")
+        (first, second) = await ranks(router, request)
+        (found,) = table.explain("serve's id")
+        assert found.request_id == "serve:internal"
+        assert found.decision.group == first[0]
+        assert [c.num_prefill_tokens for c in found.decision.candidates] == [40, 40]
+        # Its queue is full: Serve asks again, and then takes one of the others.
+        await ranks(router, request)
+        router.on_request_completed(FakeReplica(second[0]).replica_id, "internal")
+        outcomes = [each.outcome for each in table.explain("serve:internal")]
+        assert outcomes == ["moved: Serve asks again", f"ended on {second[0]}"]
 
     asyncio.run(scenario())
 

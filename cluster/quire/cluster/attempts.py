@@ -174,6 +174,8 @@ class Attempts:
                     hashes=self._request.hashes,
                     num_prompt_tokens=num_prompt_tokens,
                     exclude=frozenset(self._avoided),
+                    client_id=self._request.client_id,
+                    moved_because=str(self._error or ""),
                 )
                 self._number += 1
                 self._stream = self._groups.submit(

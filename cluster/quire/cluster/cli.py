@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from quire.cluster.cli_bench import add_bench_parser
+from quire.cluster.cli_explain import add_explain_parser
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="for the same text again")
     generate.set_defaults(run=_generate)
 
+    add_explain_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
     return parser

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from quire.cluster.attempts import Attempts
 from quire.cluster.errors import GroupLost
+from quire.cluster.explanations import routing_message
 from quire.cluster.groups import Groups
 from quire.cluster.model_card import ModelCard
 from quire.cluster.resume import ResumeConfig, Resumes
@@ -57,6 +58,10 @@ class CompletionRequest:
     """On the completion's clock."""
     priority: int = 0
     """Less runs sooner."""
+    client_id: str = ""
+    """What the client calls the request."""
+    explain_routing: bool = False
+    """Tell the client of every candidate."""
 
 
 class Completion:
@@ -129,7 +134,8 @@ class Completion:
             outcome = "cancelled"
             raise
         finally:
-            self._table.completed(self._request.request_id)
+            detail = f": {self._error}" if outcome == "error" and self._error else ""
+            self._table.completed(self._request.request_id, outcome=outcome + detail)
             self._telemetry.completions.labels(outcome).inc()
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:
@@ -188,11 +194,7 @@ class Completion:
                 model=self._request.model.model,
                 num_prompt_tokens=len(self._request.prompt_token_ids),
                 num_cached_tokens=delta.num_cached_tokens,
-                routing=pb.Routing(
-                    group=decision.group,
-                    reason=decision.reason,
-                    predicted_cached_tokens=decision.predicted_cached_tokens,
-                ),
+                routing=routing_message(decision, with_candidates=self._request.explain_routing),
                 seed=self._request.params.seed,
             )
         )

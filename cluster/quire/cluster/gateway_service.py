@@ -56,6 +56,10 @@ class GenerationRequest:
     model: str = ""
     """Empty is the only one."""
     cache_salt: str = ""
+    client_id: str = ""
+    """What the client calls it; explanations of its routing can be asked for by that name."""
+    explain_routing: bool = False
+    """Tell of every group that it could have gone to."""
 
 
 class Gateway:
@@ -77,6 +81,7 @@ class Gateway:
         self.model = model
         self.tokenizer = tokenizer
         self.groups = groups
+        self.table = table
         self.telemetry = Telemetry(groups=groups, table=table)
         self.config = config or GatewayConfig()
         self._table = table
@@ -137,6 +142,8 @@ class Gateway:
             ),
             cache_salt=request.cache_salt,
             arrival_s=arrival_s,
+            client_id=request.client_id,
+            explain_routing=request.explain_routing,
         )
 
     async def tokenize(
@@ -240,6 +247,8 @@ class Generation:
     params: SamplingParams
     cache_salt: str
     arrival_s: float
+    client_id: str
+    explain_routing: bool
 
     async def stream(self, *, first_index: int = 0) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields the chunks of all completions as they come, numbered from ``first_index``.
@@ -265,6 +274,8 @@ class Generation:
             params=replace(self.params, n=1, seed=seed),
             cache_salt=self.cache_salt,
             arrival_s=self.arrival_s,
+            client_id=self.client_id,
+            explain_routing=self.explain_routing,
         )
         return self.gateway.completion(request)
 

@@ -17,8 +17,11 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.auth import ApiKeys, GrpcAuth
 from quire.cluster.errors import ModelNotFound, Quarantined, Unavailable
+from quire.cluster.explanations import explain
 from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
+from quire.cluster.http_streams import sane_client_id
 from quire.cluster.wire import params_from_proto
+from quire.router.errors import UnknownDecision
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 from quire.worker.errors import InvalidRequest, QueueFull
@@ -32,6 +35,7 @@ Context = grpc.aio.ServicerContext[object, object]
 _CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    UnknownDecision: grpc.StatusCode.NOT_FOUND,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Quarantined: grpc.StatusCode.ABORTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
@@ -56,6 +60,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     params=params_from_proto(request.sampling),
                     model=request.model,
                     cache_salt=request.cache_salt,
+                    client_id=_client_id(context),
+                    explain_routing=request.explain_routing,
                 )
             )
             async with aclosing(generation.stream()) as chunks:
@@ -83,6 +89,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             response.text = await self._gateway.detokenize(
                 request.token_ids, skip_special_tokens=request.skip_special_tokens
             )
+        return response
+
+    async def ExplainRouting(
+        self, request: pb.ExplainRoutingRequest, context: Context
+    ) -> pb.ExplainRoutingResponse:
+        response = pb.ExplainRoutingResponse()
+        async with _statuses(context):
+            response = explain(self._gateway.table, request)
         return response
 
 
@@ -139,6 +153,14 @@ async def _statuses(context: Context) -> AsyncIterator[None]:
         incident = secrets.token_hex(4)
         _log.exception("incident %s", incident)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+
+
+def _client_id(context: Context) -> str:
+    """What the client calls the request, in ``x-request-id`` as over HTTP."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "x-request-id" and isinstance(value, str):
+            return sane_client_id(value)
+    return ""
 
 
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | list[int] | Chat:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from quire.cluster.errors import ModelNotFound, Quarantined, Unauthenticated, Unavailable
+from quire.router.errors import UnknownDecision
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    UnknownDecision: _Kind(404, "invalid_request_error", "decision_not_found"),
     BodyTooLarge: _Kind(413, "invalid_request_error"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     Quarantined: _Kind(500, "server_error", "quarantined"),

@@ -68,6 +68,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def client_id(headers: Headers) -> str:
+    """What the client calls its request, where that is a sane name; else empty."""
+    return sane_client_id(headers.get("x-request-id", ""))
+
+
+def sane_client_id(name: str) -> str:
+    """``name``, or nothing where it is too long to be kept."""
+    return name if len(name) <= _MAX_ID_CHARS else ""
+
+
 class RequestIds:
     """Echoes the client's ``X-Request-Id``, where it is a sane one, on every response."""
 
@@ -75,8 +85,9 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = Headers(scope=scope).get("x-request-id") if scope["type"] == "http" else None
-        if not request_id or len(request_id) > _MAX_ID_CHARS:
+        is_http = scope["type"] == "http"
+        request_id = client_id(Headers(scope=scope)) if is_http else ""
+        if not request_id:
             await self._app(scope, receive, send)
             return
 

@@ -21,10 +21,16 @@ from starlette.types import ASGIApp
 from quire.cluster.auth import ApiKeys, HttpAuth
 from quire.cluster.gateway_service import Chat, Gateway, Generation, GenerationRequest
 from quire.cluster.http_errors import BodyTooLarge, error_body, error_handlers
-from quire.cluster.http_streams import EventStream, RequestIds, unless_disconnected
+from quire.cluster.http_streams import (
+    EventStream,
+    RequestIds,
+    client_id,
+    unless_disconnected,
+)
 from quire.cluster.merge import merge
 from quire.cluster.openai_format import ChatFormat, CompletionFormat, Format
 from quire.cluster.openai_schema import ChatBody, CompletionBody, GenerationBody
+from quire.cluster.routing_api import routing_route
 from quire.v1 import inference_pb2 as pb
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -45,6 +51,7 @@ def build_http_app(gateway: Gateway, *, keys: ApiKeys | None = None) -> ASGIApp:
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            routing_route(gateway.table),
             Route("/health", api.health, methods=["GET"]),
             Route("/metrics", api.metrics, methods=["GET"]),
         ],
@@ -86,7 +93,11 @@ class _Api:
         self._gateway.check_num_completions(len(prompts) * params.n)
         requests = [
             GenerationRequest(
-                prompt=prompt, params=params, model=body.model, cache_salt=body.cache_salt or ""
+                prompt=prompt,
+                params=params,
+                model=body.model,
+                cache_salt=body.cache_salt or "",
+                client_id=client_id(request.headers),
             )
             for prompt in prompts
         ]
@@ -99,6 +110,7 @@ class _Api:
             params=body.params(),
             model=body.model,
             cache_salt=body.cache_salt or "",
+            client_id=client_id(request.headers),
         )
         return await self._respond(
             request, body, [generation_request], ChatFormat, prefix="chatcmpl"

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.cluster.groups import Groups
+from quire.cluster.routing_metrics import RoutingCollector
 from quire.router.table import RoutingTable
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -79,15 +80,16 @@ class Telemetry:
             registry=registry,
             buckets=_TOTAL_BUCKETS,
         )
-        registry.register(_ClusterCollector(groups, table))
+        registry.register(_GroupCollector(groups))
+        registry.register(RoutingCollector(table))
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _ClusterCollector(Collector):
-    """The groups' load and the routing table's counts, as of the moment of the scrape."""
+class _GroupCollector(Collector):
+    """The groups' load as of the moment of the scrape."""
 
     _GAUGES = (
         ("num_running", "quire_group_running", "Sequences that a group runs."),
@@ -113,37 +115,10 @@ class _ClusterCollector(Collector):
         ("num_preemptions", "quire_group_preemptions", "Sequences put back for want of blocks."),
     )
 
-    def __init__(self, groups: Groups, table: RoutingTable) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._table = table
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._collect_groups()
-        stats = self._table.stats()
-        routed = CounterMetricFamily(
-            "quire_routing_decisions", "Routing decisions by reason.", labels=["reason"]
-        )
-        for reason, count in stats.num_routed.items():
-            routed.add_metric([reason], count)
-        yield routed
-        yield CounterMetricFamily(
-            "quire_unroutable", "Requests for which there was no group.", stats.num_unroutable
-        )
-        yield CounterMetricFamily(
-            "quire_routing_predicted_cached_tokens",
-            "Prompt tokens predicted to be cached, of requests that have begun.",
-            stats.num_started_predicted_tokens,
-        )
-        yield CounterMetricFamily(
-            "quire_routing_found_cached_tokens",
-            "Prompt tokens really found in the cache, of the same requests.",
-            stats.num_started_cached_tokens,
-        )
-        yield GaugeMetricFamily(
-            "quire_directory_blocks", "Blocks in the directory.", stats.directory.num_blocks
-        )
-
-    def _collect_groups(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "quire_ready_groups", "Groups that take requests.", self._groups.num_ready
         )

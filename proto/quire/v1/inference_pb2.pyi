@@ -18,20 +18,22 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt", "explain_routing")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_ROUTING_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
     chat: Chat
     sampling: SamplingParams
     cache_salt: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    explain_routing: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., explain_routing: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -148,14 +150,76 @@ class Start(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Routing(_message.Message):
-    __slots__ = ("group", "reason", "predicted_cached_tokens")
+    __slots__ = ("group", "reason", "predicted_cached_tokens", "forecast_s", "candidates")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_S_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     group: str
     reason: str
     predicted_cached_tokens: int
-    def __init__(self, group: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_cached_tokens: _Optional[int] = ...) -> None: ...
+    forecast_s: float
+    candidates: _containers.RepeatedCompositeFieldContainer[RoutingCandidate]
+    def __init__(self, group: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_cached_tokens: _Optional[int] = ..., forecast_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[RoutingCandidate, _Mapping]]] = ...) -> None: ...
+
+class RoutingCandidate(_message.Message):
+    __slots__ = ("group", "cost", "num_cached_tokens", "num_prefill_tokens", "num_queued_tokens", "num_sequences", "forecast_s")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_S_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    cost: float
+    num_cached_tokens: int
+    num_prefill_tokens: int
+    num_queued_tokens: int
+    num_sequences: int
+    forecast_s: float
+    def __init__(self, group: _Optional[str] = ..., cost: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., forecast_s: _Optional[float] = ...) -> None: ...
+
+class ExplainRoutingRequest(_message.Message):
+    __slots__ = ("request_id", "limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    limit: int
+    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ExplainRoutingResponse(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[RoutingDecision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ...) -> None: ...
+
+class RoutingDecision(_message.Message):
+    __slots__ = ("request_id", "client_id", "attempt", "decided_at_s", "num_prompt_tokens", "routing", "policy", "pressure", "num_cached_tokens", "waited_s", "outcome")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    client_id: str
+    attempt: int
+    decided_at_s: float
+    num_prompt_tokens: int
+    routing: Routing
+    policy: str
+    pressure: float
+    num_cached_tokens: int
+    waited_s: float
+    outcome: str
+    def __init__(self, request_id: _Optional[str] = ..., client_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_at_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., policy: _Optional[str] = ..., pressure: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ..., outcome: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "time_to_first_token_s", "total_time_s")

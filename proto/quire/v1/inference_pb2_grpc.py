@@ -49,6 +49,11 @@ class InferenceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.ExplainRouting = channel.unary_unary(
+                '/quire.v1.Inference/ExplainRouting',
+                request_serializer=quire_dot_v1_dot_inference__pb2.ExplainRoutingRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.ExplainRoutingResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -76,6 +81,14 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRouting(self, request, context):
+        """Says why requests went where they did, and what came of it, as far as this gateway remembers.
+        Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'ExplainRouting': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRouting,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.ExplainRoutingRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.ExplainRoutingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +194,33 @@ class Inference(object):
             '/quire.v1.Inference/Detokenize',
             quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRouting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/ExplainRouting',
+            quire_dot_v1_dot_inference__pb2.ExplainRoutingRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.ExplainRoutingResponse.FromString,
             options,
             channel_credentials,
             insecure,

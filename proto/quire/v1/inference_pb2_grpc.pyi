@@ -73,7 +73,23 @@ _InferenceDetokenizeType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeType, _InferenceDetokenizeType]):
+_InferenceExplainRoutingType = typing_extensions.TypeVar(
+    '_InferenceExplainRoutingType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.ExplainRoutingRequest,
+        quire.v1.inference_pb2.ExplainRoutingResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.ExplainRoutingRequest,
+        quire.v1.inference_pb2.ExplainRoutingResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.ExplainRoutingRequest,
+        quire.v1.inference_pb2.ExplainRoutingResponse,
+    ],
+)
+
+class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceExplainRoutingType]):
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
@@ -87,6 +103,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
         grpc.UnaryUnaryMultiCallable[
             quire.v1.inference_pb2.DetokenizeRequest,
             quire.v1.inference_pb2.DetokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.ExplainRoutingRequest,
+            quire.v1.inference_pb2.ExplainRoutingResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -104,6 +124,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
             quire.v1.inference_pb2.DetokenizeRequest,
             quire.v1.inference_pb2.DetokenizeResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.ExplainRoutingRequest,
+            quire.v1.inference_pb2.ExplainRoutingResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Generate: _InferenceGenerateType
@@ -117,6 +141,11 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
 
     Detokenize: _InferenceDetokenizeType
 
+    ExplainRouting: _InferenceExplainRoutingType
+    """Says why requests went where they did, and what came of it, as far as this gateway remembers.
+    Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+    """
+
 InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryStreamMultiCallable[
         quire.v1.inference_pb2.GenerateRequest,
@@ -129,6 +158,10 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.inference_pb2.DetokenizeRequest,
         quire.v1.inference_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.ExplainRoutingRequest,
+        quire.v1.inference_pb2.ExplainRoutingResponse,
     ],
 ]
 
@@ -158,5 +191,15 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         request: quire.v1.inference_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[quire.v1.inference_pb2.DetokenizeResponse, collections.abc.Awaitable[quire.v1.inference_pb2.DetokenizeResponse]]: ...
+
+    @abc.abstractmethod
+    def ExplainRouting(
+        self,
+        request: quire.v1.inference_pb2.ExplainRoutingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.inference_pb2.ExplainRoutingResponse, collections.abc.Awaitable[quire.v1.inference_pb2.ExplainRoutingResponse]]:
+        """Says why requests went where they did, and what came of it, as far as this gateway remembers.
+        Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -27,6 +27,12 @@ class RoutingConfig:
     max_in_flight_blocks: int = 1_000_000
     """Blocks of in-flight prefixes; past that a request's prefix is not counted as cached."""
 
+    max_decisions_kept: int = 1024
+    """Decisions whose explanation is kept, the newest ones; 0 keeps none."""
+    max_candidates_kept: int = 32_768
+    """Candidates of all those decisions, of some 350 bytes each: with hundreds of groups fewer
+    decisions are kept. The last one always is."""
+
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}")
@@ -39,3 +45,6 @@ class RoutingConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        for name in ("max_decisions_kept", "max_candidates_kept"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")

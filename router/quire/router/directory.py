@@ -69,18 +69,34 @@ class DirectoryStats:
     """Pairs of a group and a block that it holds."""
     num_events: int
     num_gaps: int
+    num_resyncs: int
+    """Snapshots taken in, whole ones and of some buckets."""
     num_late_batches: int
     """Batches of an epoch that had ended."""
     num_drifted_buckets: int
     """Buckets found to differ from what their group holds."""
     num_refused_blocks: int
     """Blocks left out because the directory was full."""
+    num_sets: int
+    """Distinct sets of holders."""
+    num_bytes: int
+    max_blocks: int
+    num_stale_groups: int
+    """Groups whose events were silent for too long when `BlockDirectory.expire` last looked."""
 
 
 class _Group:
     """One group's position in its log, and the slot that stands for it in the index."""
 
-    __slots__ = ("drifted", "epoch", "former_epochs", "last_heard_s", "next_seq", "slot")
+    __slots__ = (
+        "drifted",
+        "epoch",
+        "former_epochs",
+        "is_stale",
+        "last_heard_s",
+        "next_seq",
+        "slot",
+    )
 
     def __init__(self, *, slot: Slot, epoch: int, now_s: float) -> None:
         self.slot = slot
@@ -89,6 +105,7 @@ class _Group:
         self.next_seq = 0
         self.drifted = b""
         self.last_heard_s = now_s
+        self.is_stale = False
 
     @property
     def position(self) -> Position:
@@ -118,6 +135,7 @@ class BlockDirectory:
         self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
         self._num_gaps = 0
+        self._num_resyncs = 0
         self._num_late_batches = 0
         self._num_drifted_buckets = 0
 
@@ -165,9 +183,11 @@ class BlockDirectory:
             self._clear(group)
             self._index.add(batch.snapshot.data, slot=group.slot)
             group.next_seq = batch.first_seq
+            self._num_resyncs += 1
         elif batch.buckets is not None and num_known == 0:
             self._index.replace(batch.snapshot.data, slot=group.slot, buckets=batch.buckets)
             group.drifted = bytes(sorted(set(group.drifted) - set(batch.buckets)))
+            self._num_resyncs += 1
         if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
             self._compare(group, batch.digest)
             if group.drifted:
@@ -195,14 +215,12 @@ class BlockDirectory:
 
         What such a group sends next is answered with a resync from its first event.
         """
-        silent = [
-            group_id
-            for group_id, group in self._groups.items()
-            if now_s - group.last_heard_s > self._stale_after_s
-            and (self._index.num_held(group.slot) or group.next_seq)
-        ]
-        for group_id in silent:
-            self._clear(self._groups[group_id])
+        silent = []
+        for group_id, group in self._groups.items():
+            group.is_stale = now_s - group.last_heard_s > self._stale_after_s
+            if group.is_stale and (self._index.num_held(group.slot) or group.next_seq):
+                self._clear(group)
+                silent.append(group_id)
         return silent
 
     def stats(self) -> DirectoryStats:
@@ -212,9 +230,14 @@ class BlockDirectory:
             num_holdings=sum(self._index.num_held(group.slot) for group in self._groups.values()),
             num_events=self._num_events,
             num_gaps=self._num_gaps,
+            num_resyncs=self._num_resyncs,
             num_late_batches=self._num_late_batches,
             num_drifted_buckets=self._num_drifted_buckets,
             num_refused_blocks=self._index.num_refused_blocks,
+            num_sets=self._index.num_sets,
+            num_bytes=self._index.num_bytes,
+            max_blocks=self._max_blocks,
+            num_stale_groups=sum(group.is_stale for group in self._groups.values()),
         )
 
     def _apply_events(self, group: _Group, batch: EventBatch, num_known: int) -> int:

@@ -46,6 +46,14 @@ class HolderIndex(Protocol):
     @property
     def num_refused_blocks(self) -> int: ...
 
+    @property
+    def num_sets(self) -> int:
+        """Distinct sets of holders, those that became empty and still have keys included."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that all this takes."""
+
     def admit(self, slot: Slot) -> None:
         """Makes room for slots up to this one."""
 

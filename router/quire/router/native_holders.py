@@ -33,6 +33,8 @@ _FUNCTIONS = {
     "look_up": (c_uint32, c_void_p, c_char_p, c_uint64, c_void_p, c_void_p),
     "num_blocks": (c_uint64, c_void_p),
     "num_refused": (c_uint64, c_void_p),
+    "num_sets": (c_uint64, c_void_p),
+    "num_bytes": (c_uint64, c_void_p),
     "num_held": (c_uint64, c_void_p, c_uint32),
     "digests": (None, c_void_p, c_uint32, c_void_p, c_void_p),
 }
@@ -73,6 +75,14 @@ class NativeHolders:
     @property
     def num_refused_blocks(self) -> int:
         return int(self._library.quire_holders_num_refused(self._index))
+
+    @property
+    def num_sets(self) -> int:
+        return int(self._library.quire_holders_num_sets(self._index))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._library.quire_holders_num_bytes(self._index))
 
     def admit(self, slot: Slot) -> None:
         if slot >= self.num_slots:

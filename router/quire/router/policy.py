@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
+from quire.router.pace import Pace
 from quire.worker.hashing import BlockHash
 
 TIE_TOKENS = 32.0
@@ -57,6 +58,8 @@ class GroupState:
     """Sent, but not in the numbers above yet."""
     num_reserved_tokens: int = 0
     """Tokens that those have to prefill."""
+    pace: Pace | None = None
+    """How long it takes for things; None while too little was seen of it."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -73,12 +76,24 @@ class GroupState:
             return 0.0
         return 1 - self.num_available_blocks / self.num_blocks
 
+    def forecast_s(self, num_prefill_tokens: int) -> float | None:
+        """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
+        if self.pace is None:
+            return None
+        return self.pace.wait_s(
+            num_missing=num_prefill_tokens,
+            num_queued=self.num_queued_tokens,
+            num_sequences=self.num_requests,
+        )
+
 
 class Policy(Protocol):
     """Chooses groups for one gateway, and may remember what it chose."""
 
     reason: Reason
     """Why a group was chosen if not for its prefix."""
+    pressure: float | None
+    """What the last `costs` took a computed token to cost those behind it, where it does that."""
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
@@ -106,6 +121,8 @@ class Candidate:
     num_prefill_tokens: int
     num_queued_tokens: int
     num_sequences: int
+    forecast_s: float | None
+    """Seconds to the first token there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +134,11 @@ class Decision:
     predicted_cached_tokens: int
     num_prompt_tokens: int
     groups: Sequence[GroupState]
-    """As they were at the decision."""
+    """As they were at the decision; nobody changes them."""
+    index: int
+    """Which of ``groups`` was chosen."""
+    forecast_s: float | None
+    """Seconds to the first token; None while too little was seen of the group."""
     hits: Sequence[int]
     costs: Sequence[float]
 
@@ -131,6 +152,7 @@ class Decision:
                 num_prefill_tokens=self.num_prompt_tokens - num_hit,
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
+                forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
             )
             for state, num_hit, cost in zip(self.groups, self.hits, self.costs, strict=True)
         )
@@ -165,6 +187,8 @@ def decide(
         predicted_cached_tokens=hits[index],
         num_prompt_tokens=request.num_prompt_tokens,
         groups=groups,
+        index=index,
+        forecast_s=groups[index].forecast_s(request.num_prompt_tokens - hits[index]),
         hits=hits,
         costs=costs,
     )

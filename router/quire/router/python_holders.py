@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from sys import getsizeof
 
 import numpy as np
 
@@ -49,6 +50,16 @@ class PythonHolders:
     @property
     def num_blocks(self) -> int:
         return len(self._index) - self._num_ownerless
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._holders)
+
+    @property
+    def num_bytes(self) -> int:
+        """Close to it: keys are ints of 36 bytes, a set is small and its ints are not counted."""
+        num_keys = len(self._index)
+        return getsizeof(self._index) + 36 * num_keys + 150 * len(self._holders)
 
     def admit(self, slot: Slot) -> None:
         while self.num_slots <= slot:

@@ -67,7 +67,9 @@ class PrefixAwareRouter(RequestRouter):
         routing = registry.REGISTRY.routing(self._pool)
         if routing is not None:
             table, _ = routing
-            table.completed(_request_key(internal_request_id))
+            # Which may be another than the table's choice, where that one's queue was full.
+            served_by = _group_of_id(replica_id)
+            table.completed(_request_key(internal_request_id), outcome=f"ended on {served_by}")
 
     def _by_prefix(
         self, candidates: Sequence[RunningReplica], pending_request: PendingRequest
@@ -86,6 +88,8 @@ class PrefixAwareRouter(RequestRouter):
                 hashes=hash_prompt(token_ids, cache_salt),
                 num_prompt_tokens=len(token_ids),
                 exclude=frozenset(known - by_group.keys()),
+                client_id=pending_request.metadata.request_id,
+                moved_because="Serve asks again",
             )
         except (NoGroupAvailable, TypeError, ValueError, OverflowError):
             # What is no list of token ids is for the replica to refuse: Serve only logs an
@@ -104,8 +108,12 @@ class PrefixAwareRouter(RequestRouter):
 
 
 def _group_of(replica: RunningReplica) -> GroupId:
+    return _group_of_id(replica.replica_id)
+
+
+def _group_of_id(replica_id: ReplicaID) -> GroupId:
     """Serve gives each start of a replica an id of its own, so a group's id never comes back."""
-    return GroupId(replica.replica_id.unique_id)
+    return GroupId(replica_id.unique_id)
 
 
 def _request_key(internal_request_id: str) -> str:

@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.router.directory import DirectoryStats
+from quire.router.accuracy import AccuracyStats
+from quire.router.directory import DirectoryStats, GroupId
+from quire.router.pace import Pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupForecasts:
+    """How well one group is known."""
+
+    pace: Pace | None
+    mean_error: float | None
+    """Of its forecasts of late, as a share of the wait; None before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,15 +26,16 @@ class RoutingStats:
     num_unroutable: int
     num_prompt_tokens: int
     num_predicted_cached_tokens: int
-    num_started: int
-    num_started_predicted_tokens: int
-    """Predicted to be cached, of requests whose first frame has come: compare the next."""
-    num_started_cached_tokens: int
-    """Really found in the cache, of the same requests."""
-    num_started_wrong_tokens: int
-    """Predicted but not found, or found but not predicted, of the same requests."""
+    accuracy: AccuracyStats
+    forecasts: Mapping[GroupId, GroupForecasts]
     num_groups: int
     num_in_flight: int
+    max_in_flight: int
     num_in_flight_blocks: int
+    max_in_flight_blocks: int
     num_reserved_tokens: int
+    num_decisions_kept: int
+    max_decisions_kept: int
+    num_candidates_kept: int
+    max_candidates_kept: int
     directory: DirectoryStats

@@ -1,7 +1,8 @@
 """What one process knows of the replica groups, and the routing decisions it takes from that.
 
 Who the groups are, how loaded each said it was in its last frame, what was sent to each since
-(*reservations*), which prompts run there now (*in-flight prefixes*), and the block directory.
+(*reservations*), which prompts run there now (*in-flight prefixes*), the block directory, how long
+each group took of late, and the last decisions with what came of them.
 
 A reservation counts as load from the moment of routing until the group's own frames show it, so
 that a burst, which arrives faster than frames do, does not fall on one group. An in-flight prefix
@@ -15,11 +16,13 @@ is held for microseconds, but for a snapshot of a whole cache.
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
+from quire.router.accuracy import Accuracy
 from quire.router.config import RoutingConfig
+from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.directory import (
     Applied,
     BlockDirectory,
@@ -27,59 +30,14 @@ from quire.router.directory import (
     NeedsResync,
     Position,
 )
-from quire.router.errors import NoGroupAvailable
-from quire.router.in_flight import new_counts
+from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.policies.catalog import POLICIES
 from quire.router.policy import Decision, GroupState, RouteRequest, decide
-from quire.router.stats import RoutingStats
+from quire.router.reservations import Group, Reservations
+from quire.router.reservations import GroupLoad as GroupLoad  # For those who call `update_load`.
+from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.events import EventBatch
 from quire.worker.hashing import BlockHash, BlockHashes
-
-_FRAMES_UNTIL_SHOWN = 2
-"""The first frame after a request was sent may have left the group before it came; the group
-stepped with it before the second. An idle group's first frame answers with the first token, which
-`RoutingTable.started` takes as proof."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLoad:
-    """What a group's frame says of it (``quire.v1.Load``)."""
-
-    num_running: int
-    num_waiting: int
-    num_pending_prefill_tokens: int
-    num_available_blocks: int
-    """Free and cached blocks."""
-
-
-@dataclass(slots=True)
-class _Group:
-    number: int
-    """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
-    load: GroupLoad | None = None
-    num_blocks: int | None = None
-    """The most that were ever available."""
-    num_frames: int = 0
-    num_reserved_requests: int = 0
-    num_reserved_tokens: int = 0
-    reserved: deque["_InFlight"] = field(default_factory=deque)
-    """In the order of routing; those shown since by other means are passed over."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
-
-    request: RouteRequest
-    group_id: GroupId
-    group: _Group
-    num_predicted_tokens: int
-    num_prefill_tokens: int
-    blocks: BlockHashes
-    """Those that the directory lacked when it was routed, counted as in flight."""
-    shown_at_frame: int
-    routed_at_s: float
-    is_reserved: bool = True
 
 
 class RoutingTable:
@@ -91,29 +49,33 @@ class RoutingTable:
         block_size: int,
         config: RoutingConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._config = config or RoutingConfig()
-        self._policy = POLICIES[self._config.policy]()
+        """``wall_clock`` dates explanations; all else goes by ``clock``."""
+        self._config = config = config or RoutingConfig()
+        self._policy = POLICIES[config.policy]()
         self._block_size = block_size
         self._clock = clock
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._groups: dict[GroupId, _Group] = {}
-        self._in_flight: dict[str, _InFlight] = {}
-        self._num_in_flight_blocks = 0
-        self._prefixes = new_counts()
+        self._groups: dict[GroupId, Group] = {}
         self._group_numbers = itertools.count()
-        self._directory = BlockDirectory(
-            max_blocks=self._config.max_directory_blocks,
-            stale_after_s=self._config.stale_after_s,
+        self._numbers: Sequence[int] = ()  # Of `_groups`, in their order.
+        self._in_flight = Reservations(
+            max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
+        self._directory = BlockDirectory(
+            max_blocks=config.max_directory_blocks, stale_after_s=config.stale_after_s
+        )
+        self._log = DecisionLog(
+            max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
+        )
+        self._accuracy = Accuracy()
+        self._num_decisions = 0
         self._num_routed: Counter[str] = Counter()
         self._num_unroutable = 0
         self._num_prompt_tokens = 0
         self._num_predicted_tokens = 0
-        self._num_started = 0
-        self._num_started_predicted_tokens = 0
-        self._num_started_cached_tokens = 0
-        self._num_started_wrong_tokens = 0
 
     def route(
         self,
@@ -122,63 +84,111 @@ class RoutingTable:
         hashes: Sequence[BlockHash],
         num_prompt_tokens: int,
         exclude: frozenset[GroupId] = frozenset(),
+        client_id: str = "",
+        moved_because: str = "",
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
-        Routing a request again, after its group failed, first takes it back from that group.
+        Routing a request again, after its group failed, first takes it back from that group;
+        ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
+        client gave the request.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            self._forget(request_id)
+            if self._in_flight.get(request_id) is not None:
+                self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
             hashes = BlockHashes.of(hashes)
             held = self._directory.longest_prefix(hashes)
+            now_s = self._clock()
             request = RouteRequest(
                 hashes=hashes,
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self._block_size,
                 exclude=exclude,
-                ordinal=self._num_routed.total(),
-                now_s=self._clock(),
+                ordinal=self._num_decisions,
+                now_s=now_s,
             )
-            states = [_state(group_id, group) for group_id, group in self._groups.items()]
-            overlap = self._prefixes.extend(
-                hashes.data,
-                [group.number for group in self._groups.values()],
-                [held.get(group_id, 0) for group_id in self._groups],
-            )
+            groups = self._groups
+            lengths = [held.get(name, 0) for name in groups] if held else [0] * len(groups)
+            overlap = self._in_flight.extend(hashes, self._numbers, lengths)
+            states = [group.state() for group in groups.values()]
             try:
                 decision = decide(self._policy, request, states, overlap)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
+            self._num_decisions += 1
             self._num_routed[decision.reason] += 1
             self._num_prompt_tokens += num_prompt_tokens
             self._num_predicted_tokens += decision.predicted_cached_tokens
-            in_flight = hashes[held.get(decision.group, 0) :]
-            self._remember(request_id, request, decision, in_flight)
+            oldest = self._in_flight.oldest_in_excess()
+            if oldest is not None:
+                self._forget(oldest, "forgotten: too many are in flight")
+            self._in_flight.add(
+                request_id,
+                request,
+                decision,
+                group=groups[decision.group],
+                blocks=hashes[held.get(decision.group, 0) :],
+                now_s=now_s,
+            )
+            self._log.add(
+                request_id,
+                decision,
+                client_id=client_id,
+                decided_at_s=self._wall_clock(),
+                policy=self._config.policy,
+                pressure=self._policy.pressure,
+            )
             return decision
 
     def started(self, request_id: str, *, num_cached_tokens: int) -> None:
         """The group's first frame for the request came: its load is in the group's own numbers.
 
-        ``num_cached_tokens`` is what the group found in its cache, the truth behind the hint.
+        ``num_cached_tokens`` is what the group found in its cache, the truth behind the hint. How
+        long it took since `route` is the truth behind the forecast, and teaches the next ones.
         """
         with self._lock:
             request = self._in_flight.get(request_id)
-            if request is not None:
-                self._num_started += 1
-                self._num_started_predicted_tokens += request.num_predicted_tokens
-                self._num_started_cached_tokens += num_cached_tokens
-                wrong = abs(request.num_predicted_tokens - num_cached_tokens)
-                self._num_started_wrong_tokens += wrong
-                _unreserve(request)
+            if request is None:
+                return
+            waited_s = self._clock() - request.routed_at_s
+            group = request.group
+            self._accuracy.count_cached(
+                num_predicted_tokens=request.num_predicted_tokens,
+                num_cached_tokens=num_cached_tokens,
+            )
+            if request.forecast_s is not None:
+                ratio = self._accuracy.count_wait(forecast_s=request.forecast_s, waited_s=waited_s)
+                group.count_error(ratio)
+            group.learn(request, num_cached_tokens=num_cached_tokens, waited_s=waited_s)
+            request.unreserve()
+            self._log.started(request_id, num_cached_tokens=num_cached_tokens, waited_s=waited_s)
 
-    def completed(self, request_id: str) -> None:
-        """The request ended, however it did. May be called again, or for an unknown one."""
+    def completed(self, request_id: str, *, outcome: str = "ended") -> None:
+        """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
-            self._forget(request_id)
+            self._forget(request_id, outcome)
+
+    def explain(self, name: str) -> list[Explanation]:
+        """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
+        Quire's or the client's own, on all of its completions.
+
+        Raises:
+            UnknownDecision: It was not routed here, or is forgotten; there is one at least.
+        """
+        with self._lock:
+            found = self._log.find(name) if name else []
+        if not found:
+            raise UnknownDecision(name, num_kept=self._log.num_decisions)
+        return found
+
+    def recent(self, limit: int) -> list[Explanation]:
+        """The last decisions, newest first."""
+        with self._lock:
+            return self._log.recent(limit)
 
     def update_members(self, groups: Iterable[GroupId]) -> None:
         """Makes exactly these groups the ones to route to; all about others is forgotten."""
@@ -188,22 +198,15 @@ class RoutingTable:
                 del self._groups[group_id]
                 self._directory.drop(group_id)
             for group_id in members - self._groups.keys():
-                self._groups[group_id] = _Group(next(self._group_numbers))
+                self._groups[group_id] = Group(group_id, next(self._group_numbers))
+            self._numbers = array("Q", [group.number for group in self._groups.values()])
 
     def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored."""
         with self._lock:
             group = self._groups.get(group_id)
-            if group is None:
-                return
-            group.load = load
-            group.num_blocks = max(group.num_blocks or 0, load.num_available_blocks)
-            group.num_frames += 1
-            while group.reserved and (
-                not group.reserved[0].is_reserved
-                or group.reserved[0].shown_at_frame <= group.num_frames
-            ):
-                _unreserve(group.reserved.popleft())
+            if group is not None:
+                group.take_frame(load)
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         """Takes in block events; those of a group that left are ignored."""
@@ -225,89 +228,42 @@ class RoutingTable:
         with self._lock:
             now_s = self._clock()
             for group in self._groups.values():
-                while group.reserved and (
-                    not group.reserved[0].is_reserved
-                    or now_s - group.reserved[0].routed_at_s > self._config.reservation_timeout_s
-                ):
-                    _unreserve(group.reserved.popleft())
+                group.expire(routed_before_s=now_s - self._config.reservation_timeout_s)
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
         """Each group's load as the next decision will see it."""
         with self._lock:
-            return [_state(group_id, group) for group_id, group in self._groups.items()]
+            return [group.state() for group in self._groups.values()]
 
     def stats(self) -> RoutingStats:
+        config, groups = self._config, self._groups
         with self._lock:
             return RoutingStats(
                 num_routed=dict(self._num_routed),
                 num_unroutable=self._num_unroutable,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_predicted_cached_tokens=self._num_predicted_tokens,
-                num_started=self._num_started,
-                num_started_predicted_tokens=self._num_started_predicted_tokens,
-                num_started_cached_tokens=self._num_started_cached_tokens,
-                num_started_wrong_tokens=self._num_started_wrong_tokens,
-                num_groups=len(self._groups),
+                accuracy=self._accuracy.stats(),
+                forecasts={
+                    name: GroupForecasts(pace=group.fit.pace, mean_error=group.forecast_error)
+                    for name, group in groups.items()
+                },
+                num_groups=len(groups),
                 num_in_flight=len(self._in_flight),
-                num_in_flight_blocks=self._num_in_flight_blocks,
-                num_reserved_tokens=sum(g.num_reserved_tokens for g in self._groups.values()),
+                max_in_flight=config.max_in_flight,
+                num_in_flight_blocks=self._in_flight.num_blocks,
+                max_in_flight_blocks=config.max_in_flight_blocks,
+                num_reserved_tokens=sum(group.num_reserved_tokens for group in groups.values()),
+                num_decisions_kept=self._log.num_decisions,
+                max_decisions_kept=config.max_decisions_kept,
+                num_candidates_kept=self._log.num_candidates,
+                max_candidates_kept=config.max_candidates_kept,
                 directory=self._directory.stats(),
             )
 
-    def _remember(
-        self, request_id: str, request: RouteRequest, decision: Decision, blocks: BlockHashes
-    ) -> None:
-        """``blocks`` are all that the directory does not vouch for, also where another request
-        in flight does: that one may end first."""
-        if len(self._in_flight) >= self._config.max_in_flight:
-            self._forget(next(iter(self._in_flight)))
-        group = self._groups[decision.group]
-        if self._num_in_flight_blocks + len(blocks) > self._config.max_in_flight_blocks:
-            blocks = BlockHashes()
-        in_flight = _InFlight(
-            request=request,
-            group_id=decision.group,
-            group=group,
-            num_predicted_tokens=decision.predicted_cached_tokens,
-            num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
-            blocks=blocks,
-            shown_at_frame=group.num_frames + _FRAMES_UNTIL_SHOWN,
-            routed_at_s=self._clock(),
-        )
-        self._in_flight[request_id] = in_flight
-        self._num_in_flight_blocks += len(blocks)
-        self._prefixes.add(blocks.data, group=group.number)
-        group.reserved.append(in_flight)
-        group.num_reserved_requests += 1
-        group.num_reserved_tokens += in_flight.num_prefill_tokens
-
-    def _forget(self, request_id: str) -> None:
-        request = self._in_flight.pop(request_id, None)
-        if request is None:
-            return
-        self._policy.finished(request.request, request.group_id)
-        _unreserve(request)
-        self._num_in_flight_blocks -= len(request.blocks)
-        self._prefixes.remove(request.blocks.data, group=request.group.number)
-
-
-def _state(group_id: GroupId, group: _Group) -> GroupState:
-    load = group.load
-    return GroupState(
-        group=group_id,
-        num_running=load.num_running if load else 0,
-        num_waiting=load.num_waiting if load else 0,
-        num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
-        num_available_blocks=load.num_available_blocks if load else None,
-        num_blocks=group.num_blocks,
-        num_reserved_requests=group.num_reserved_requests,
-        num_reserved_tokens=group.num_reserved_tokens,
-    )
-
-
-def _unreserve(request: _InFlight) -> None:
-    if request.is_reserved:
-        request.is_reserved = False
-        request.group.num_reserved_requests -= 1
-        request.group.num_reserved_tokens -= request.num_prefill_tokens
+    def _forget(self, request_id: str, outcome: str) -> None:
+        request = self._in_flight.remove(request_id)
+        if request is not None:
+            self._policy.finished(request.request, request.group.group_id)
+            self._log.ended(request_id, outcome)

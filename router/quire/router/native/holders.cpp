@@ -226,6 +226,9 @@ uint32_t quire_holders_look_up(HolderIndex* index, const uint8_t* hashes, uint64
 uint64_t quire_holders_num_blocks(const HolderIndex* index) { return index->num_blocks(); }
 uint64_t quire_holders_num_refused(const HolderIndex* index) { return index->num_refused(); }
 
+uint64_t quire_holders_num_sets(const HolderIndex* index) { return index->num_sets(); }
+uint64_t quire_holders_num_bytes(const HolderIndex* index) { return index->num_bytes(); }
+
 uint64_t quire_holders_num_held(const HolderIndex* index, Slot slot) {
     return index->num_held(slot);
 }

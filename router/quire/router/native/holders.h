@@ -28,6 +28,10 @@ class HolderIndex {
 
     uint64_t num_blocks() const { return table_.num_keys - num_ownerless_; }
     uint64_t num_refused() const { return num_refused_; }
+    uint64_t num_sets() const { return sets_.num_sets(); }
+    uint64_t num_bytes() const {
+        return table_.num_bytes() + sets_.num_bytes() + slots_.capacity() * sizeof(Held);
+    }
 
     // Makes room for slots up to `slot`.
     void admit(Slot slot);

@@ -24,6 +24,8 @@ class SetTable {
     bool is_empty(SetId id) const { return !num_members_[id]; }
     uint32_t num_refs(SetId id) const { return num_refs_[id]; }
 
+    size_t num_sets() const { return hashes_.size() - 1 - free_.size(); }
+
     size_t num_bytes() const {
         return 8 * words_.capacity() + 8 * hashes_.capacity() +
                4 * (num_refs_.capacity() + num_members_.capacity() + interned_.capacity());

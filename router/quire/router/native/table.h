@@ -37,6 +37,7 @@ class Segment {
     Segment& operator=(const Segment&) = delete;
 
     uint32_t num_keys() const { return num_keys_; }
+    size_t num_bytes() const { return num_buckets_ * sizeof(Bucket); }
 
     void prefetch(Key key) const { __builtin_prefetch(buckets_ + home(key)); }
 
@@ -128,6 +129,12 @@ class Segment {
 class Table {
   public:
     uint64_t num_keys = 0;
+
+    size_t num_bytes() const {
+        size_t total = 0;
+        for (const Segment& segment : segments_) total += sizeof segment + segment.num_bytes();
+        return total;
+    }
 
     static uint32_t segment_of(Key key) { return key >> (64 - kSegmentBits); }
 

@@ -184,6 +184,7 @@ class DynamoCost:
     """
 
     reason: Reason = "least_loaded"
+    pressure: float | None = None
 
     def __init__(self, *, weight: float) -> None:
         self._weight = weight

@@ -51,7 +51,8 @@ class PrefixAware(Forgetful):
         config = self._config
         queues = [s.num_pending_prefill_tokens + s.num_reserved_tokens for s in groups]
         busy = self._average(1 - queues.count(0) / len(queues), request.now_s)
-        weight = 2 + min(config.max_pressure, config.pressure * busy / (1.0001 - busy))
+        self.pressure = min(config.max_pressure, config.pressure * busy / (1.0001 - busy))
+        weight = 2 + self.pressure
         num_tokens = request.num_prompt_tokens
         return [
             queued + weight * (num_tokens - hit) + RUNNING_TOKENS * state.num_requests

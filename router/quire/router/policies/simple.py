@@ -16,6 +16,8 @@ lowest times to first token: 64 tokens is a context of some 1,300."""
 class Forgetful:
     """A policy that keeps nothing from one request to the next."""
 
+    pressure: float | None = None
+
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         pass
 

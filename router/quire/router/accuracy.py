@@ -1,0 +1,108 @@
+"""How right the predictions of routing were, counted when the first token shows the truth."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ERROR_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+ERROR_BUCKETS_RATIO = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0)
+
+_MIN_WAIT_S = 1e-3
+_GROUP_RATE = 0.05
+"""The share of a group's mean error that its latest request makes up: some twenty requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyStats:
+    """Of requests whose first token has come."""
+
+    num_started: int
+    num_predicted_tokens: int
+    """Predicted to be cached: compare the next."""
+    num_cached_tokens: int
+    """Really found in the cache."""
+    num_wrong_tokens: int
+    """Predicted but not found, or found but not predicted."""
+    num_forecasts: int
+    """Of them had a forecast: the group was known well enough."""
+    forecast_s: float
+    """The sum of the forecasts; compare the next."""
+    waited_s: float
+    """The sum of what the same requests waited."""
+    errors_s: "HistogramStats"
+    """Forecast and wait apart, in seconds."""
+    errors_ratio: "HistogramStats"
+    """The same as a share of the wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramStats:
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    """In each bucket, of which the last has no bound."""
+    total: float
+    """The sum of what was counted."""
+
+
+class Accuracy:
+    def __init__(self) -> None:
+        self._num_started = 0
+        self._num_predicted_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_wrong_tokens = 0
+        self._num_forecasts = 0
+        self._forecast_s = 0.0
+        self._waited_s = 0.0
+        self._errors_s = _Histogram(ERROR_BUCKETS_S)
+        self._errors_ratio = _Histogram(ERROR_BUCKETS_RATIO)
+
+    def count_cached(self, *, num_predicted_tokens: int, num_cached_tokens: int) -> None:
+        self._num_started += 1
+        self._num_predicted_tokens += num_predicted_tokens
+        self._num_cached_tokens += num_cached_tokens
+        self._num_wrong_tokens += abs(num_predicted_tokens - num_cached_tokens)
+
+    def count_wait(self, *, forecast_s: float, waited_s: float) -> float:
+        """Returns the error as a share of the wait."""
+        error_s = abs(forecast_s - waited_s)
+        ratio = error_s / max(waited_s, _MIN_WAIT_S)
+        self._num_forecasts += 1
+        self._forecast_s += forecast_s
+        self._waited_s += waited_s
+        self._errors_s.add(error_s)
+        self._errors_ratio.add(ratio)
+        return ratio
+
+    def stats(self) -> AccuracyStats:
+        return AccuracyStats(
+            num_started=self._num_started,
+            num_predicted_tokens=self._num_predicted_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_wrong_tokens=self._num_wrong_tokens,
+            num_forecasts=self._num_forecasts,
+            forecast_s=self._forecast_s,
+            waited_s=self._waited_s,
+            errors_s=self._errors_s.stats(),
+            errors_ratio=self._errors_ratio.stats(),
+        )
+
+
+def moved_mean(mean: float | None, sample: float) -> float:
+    """A mean over about the last twenty samples, this one included."""
+    return sample if mean is None else mean + _GROUP_RATE * (sample - mean)
+
+
+class _Histogram:
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def stats(self) -> HistogramStats:
+        return HistogramStats(bounds=self.bounds, counts=tuple(self.counts), total=self.total)

@@ -1,0 +1,124 @@
+"""The last routing decisions: why each request went where it did, and what came of it.
+
+A decision is kept as it was taken, without copying, so that writing it down costs next to nothing;
+whoever asks pays. Numbers of decisions and of candidates are both bounded: the oldest decisions go.
+
+A request that was sent on to another group has one decision for each *attempt*.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from quire.router.policy import Decision
+
+MAX_OUTCOME_CHARS = 200
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    """One decision, and what came of it as far as that is known."""
+
+    request_id: str
+    """Of the completion: the client's request has one for each of its completions."""
+    client_id: str
+    """What the client calls the request, if it calls it anything."""
+    attempt: int
+    """Counted from 1."""
+    decided_at_s: float
+    """Since 1970."""
+    policy: str
+    pressure: float | None
+    """See `quire.router.policy.Policy`."""
+    decision: Decision
+    num_cached_tokens: int | None = None
+    """Found by the group in its cache; None until its first token, as is the next."""
+    waited_s: float | None = None
+    """From the decision to the first token."""
+    outcome: str = ""
+    """How the attempt ended; empty while it goes on."""
+
+
+class DecisionLog:
+    """Not safe for threads. What it hands out is the caller's own."""
+
+    def __init__(self, *, max_decisions: int, max_candidates: int) -> None:
+        self.max_decisions = max_decisions
+        self._max_candidates = max_candidates
+        self._entries: deque[Explanation] = deque()
+        self._latest: dict[str, Explanation] = {}  # By request: its last attempt.
+        self._num_candidates = 0
+
+    @property
+    def num_decisions(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_candidates(self) -> int:
+        return self._num_candidates
+
+    def add(
+        self,
+        request_id: str,
+        decision: Decision,
+        *,
+        client_id: str,
+        decided_at_s: float,
+        policy: str,
+        pressure: float | None,
+    ) -> None:
+        if not self.max_decisions:
+            return
+        former = self._latest.get(request_id)
+        entry = Explanation(
+            request_id=request_id,
+            client_id=client_id,
+            attempt=former.attempt + 1 if former else 1,
+            decided_at_s=decided_at_s,
+            policy=policy,
+            pressure=pressure,
+            decision=decision,
+        )
+        self._entries.append(entry)
+        self._latest[request_id] = entry
+        self._num_candidates += len(decision.groups)
+        while len(self._entries) > self.max_decisions or (
+            self._num_candidates > self._max_candidates and len(self._entries) > 1
+        ):
+            self._drop_oldest()
+
+    def started(self, request_id: str, *, num_cached_tokens: int, waited_s: float) -> None:
+        entry = self._latest.get(request_id)
+        if entry is not None:
+            entry.num_cached_tokens, entry.waited_s = num_cached_tokens, waited_s
+
+    def ended(self, request_id: str, outcome: str) -> None:
+        """The request's last attempt ended so, if that is not known yet."""
+        entry = self._latest.get(request_id)
+        if entry is not None and not entry.outcome:
+            entry.outcome = outcome[:MAX_OUTCOME_CHARS]
+
+    def find(self, name: str) -> list[Explanation]:
+        """Every attempt that is kept, oldest first, of the completion ``name``, or of all
+        completions of the request that Quire or its client calls so. Looks at all that is kept."""
+        return self._copies(
+            lambda entry: (
+                name in (entry.request_id, entry.client_id)
+                or entry.request_id.rpartition("-")[0] == name
+            )
+        )
+
+    def recent(self, limit: int) -> list[Explanation]:
+        """The last ones, newest first."""
+        num_left = min(limit, len(self._entries))
+        newest = reversed(self._entries)
+        return [replace(next(newest)) for _ in range(num_left)]
+
+    def _copies(self, wanted: Callable[[Explanation], bool]) -> list[Explanation]:
+        return [replace(entry) for entry in self._entries if wanted(entry)]
+
+    def _drop_oldest(self) -> None:
+        oldest = self._entries.popleft()
+        self._num_candidates -= len(oldest.decision.groups)
+        if self._latest[oldest.request_id] is oldest:
+            del self._latest[oldest.request_id]

@@ -1,0 +1,207 @@
+"""What was sent to each group and is under way: its *reservations* and *in-flight prefixes*.
+
+A reservation counts as load from the moment of routing until the group's own frames show it. An
+in-flight prefix counts as cached until the request ends. `quire.router.table` says why. Not safe
+for threads.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.router.accuracy import moved_mean
+from quire.router.directory import GroupId
+from quire.router.in_flight import new_counts
+from quire.router.pace import PaceFit
+from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.worker.hashing import BlockHashes
+
+_FRAMES_UNTIL_SHOWN = 2
+"""The first frame after a request was sent may have left the group before it came; the group
+stepped with it before the second. An idle group's first frame answers with the first token, which
+`RoutingTable.started` takes as proof."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """What a group's frame says of it (``quire.v1.Load``)."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_prefill_tokens: int
+    num_available_blocks: int
+    """Free and cached blocks."""
+
+
+@dataclass(slots=True)
+class Group:
+    """One group, as long as it is a member."""
+
+    group_id: GroupId
+    number: int
+    """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
+    load: GroupLoad | None = None
+    num_blocks: int | None = None
+    """The most that were ever available."""
+    num_frames: int = 0
+    num_reserved_requests: int = 0
+    num_reserved_tokens: int = 0
+    reserved: deque["InFlight"] = field(default_factory=deque)
+    """In the order of routing; those shown since by other means are passed over."""
+    fit: PaceFit = field(default_factory=PaceFit)
+    forecast_error: float | None = None
+    """Mean of its forecasts' errors of late, as shares of the waits."""
+    _state: GroupState | None = None
+    """None where something has changed since it was asked for."""
+
+    def state(self) -> GroupState:
+        """Its load now. Never changed but replaced: decisions keep it, and few groups change
+        between two of them."""
+        if self._state is None:
+            self._state = self._new_state()
+        return self._state
+
+    def take_frame(self, load: GroupLoad) -> None:
+        self._state = None
+        self.load = load
+        self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
+        self.num_frames += 1
+        while self.reserved and (
+            not self.reserved[0].is_reserved or self.reserved[0].shown_at_frame <= self.num_frames
+        ):
+            self.reserved.popleft().unreserve()
+
+    def expire(self, *, routed_before_s: float) -> None:
+        while self.reserved and (
+            not self.reserved[0].is_reserved or self.reserved[0].routed_at_s < routed_before_s
+        ):
+            self.reserved.popleft().unreserve()
+
+    def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
+        """From the first token of a request sent here."""
+        self._state = None
+        self.fit.observe(
+            num_missing=max(request.request.num_prompt_tokens - num_cached_tokens, 0),
+            num_queued=request.state.num_queued_tokens,
+            num_sequences=request.state.num_requests,
+            waited_s=waited_s,
+        )
+
+    def reserve(self, request: "InFlight") -> None:
+        self._state = None
+        self.reserved.append(request)
+        self.num_reserved_requests += 1
+        self.num_reserved_tokens += request.num_prefill_tokens
+
+    def unreserve(self, request: "InFlight") -> None:
+        self._state = None
+        self.num_reserved_requests -= 1
+        self.num_reserved_tokens -= request.num_prefill_tokens
+
+    def count_error(self, ratio: float) -> None:
+        self.forecast_error = moved_mean(self.forecast_error, ratio)
+
+    def _new_state(self) -> GroupState:
+        load = self.load
+        return GroupState(
+            group=self.group_id,
+            num_running=load.num_running if load else 0,
+            num_waiting=load.num_waiting if load else 0,
+            num_pending_prefill_tokens=load.num_pending_prefill_tokens if load else 0,
+            num_available_blocks=load.num_available_blocks if load else None,
+            num_blocks=self.num_blocks,
+            num_reserved_requests=self.num_reserved_requests,
+            num_reserved_tokens=self.num_reserved_tokens,
+            pace=self.fit.pace,
+        )
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
+
+    request: RouteRequest
+    group: Group
+    state: GroupState
+    """The group's, before this request."""
+    forecast_s: float | None
+    num_predicted_tokens: int
+    num_prefill_tokens: int
+    blocks: BlockHashes
+    """Those that the directory lacked when it was routed, counted as in flight."""
+    shown_at_frame: int
+    routed_at_s: float
+    is_reserved: bool = True
+
+    def unreserve(self) -> None:
+        if self.is_reserved:
+            self.is_reserved = False
+            self.group.unreserve(self)
+
+
+class Reservations:
+    """The requests under way. Past ``max_requests`` the oldest is to be forgotten; past
+    ``max_blocks`` a prefix is not counted."""
+
+    def __init__(self, *, max_requests: int, max_blocks: int) -> None:
+        self.num_blocks = 0
+        self._max_requests = max_requests
+        self._max_blocks = max_blocks
+        self._requests: dict[str, InFlight] = {}
+        self._prefixes = new_counts()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> InFlight | None:
+        return self._requests.get(request_id)
+
+    def oldest_in_excess(self) -> str | None:
+        """The request to forget before another is added, if there must be one."""
+        if len(self._requests) < self._max_requests:
+            return None
+        return next(iter(self._requests))
+
+    def extend(
+        self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
+    ) -> list[int]:
+        """How long a prefix each group will hold, which now holds the first ``lengths`` blocks."""
+        return self._prefixes.extend(hashes.data, numbers, lengths)
+
+    def add(
+        self,
+        request_id: str,
+        request: RouteRequest,
+        decision: Decision,
+        *,
+        group: Group,
+        blocks: BlockHashes,
+        now_s: float,
+    ) -> None:
+        """``blocks`` are all that the directory does not vouch for, also where another request
+        in flight does: that one may end first."""
+        if self.num_blocks + len(blocks) > self._max_blocks:
+            blocks = BlockHashes()
+        in_flight = InFlight(
+            request=request,
+            group=group,
+            state=decision.groups[decision.index],
+            forecast_s=decision.forecast_s,
+            num_predicted_tokens=decision.predicted_cached_tokens,
+            num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
+            blocks=blocks,
+            shown_at_frame=group.num_frames + _FRAMES_UNTIL_SHOWN,
+            routed_at_s=now_s,
+        )
+        self._requests[request_id] = in_flight
+        self.num_blocks += len(blocks)
+        self._prefixes.add(blocks.data, group=group.number)
+        group.reserve(in_flight)
+
+    def remove(self, request_id: str) -> InFlight | None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.unreserve()
+            self.num_blocks -= len(request.blocks)
+            self._prefixes.remove(request.blocks.data, group=request.group.number)
+        return request

@@ -1,0 +1,125 @@
+"""What /metrics says, by the rules that Prometheus' own linter checks, and by what reads it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.router.pace import MIN_OBSERVATIONS
+from quire.v1 import inference_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+
+DASHBOARD = Path(__file__).parents[2] / "helm" / "quire" / "dashboards" / "quire.json"
+
+NO_BASE_UNITS = {
+    "s", "sec", "secs", "ms", "us", "ns", "milliseconds", "microseconds", "minutes", "hours",
+    "b", "kb", "mb", "kib", "mib", "kilobytes", "megabytes", "percent", "pct",
+}  # fmt: skip
+TYPES = {"counter", "gauge", "histogram", "summary"}
+
+
+@pytest.fixture
+async def page(start_cluster: Any) -> str:
+    """Of a gateway that served a few requests with each of its groups."""
+    async with start_cluster() as cluster, httpx.AsyncClient() as client:
+        for number in range(4 * MIN_OBSERVATIONS):
+            message = pb.GenerateRequest()
+            message.token_ids.ids.extend([number % 200 + 1] * 12)
+            message.sampling.max_tokens = 2
+            async for _ in cluster.inference.Generate(message):
+                pass
+        return (await client.get(f"{cluster.http_url}/metrics")).text
+
+
+def ours(page: str) -> Iterator[Metric]:
+    for family in text_string_to_metric_families(page):
+        # The client library adds when each of its counters was created.
+        if not family.name.endswith("_created"):
+            yield family
+
+
+async def test_names_and_help_keep_to_prometheus_rules(page: str) -> None:
+    names = []
+    for family in ours(page):
+        names.append(family.name)
+        words = family.name.split("_")
+        assert re.fullmatch(r"quire(_[a-z]+)+", family.name)
+        assert family.documentation.endswith("."), family.name
+        assert not NO_BASE_UNITS.intersection(words), family.name
+        assert not TYPES.intersection(words), family.name
+        assert family.type in ("counter", "gauge", "histogram"), family.name
+        assert words[-1] not in ("total", "bucket", "sum", "count"), family.name
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name in (f"{family.name}_total", f"{family.name}_created")
+            assert all(re.fullmatch(r"[a-z]+", label) for label in sample.labels)
+    assert len(names) == len(set(names))
+    assert len(names) > 40
+
+
+async def test_histograms_add_up(page: str) -> None:
+    histograms = [family for family in ours(page) if family.type == "histogram"]
+    for family in histograms:
+        buckets = [s for s in family.samples if s.name.endswith("_bucket")]
+        counts = [sample.value for sample in buckets]
+        assert counts == sorted(counts)
+        assert buckets[-1].labels["le"] == "+Inf"
+        (total,) = [s.value for s in family.samples if s.name.endswith("_count")]
+        assert counts[-1] == total
+    assert "quire_routing_forecast_error_seconds" in {family.name for family in histograms}
+
+
+async def test_forecasts_and_their_errors_are_told_by_group(page: str) -> None:
+    families = {family.name: family for family in ours(page)}
+    (forecasts,) = [
+        s.value for s in families["quire_routing_forecasts"].samples if s.name.endswith("_total")
+    ]
+    assert forecasts > 0
+    errors = families["quire_group_forecast_error_ratio"].samples
+    assert errors
+    assert {sample.labels["group"] for sample in errors} <= {"g0", "g1"}
+    paces = families["quire_group_pace_seconds"].samples
+    assert {s.labels["part"] for s in paces} == {
+        "missing_token",
+        "queued_token",
+        "sequence",
+        "fixed",
+    }
+    assert all(sample.value >= 0 for sample in paces)
+
+
+async def test_whatever_has_a_bound_says_how_full_it_is(page: str) -> None:
+    gauges = {
+        family.name: family.samples[0].value
+        for family in ours(page)
+        if family.type == "gauge" and family.samples
+    }
+    bounds = {name: value for name, value in gauges.items() if "_max_" in name}
+    assert len(bounds) >= 5
+    for name, bound in bounds.items():
+        assert 0 <= gauges[name.replace("_max_", "_")] <= bound
+
+
+async def test_every_metric_of_the_dashboard_is_there(page: str) -> None:
+    samples = {sample.name for family in ours(page) for sample in family.samples}
+    # A counter with labels has no sample before it counts.
+    names = samples | {f"{family.name}_total" for family in ours(page) if family.type == "counter"}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(expressions) > 30
+    for expression in expressions:
+        asked = re.findall(r"quire_[a-z_]+", expression)
+        assert asked, expression
+        for name in asked:
+            assert name in names, f"{name} in {expression}"
+    # Every place is given once.
+    places = [tuple(panel["gridPos"].values()) for panel in panels]
+    assert len(places) == len(set(places))
+    assert len({panel["id"] for panel in panels}) == len(panels)
