@@ -142,15 +142,15 @@ def test_the_least_important_gives_up_its_blocks(
 def test_a_decode_of_the_same_step_is_not_preempted_for_a_prompt(
     make_engine: MakeEngine, generate: Generate
 ) -> None:
-    engine, _ = make_engine(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=4)
-    engine.add_request(request("long", prompt(22)))
+    engine, _ = make_engine(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=4)
+    engine.add_request(request("long", prompt(18)))
     engine.step()
-    engine.add_request(request("short", prompt(4, seed=1), max_tokens=16))
-    # Together they come to lack blocks in a step that has a token of the short one already.
+    engine.add_request(request("short", prompt(4, seed=1), max_tokens=8))
+    # Together they come to lack a block in a step that has a token of the short one already.
     outputs = run(engine)
-    assert engine.stats().num_preemptions == 1
-    assert outputs["long"] == generate(prompt(22), max_tokens=1)[0]
-    assert outputs["short"] == generate(prompt(4, seed=1), max_tokens=16, stop=())[0]
+    assert engine.stats().num_preemptions == 0
+    assert outputs["long"] == generate(prompt(18), max_tokens=1)[0]
+    assert outputs["short"] == generate(prompt(4, seed=1), max_tokens=8, stop=())[0]
 
 
 def test_room_for_a_prompt_that_has_begun_is_not_given_away(make_engine: MakeEngine) -> None:
