@@ -432,7 +432,7 @@ def test_a_closed_engine_refuses_work(make_engine: MakeEngine) -> None:
 
 
 def test_stats_say_what_waits_runs_and_is_wasted(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(max_num_seqs=1, max_num_batched_tokens=8)
+    engine, _ = make_engine(max_num_seqs=1, max_num_batched_tokens=8, scheduling_policy="fcfs")
     engine.add_request(request("a", range_prompt(9)))
     engine.add_request(request("b", range_prompt(6, first=30)))
     assert engine.stats().num_pending_prefill_tokens == 15

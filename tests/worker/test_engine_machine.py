@@ -38,6 +38,7 @@ class Spec(NamedTuple):
     params: SamplingParams
     num_resumed: int
     salt: str
+    priority: int
 
 
 PARAMS = st.builds(
@@ -59,6 +60,7 @@ SPECS = st.builds(
     params=PARAMS,
     num_resumed=st.sampled_from([0, 0, 1, 6]),
     salt=st.sampled_from(["", "", "", "tenant"]),
+    priority=st.sampled_from([0, 0, 0, -1, 2]),
 )
 
 
@@ -80,6 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_tokens=st.integers(0, 40),
         caching=st.sampled_from([True, True, False]),
         num_ahead=st.sampled_from([0, 1]),
+        policy=st.sampled_from(["shortest_prefill", "fcfs"]),
     )
     def start(
         self,
@@ -89,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_tokens: int,
         caching: bool,
         num_ahead: int,
+        policy: str,
     ) -> None:
         self.num_ahead = num_ahead
         self.block_size = block_size
@@ -99,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_tokens,
             enable_prefix_caching=caching,
             num_ahead=num_ahead,
+            scheduling_policy=policy,
         )
         self.executor.on_execute = self.its_blocks_are_held
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
@@ -125,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
             params=params,
             resumed_token_ids=as_token_ids(output[: spec.num_resumed]),
             cache_salt=spec.salt,
+            priority=spec.priority,
         )
         num_tokens = len(prompt) + (params.max_tokens or 0)
         fits = len(prompt) >= 1 and num_tokens <= self.engine.max_model_len

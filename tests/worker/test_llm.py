@@ -69,6 +69,15 @@ def test_n_completions_differ_by_seed_and_share_the_prompt(demo: LLM) -> None:
     assert len({tuple(c.token_ids) for c in together}) > 1
 
 
+def test_priorities_are_one_for_each_prompt_and_change_no_token(demo: LLM) -> None:
+    prompts = ["A harbor is", "The sea", "A planet is"]
+    usual = demo.generate(prompts, GREEDY, use_tqdm=False)
+    other = demo.generate(prompts, GREEDY, use_tqdm=False, priority=[3, 0, -2])
+    assert [o.outputs[0].token_ids for o in usual] == [o.outputs[0].token_ids for o in other]
+    with pytest.raises(InvalidRequest, match="2 priorities for 3 prompts"):
+        demo.generate(prompts, GREEDY, use_tqdm=False, priority=[1, 2])
+
+
 def test_a_stop_string_ends_the_text_and_frees_the_request(demo: LLM) -> None:
     whole = demo.generate("A harbor is", SamplingParams(temperature=0, max_tokens=24))[0]
     stop = whole.outputs[0].text.split()[2]
@@ -217,4 +226,5 @@ def test_the_public_surface_is_this() -> None:
         "enforce_eager",
         "num_threads",
         "async_scheduling",
+        "scheduling_policy",
     ]

@@ -27,6 +27,7 @@ VARIANTS: list[Settings] = [
     {"block_size": 64},
     {"num_threads": 2},
     {"async_scheduling": True},
+    {"scheduling_policy": "fcfs", "max_num_batched_tokens": 130},
 ]
 
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=40, ignore_eos=True)

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.completion import Completion, Progress, request_output
-from quire.worker.config import Device, DType, EngineConfig
+from quire.worker.config import Device, DType, EngineConfig, SchedulingPolicy
 from quire.worker.engine import Engine
 from quire.worker.errors import InvalidRequest
 from quire.worker.executor import make_executor
@@ -62,6 +62,8 @@ class LLM:
         enforce_eager: On a GPU, run decodes without CUDA graphs.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
         async_scheduling: Prepare the next step while one runs; by default on a GPU.
+        scheduling_policy: "shortest_prefill" computes the prompt with the least left next, "fcfs"
+            the first to come.
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
@@ -89,6 +91,7 @@ class LLM:
         enforce_eager: bool = False,
         num_threads: int | None = None,
         async_scheduling: bool | None = None,
+        scheduling_policy: SchedulingPolicy = "shortest_prefill",
     ) -> None:
         self.config = EngineConfig(
             model=Path(model),
@@ -109,6 +112,7 @@ class LLM:
             enforce_eager=enforce_eager,
             num_threads=num_threads,
             async_scheduling=async_scheduling,
+            scheduling_policy=scheduling_policy,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         executor, facts = make_executor(self.config)
@@ -136,6 +140,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes ``prompts``, all of them batched together, and returns in their order.
 
@@ -143,6 +148,7 @@ class LLM:
             prompts: One prompt or a list of them.
             sampling_params: For all prompts, or one for each.
             use_tqdm: Show progress on stderr: tokens per second and cache hits.
+            priority: One for each prompt: less runs sooner, and all are 0 by default.
 
         Raises:
             InvalidRequest: A prompt cannot be served; the message says which. None was run.
@@ -150,9 +156,15 @@ class LLM:
         # What is no prompt at all, such as a number, is left for the check of each to refuse.
         listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
         all_params = _params_of_each(sampling_params, num_prompts=len(listed))
+        priorities = [0] * len(listed) if priority is None else list(priority)
+        if len(priorities) != len(listed):
+            raise InvalidRequest(
+                f"{len(priorities)} priorities for {len(listed)} prompts: give one for each, or "
+                "leave it out"
+            )
         batch = [
-            self._completions(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
+            self._completions(index, *one)
+            for index, one in enumerate(zip(listed, all_params, priorities, strict=True))
         ]
         self._run([completion for group in batch for completion in group], shown=use_tqdm)
         return [request_output(completions) for completions in batch]
@@ -190,7 +202,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _completions(self, index: int, prompt: Prompt, params: SamplingParams) -> list[Completion]:
+    def _completions(
+        self, index: int, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> list[Completion]:
         """The ``params.n`` completions of one prompt, checked and not yet begun."""
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         # Drawn here and not by the engine: the seeds of completions follow one another.
@@ -204,6 +218,7 @@ class LLM:
                         prompt_token_ids=token_ids,
                         params=replace(params, n=1, seed=(seed + completion) & MAX_SEED),
                         cache_salt=cache_salt,
+                        priority=priority,
                     ),
                     prompt=text,
                     index=completion,

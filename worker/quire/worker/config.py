@@ -11,6 +11,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
 
 _KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
 _ONLY_ON = (
@@ -62,6 +63,9 @@ class EngineConfig:
     """Tokens that one step computes, decodes and prefill chunks together."""
     max_num_waiting: int = 4096
     """Requests that may wait; one more is refused."""
+    scheduling_policy: SchedulingPolicy = "shortest_prefill"
+    """Whose prompt is computed next among requests of one priority: the one with the least left
+    to compute, where waiting counts too, or with "fcfs" the first to come."""
     enable_prefix_caching: bool = True
     """Reuse the KV of requests that begin alike."""
     seed: int = 0
@@ -108,6 +112,12 @@ class EngineConfig:
             "gpu_memory_utilization",
             share,
             "must be above 0 and at most 1; for a figure in bytes use kv_cache_memory_bytes",
+        )
+        _check(
+            self.scheduling_policy in get_args(SchedulingPolicy),
+            "scheduling_policy",
+            self.scheduling_policy,
+            f"one of {get_args(SchedulingPolicy)}",
         )
         for name in ("kv_cache_memory_bytes", "num_blocks", "max_model_len", "num_threads"):
             value = getattr(self, name)

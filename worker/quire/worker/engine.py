@@ -38,7 +38,7 @@ class EngineStats:
     num_pending_prefill_tokens: int
     """Tokens of waiting and running requests to compute before they can decode; less hits."""
     oldest_waiting_s: float
-    """How long the head of the queue has been there since its arrival; 0 for an empty queue."""
+    """Since the arrival of the one in the queue that came first; 0 for an empty queue."""
     num_total_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
@@ -87,6 +87,7 @@ class Engine:
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._under_way: deque[Schedule] = deque()
@@ -179,12 +180,12 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool
         block_size = pool.block_size
-        waiting = scheduler.waiting
+        oldest_s = scheduler.waiting.oldest_arrival_s()
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(waiting),
+            num_waiting=len(scheduler.waiting),
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
-            oldest_waiting_s=self._clock() - waiting[0].arrival_s if waiting else 0.0,
+            oldest_waiting_s=0.0 if oldest_s is None else self._clock() - oldest_s,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
@@ -246,6 +247,7 @@ class Engine:
             block_size=self._config.block_size,
             root=root,
             arrival_s=self._clock() if request.arrival_s is None else request.arrival_s,
+            priority=request.priority,
         )
 
     def _settle(self) -> None:

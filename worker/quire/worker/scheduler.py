@@ -1,20 +1,21 @@
-"""What the next step computes: decodes first, then prompts in chunks, first come, first served.
+"""What the next step computes: decodes first, then prompts in chunks, each in its turn.
 
-Always true: running sequences are older than waiting ones, and both stand in order of arrival;
-a sequence that lacks blocks takes them from newer ones only, so that the oldest always goes on;
-no block is let go before the last step that uses it has run.
+Whose turn it is says `quire.worker.waiting`: a short prompt may overtake a long one that has
+begun, which keeps its blocks. Who must give up blocks is another order, that of *rank*: priority,
+then arrival. Running sequences stand in it. A sequence takes blocks from those behind it only.
 
-A full block is registered when the step that fills it is scheduled, not when it has run: the
-forward pass writes the KV of all its rows before any of them attends, so that requests of one
-step share the prefix that one of them computes. A block with a token in flight has no name yet:
-it is registered when the token comes.
+Always true: what a prompt that has begun still lacks is not promised to another one; where a step
+can be chosen at all, somebody goes on, be it the first in rank, who can take every block.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 from quire.worker.blocks import BlockId, BlockPool
+from quire.worker.config import SchedulingPolicy
 from quire.worker.sequence import Sequence, Status
+from quire.worker.tables import BlockTables
+from quire.worker.waiting import Turn, WaitingQueue, turn_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +36,29 @@ NOTHING = Schedule([], [], 0, [])
 class Scheduler:
     """Who runs, who waits, and who holds which blocks. Decides, and executes nothing."""
 
-    def __init__(self, *, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulingPolicy = "fcfs",
+    ) -> None:
+        self._tables = BlockTables(pool)
+        self._block_size = pool.block_size
+        self._policy: SchedulingPolicy = policy
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        """By rank."""
+        self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of the requests that began to run, each counted once; so are the hits among them."""
         self.num_hit_tokens = 0
         self._num_queued_tokens = 0
-        self._num_submitted = 0
-        self._num_finished = 0
-        # Blocks whose hash another one bears: (sequence, index in its table, the other block).
-        self._duplicates: list[tuple[Sequence, int, BlockId]] = []
-        # Blocks that nobody will use any more, by the last step that does.
-        self._parting: list[tuple[int, list[BlockId]]] = []
+        self._num_added = 0
+        self._num_computed = 0  # Tokens of all requests together, in the steps so far.
 
     @property
     def num_pending_prefill_tokens(self) -> int:
@@ -61,64 +68,64 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a new request. The pool must be large enough for all of its tokens."""
-        self._estimate(seq)
-        self.waiting.append(seq)
+        self._num_added += 1
+        seq.number = self._num_added
+        seq.arrived_at_token = self._num_computed
+        self._queue(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Takes a request out, finished or not, and gives its blocks back: now, or when the last
         step that uses them has run."""
         if seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-            self._num_queued_tokens -= seq.num_queued
+            self._unqueue(seq)
         else:
             if seq.status is Status.RUNNING:
                 self.running.remove(seq)
-            self._release(seq.take_blocks(), after_step=seq.last_step)
+            self._tables.release(seq)
         seq.status = Status.FINISHED
 
     def schedule(self) -> Schedule:
         """Chooses the next step and takes its blocks; `submitted` must follow.
 
-        Every running decode has its token of the budget set aside; prompts share the rest in
-        order of arrival. A sequence that lacks blocks takes those of the newest one; the newest
-        itself sits the step out and keeps what it has.
+        Every running decode has its token of the budget set aside; prompts, running and waiting,
+        share the rest in their turns. A sequence that lacks blocks takes those of the last one in
+        rank; where it is that one itself it sits the step out and keeps what it has.
 
         While steps are under way nobody is preempted. Where that would be necessary, or a token
         in flight must be known first, nothing is chosen: take a step's tokens and try again.
         """
-        if self._num_finished < self._num_submitted and self._must_wait():
+        if self._tables.num_finished < self._tables.num_submitted and self._must_wait():
             return NOTHING
         chosen: list[tuple[Sequence, int]] = []
+        begun: list[Sequence] = []
         num_ready = sum([seq.num_uncomputed == 1 for seq in self.running])
         budget = self._max_num_batched_tokens - num_ready
         enough_blocks = True
         for seq in self.running.copy():
             if seq.status is not Status.RUNNING:
-                break  # Preempted by an older one, as is every sequence after it.
-            is_ready = seq.num_uncomputed == 1
-            if is_ready and seq.num_slots - seq.num_computed > 1:
-                chosen.append((seq, 1))  # Most decodes neither need a block nor fill one.
+                break  # Preempted by one before it, as is every sequence behind it.
+            if seq.num_uncomputed > 1:
+                begun.append(seq)
                 continue
-            # No one is admitted behind a prompt that is not through, so only the newest can have
-            # one, and then the others' tokens leave it at least one.
-            num_tokens = 1 if is_ready else min(seq.num_uncomputed, budget)
-            if self._lacks_blocks(seq, num_tokens):
-                enough_blocks = False
-                if not self._make_room(seq, num_tokens):
-                    break
-            budget -= 0 if is_ready else num_tokens
-            self._extend(seq, num_tokens)
-            chosen.append((seq, num_tokens))
-        if enough_blocks:
-            chosen += self._admit(budget)
+            # Most decodes neither need a block nor fill one.
+            if seq.num_slots - seq.num_computed <= 1:
+                if self._tables.are_lacking(seq, 1):
+                    enough_blocks = False
+                    if not self._make_room(seq, 1, chosen):
+                        break
+                self._tables.extend(seq, 1)
+            chosen.append((seq, 1))
+        if begun or self.waiting:
+            self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
         return _in_row_order(chosen)
 
     def submitted(self, schedule: Schedule) -> None:
         """The step is under way, and the next one may build on what it computes."""
-        self._num_submitted += 1
+        self._tables.submitted()
         for seq, num_tokens in zip(schedule.sequences, schedule.num_tokens, strict=True):
             seq.num_computed += num_tokens
-            seq.last_step = self._num_submitted
+            seq.last_step = self._tables.num_submitted
+            self._num_computed += num_tokens
         num_leaving = 0
         for sampled_row, row in enumerate(schedule.sampled_rows):
             seq = schedule.sequences[row]
@@ -129,65 +136,106 @@ class Scheduler:
                 num_leaving += 1
         if num_leaving:
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        self._settle_duplicates()
+        self._tables.settle_duplicates()
 
     def finished(self) -> None:
         """The oldest step under way has run: blocks that only it still used can be let go."""
-        self._num_finished += 1
-        parting, self._parting = self._parting, []
-        for step, block_ids in parting:
-            self._release(block_ids, after_step=step)
+        self._tables.finished()
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Takes the oldest token in flight of ``seq``, which must not have been removed."""
         seq.append_token(token_id)
-        if seq.num_computed // self._pool.block_size > seq.num_registered:
-            # A step ahead has computed more than was known.
-            self._register(seq, seq.num_computed)
-            self._settle_duplicates()
+        self._tables.token_came(seq)
 
-    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Starts waiting requests, the oldest first, until one does not fit."""
-        admitted: list[tuple[Sequence, int]] = []
-        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
-            seq = self.waiting[0]
-            if not self._acquire_prefix(seq):
+    def _choose_prompts(
+        self,
+        begun: list[Sequence],
+        budget: int,
+        chosen: list[tuple[Sequence, int]],
+        *,
+        may_admit: bool,
+    ) -> None:
+        """Gives the budget to the prompts that have ``begun`` and to those that wait, in their
+        turns. Where one of those lacks blocks, or one of these finds no room, nobody is let in."""
+        started = begun.copy()
+        begun.sort(key=self._turn)
+        while budget > 0:
+            seq = begun[0] if begun else None
+            if may_admit and self.waiting:
+                turn, head = self.waiting.head()
+                if seq is None or turn < self._turn(seq):
+                    hits = self._tables.find_prefix(head)
+                    if head.num_tokens - len(hits) * self._block_size > head.num_queued:
+                        self._unqueue(head)  # What it would have found is gone.
+                        self._queue(head)
+                        continue
+                    seq = self._leader(head, len(hits), begun)
+                    if seq is None:
+                        may_admit = self._admit(head, hits, started)
+                        if not may_admit:
+                            continue
+                        started.append(head)
+                        begun.insert(0, head)
+                        seq = head
+            if seq is None:
                 break
-            self.waiting.popleft()
-            self._num_queued_tokens -= seq.num_queued
-            self.running.append(seq)
-            seq.status = Status.RUNNING
+            begun.remove(seq)
+            if seq.status is not Status.RUNNING:
+                continue  # Preempted a moment ago.
             num_tokens = min(seq.num_uncomputed, budget)
+            if self._tables.are_lacking(seq, num_tokens):
+                may_admit = False
+                if not self._make_room(seq, num_tokens, chosen):
+                    continue
             budget -= num_tokens
-            self._extend(seq, num_tokens)
-            admitted.append((seq, num_tokens))
-        return admitted
+            self._tables.extend(seq, num_tokens)
+            chosen.append((seq, num_tokens))
 
-    def _acquire_prefix(self, seq: Sequence) -> bool:
-        """Takes the cached prefix of ``seq`` if all of its tokens so far then find room.
+    def _turn(self, seq: Sequence) -> Turn:
+        return turn_of(seq, seq.num_uncomputed, self._policy)
+
+    def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
+        """Of those ``begun`` the one whose next block is also the first that ``seq`` lacks.
+
+        It goes on in the place of ``seq``, which then finds the block, instead of both computing
+        it.
+        """
+        if num_hits >= min(len(seq.hashes), (seq.num_tokens - 1) // self._block_size):
+            return None
+        missing = seq.hashes[num_hits]
+        for other in begun:
+            if other.hashes[other.num_registered : other.num_registered + 1] == [missing]:
+                return other
+        return None
+
+    def _admit(self, seq: Sequence, hits: list[BlockId], started: list[Sequence]) -> bool:
+        """Starts a waiting request on the cached prefix ``hits`` if all of its tokens so far then
+        find room.
 
         All of them, though only a chunk may run now: a prompt that is let in by its first chunk
-        ends up waiting for blocks, or preempted, with blocks in hand. One block for each running
-        sequence stays free too, or the next decodes would preempt what was just admitted.
+        ends up waiting for blocks, or preempted, with blocks in hand. What those ``started`` still
+        lack stays free too, and one block for each running sequence, or the next decodes would
+        preempt what was just admitted.
         """
-        hits = self._find_prefix(seq)
-        num_blocks = -(-seq.num_tokens // self._pool.block_size) - len(hits)
-        num_available = self._pool.num_available - self._pool.num_unheld(hits)
-        if num_blocks + len(self.running) > num_available:
+        if len(self.running) >= self._max_num_seqs:
             return False
-        self._pool.acquire(hits)
-        seq.append_blocks(hits)
-        seq.num_registered = len(hits)
-        seq.num_computed = len(hits) * self._pool.block_size
+        num_blocks = -(-seq.num_tokens // self._block_size) - len(hits)
+        num_promised = sum(
+            self._tables.num_missing(other, other.num_uncomputed) for other in started
+        )
+        pool = self._tables.pool
+        num_available = pool.num_available - pool.num_unheld(hits)
+        if num_blocks + num_promised + len(self.running) > num_available:
+            return False
+        self._unqueue(seq)
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=_rank)
+        self._tables.acquire(seq, hits)
         if seq.num_cached is None:
             seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_hit_tokens += seq.num_cached
         return True
-
-    def _find_prefix(self, seq: Sequence) -> list[BlockId]:
-        """Cached blocks to begin with, less the last token's: its logits must be computed."""
-        return self._pool.match(seq.hashes[: (seq.num_tokens - 1) // self._pool.block_size])
 
     def _must_wait(self) -> bool:
         """Whether the steps under way must be over before the next one can be chosen."""
@@ -195,74 +243,44 @@ class Scheduler:
             return True
         budget = self._max_num_batched_tokens
         num_missing = sum(
-            max(0, self._num_missing_blocks(seq, min(seq.num_uncomputed, budget)))
+            max(0, self._tables.num_missing(seq, min(seq.num_uncomputed, budget)))
             for seq in self.running
             if seq.num_computed + seq.num_uncomputed > seq.num_slots
         )
-        return num_missing > self._pool.num_available
+        return num_missing > self._tables.pool.num_available
 
-    def _lacks_blocks(self, seq: Sequence, num_tokens: int) -> bool:
-        num_missing = self._num_missing_blocks(seq, num_tokens)
-        return num_missing > 0 and num_missing > self._pool.num_available
+    def _make_room(
+        self, seq: Sequence, num_tokens: int, chosen: list[tuple[Sequence, int]]
+    ) -> bool:
+        """Preempts sequences behind ``seq`` in rank, the last first, until its tokens find room.
 
-    def _num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        return -(-(seq.num_computed + num_tokens) // self._pool.block_size) - seq.num_blocks
-
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        """Preempts sequences newer than ``seq``, the newest first, until its tokens find room."""
-        while self._lacks_blocks(seq, num_tokens):
+        What the step computes already is not undone: then the step goes on without ``seq``.
+        """
+        while self._tables.are_lacking(seq, num_tokens):
             victim = self.running[-1]
-            if victim is seq:
+            if victim is seq or any(victim is other for other, _ in chosen):
                 return False
             self.running.pop()
             # Its full blocks stay cached: it may find them again when its turn comes.
-            self._pool.release(victim.take_blocks())
+            self._tables.release(victim)
             victim.status = Status.WAITING
-            self._estimate(victim)
-            self.waiting.appendleft(victim)
+            self._queue(victim)
             self.num_preemptions += 1
         return True
 
-    def _extend(self, seq: Sequence, num_tokens: int) -> None:
-        """Gives ``seq`` the blocks for its next tokens, and registers those that they fill."""
-        num_missing = self._num_missing_blocks(seq, num_tokens)
-        if num_missing > 0:
-            seq.append_blocks(self._pool.allocate(num_missing))
-        self._register(seq, seq.num_computed + num_tokens)
-
-    def _register(self, seq: Sequence, num_computed: int) -> None:
-        """Names the blocks that the first ``num_computed`` tokens fill, as far as those are known.
-
-        The table points to a duplicate's other block only after the step that is being scheduled:
-        until then the sequence writes to its own, and a full block has one writer.
-        """
-        begin = seq.num_registered
-        end = min(num_computed // self._pool.block_size, len(seq.hashes))
-        if end <= begin:
-            return
-        block_ids: list[BlockId] = seq.block_ids[begin:end].tolist()
-        parent = BlockId(int(seq.block_ids[begin - 1])) if begin else None
-        named = self._pool.register(block_ids, seq.hashes[begin:end], parent=parent)
-        seq.num_registered = end
-        for index, (own, block_id) in enumerate(zip(block_ids, named, strict=True), begin):
-            if own != block_id:
-                self._duplicates.append((seq, index, block_id))
-
-    def _settle_duplicates(self) -> None:
-        for seq, index, block_id in self._duplicates:
-            self._release([seq.replace_block(index, block_id)], after_step=seq.last_step)
-        self._duplicates.clear()
-
-    def _release(self, block_ids: list[BlockId], *, after_step: int) -> None:
-        if after_step <= self._num_finished:
-            self._pool.release(block_ids)
-        else:
-            self._parting.append((after_step, block_ids))
-
-    def _estimate(self, seq: Sequence) -> None:
-        hits = self._find_prefix(seq)
-        seq.num_queued = seq.num_tokens - len(hits) * self._pool.block_size
+    def _queue(self, seq: Sequence) -> None:
+        hits = self._tables.find_prefix(seq)
+        seq.num_queued = seq.num_tokens - len(hits) * self._block_size
         self._num_queued_tokens += seq.num_queued
+        self.waiting.push(seq, turn_of(seq, seq.num_queued, self._policy))
+
+    def _unqueue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self._num_queued_tokens -= seq.num_queued
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.priority, seq.number
 
 
 def _in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:

@@ -54,12 +54,18 @@ class Sequence:
         block_size: int,
         root: BlockHash | None,
         arrival_s: float,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.seed = seed
         self.max_tokens = max_tokens
         self.arrival_s = arrival_s
+        self.priority = priority
+        self.number = 0
+        """Its place in the order of arrival at the scheduler."""
+        self.arrived_at_token = 0
+        """How many tokens the engine had computed by then."""
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""

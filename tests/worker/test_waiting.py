@@ -1,0 +1,82 @@
+"""The queue beside a list that is sorted whenever it is asked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.worker.hashing import as_token_ids
+from quire.worker.sampling_params import SamplingParams
+from quire.worker.sequence import Sequence
+from quire.worker.waiting import AGING, Turn, WaitingQueue, turn_of
+
+
+def make_sequence(number: int, *, arrival_s: float = 0.0, priority: int = 0) -> Sequence:
+    seq = Sequence(
+        request_id=str(number),
+        prompt_token_ids=as_token_ids([1, 2, 3]),
+        resumed_token_ids=as_token_ids([]),
+        params=SamplingParams(),
+        seed=0,
+        max_tokens=1,
+        eos_token_ids=(),
+        block_size=4,
+        root=None,
+        arrival_s=arrival_s,
+        priority=priority,
+    )
+    seq.number = number
+    return seq
+
+
+SEQUENCES = [make_sequence(n, arrival_s=[3.0, 1.0, 2.0, 2.0, 9.0, 0.0][n]) for n in range(6)]
+OPERATIONS = st.tuples(
+    st.sampled_from(["push", "push", "remove"]), st.integers(0, 5), st.integers(0, 3)
+)
+
+
+@given(st.lists(OPERATIONS, max_size=120))
+def test_the_head_is_the_least_turn_and_the_oldest_the_first_arrival(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    queue, model = WaitingQueue(), dict[Sequence, Turn]()
+    for operation, number, key in operations:
+        seq = SEQUENCES[number]
+        if operation == "push":
+            model[seq] = (0, float(key), number)
+            queue.push(seq, model[seq])
+        elif seq in model:
+            del model[seq]
+            queue.remove(seq)
+        assert len(queue) == len(model)
+        oldest_s = min((seq.arrival_s for seq in model), default=None)
+        assert queue.oldest_arrival_s() == oldest_s
+        if model:
+            head = min(model, key=lambda seq: model[seq])
+            assert queue.head() == (model[head], head)
+
+
+def test_the_queue_keeps_no_more_than_a_few_times_what_waits() -> None:
+    queue = WaitingQueue()
+    for _ in range(1_000):
+        for seq in SEQUENCES:
+            queue.push(seq, (0, 0.0, seq.number))
+        for seq in SEQUENCES[1:]:
+            queue.remove(seq)
+    assert len(queue._in_turn) + len(queue._by_arrival) < 100
+
+
+def test_a_turn_is_priority_then_what_is_left_less_age_then_arrival() -> None:
+    early, late = make_sequence(1), make_sequence(2)
+    late.arrived_at_token = 1_000
+    gained = 1_000 * AGING
+    assert turn_of(early, 100 + int(gained) - 1, "shortest_prefill") < turn_of(
+        late, 100, "shortest_prefill"
+    )
+    assert turn_of(late, 100, "shortest_prefill") < turn_of(
+        early, 100 + int(gained) + 1, "shortest_prefill"
+    )
+    assert turn_of(early, 10_000, "fcfs") < turn_of(late, 1, "fcfs")
+    urgent = make_sequence(3, priority=-1)
+    for policy in ("fcfs", "shortest_prefill"):
+        assert turn_of(urgent, 10_000, policy) < turn_of(early, 1, policy)
+    assert turn_of(early, 5, "fcfs") == pytest.approx((0, 0.0, 1))
