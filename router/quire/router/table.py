@@ -156,7 +156,9 @@ class RoutingTable:
             self._num_routed[decision.reason] += 1
             self._num_prompt_tokens += num_prompt_tokens
             self._num_predicted_tokens += decision.predicted_cached_tokens
-            in_flight = hashes[held.get(decision.group, 0) :]
+            in_flight = BlockHashes()
+            if self._config.use_directory:
+                in_flight = hashes[held.get(decision.group, 0) :]
             self._remember(request_id, request, decision, in_flight)
             return decision
 
