@@ -153,7 +153,7 @@ class Case:
 def case_of(data: dict[str, Any]) -> Case:
     """The case of a `Case.key`, read back."""
     load = dict(data["load"])
-    tenants = {
+    tenants: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in load["tenants"].items()
     }

@@ -7,7 +7,7 @@ for them, and tokens travel through Ray. What that costs per token is part of wh
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.serving.load import Stream, Target
 
@@ -37,10 +37,10 @@ class Handle:
         )
         stream.sent_s = time.monotonic()
         try:
-            deltas: AsyncIterator[TokenDelta] = self._handle.remote(
+            deltas = self._handle.remote(
                 list(request.token_ids), params, cache_salt=request.cache_salt
             )
-            async for delta in deltas:
+            async for delta in cast("AsyncIterator[TokenDelta]", deltas):
                 _take(stream, delta)
         except Exception as error:  # Whatever Ray makes of the replica's.
             stream.error = f"{type(error).__name__}: {error}"

@@ -64,7 +64,7 @@ def progress(case: Case, round_: int, record: Record) -> str:
 
 def _line(label: str, mine: Sequence[Record], reference: Sequence[Record]) -> str:
     def middle(name: str) -> float:
-        return median(record["values"].get(name, 0.0) for record in mine)
+        return median(float(record["values"].get(name, 0.0)) for record in mine)
 
     def ms(name: str) -> str:
         return f"{1000 * middle(name):.1f}"
