@@ -117,15 +117,17 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policies",
         nargs="+",
-        choices=(SERVE, *POLICY_NAMES),
         metavar="NAME",
         default=["prefix_aware", "round_robin", "power_of_two"],
+        help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
+        "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4 differs from the\n"
+        "flags below",
     )
     add("--rounds", type=int, default=3)
     add("--first-round", type=int, default=0, help="for rounds of one command to follow others'")
     add("--groups", type=int, default=2)
     add("--gateways", type=int, default=1)
-    add("--num-blocks", type=int, default=1000, help="of 16 tokens, in each group's cache")
+    add("--num-blocks", type=int, default=1500, help="of 16 tokens, in each group's cache")
     add("--model", default="S", help=f"{', '.join(SHAPES)}: random weights; or a path")
     add("--no-directory", action="store_true", help="load alone decides")
     add("--lose-batches", type=float, default=0.0, help="share of event messages that never come")
@@ -137,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--users", type=int, default=12, help="of the closed loop")
     add("--rate", type=float, default=8.0, help="chats per second of the open loop; a file's speed")
     add("--tenants", type=int, default=40)
-    add("--chats", type=int, default=200)
+    add("--chats", type=int, default=120)
     add("--think-s", type=float, default=0.5, help="before each turn, on average")
     add("--num-requests", type=int, default=400, help="of a file")
     add("--shrink", type=int, default=16, help="divides the lengths of a trace")

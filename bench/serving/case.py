@@ -1,7 +1,7 @@
 """What one run is: a cluster to start, and a load to put on it. Kept with its figures."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -97,7 +97,7 @@ class Case:
     lose_batches: float = 0.0
     lose_events: float = 0.0
     model: str = "S"
-    num_blocks: int = 1000
+    num_blocks: int = 1500
     """Of each group's cache."""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
@@ -161,8 +161,36 @@ def case_of(data: dict[str, Any]) -> Case:
     return Case(**{**data, "load": Load(**load)})
 
 
-def cases(policies: Sequence[str], **common: Any) -> list[Case]:
-    return [Case(policy=policy, **common) for policy in policies]
+def cases(specs: Sequence[str], **common: Any) -> list[Case]:
+    """One for each of ``specs``, which is a policy, or a policy and what is different for it:
+    ``prefix_aware:lose_events=0.1,num_gateways=4``, ``prefix_aware:use_directory=0``.
+
+    Raises:
+        ConfigError: A spec names no policy or setting, or its value cannot work.
+    """
+    return [Case(**{**common, **_settings_of(spec)}) for spec in specs]
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "num_gateways": int,
+    "use_directory": lambda value: bool(int(value)),
+    "lose_batches": float,
+    "lose_events": float,
+}
+
+
+def _settings_of(spec: str) -> dict[str, Any]:
+    policy, _, settings = spec.partition(":")
+    found: dict[str, Any] = {"policy": policy}
+    for setting in filter(None, settings.split(",")):
+        name, _, value = setting.partition("=")
+        try:
+            found[name] = _KINDS[name](value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"{spec!r}: {setting!r} is none of {', '.join(_KINDS)} with =NUMBER behind it"
+            ) from None
+    return found
 
 
 def _is_trace(file: Path) -> bool:

@@ -28,8 +28,8 @@ class Tenants:
     """
 
     num_tenants: int = 40
-    num_chats: int = 200
-    system_tokens: tuple[int, int] = (300, 900)
+    num_chats: int = 120
+    system_tokens: tuple[int, int] = (500, 1500)
     """From, to; as are the next ones."""
     turns: tuple[int, int] = (1, 4)
     own_tokens: tuple[int, int] = (20, 80)
