@@ -38,9 +38,9 @@ class Load:
     """Or the path of a file: of requests, or of a trace in Mooncake's format."""
     loop: Loop = "closed"
     """Chats that go on when an answer is there, or requests at times fixed before."""
-    num_users: int = 12
+    num_users: int = 16
     """Of a closed loop."""
-    chats_per_s: float = 8.0
+    chats_per_s: float = 10.0
     """Of an open loop; the speed of a trace."""
     tenants: Tenants = field(default_factory=Tenants)
     num_requests: int = 400

@@ -34,7 +34,7 @@ class Tenants:
     turns: tuple[int, int] = (1, 4)
     own_tokens: tuple[int, int] = (20, 80)
     answer_tokens: tuple[int, int] = (8, 24)
-    think_s: float = 0.5
+    think_s: float = 0.3
     """On average, before each turn."""
     skew: float = 1.0
     """The i-th tenant has a share of the chats as 1 / i ** skew."""
