@@ -137,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--workload", default=MULTITENANT, help="multitenant, or a .jsonl file")
     add("--loop", choices=("closed", "open"), default="closed")
     add("--users", type=int, default=16, help="of the closed loop")
-    add("--rate", type=float, default=10.0, help="chats per second of the open loop; a file's speed")
+    add(
+        "--rate", type=float, default=10.0, help="chats per second of the open loop; a file's speed"
+    )
     add("--tenants", type=int, default=40)
     add("--chats", type=int, default=120)
     add("--think-s", type=float, default=0.3, help="before each turn, on average")

@@ -44,13 +44,18 @@ def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
     pairs = [
         _pair(record, runs.trace_folder / record["trace"], fit)
         for record in runs.records
-        if record["case"]["policy"] != SERVE and "hit_rate" in record["values"]
+        if _can_be_simulated(case_of(record["case"])) and "hit_rate" in record["values"]
     ]
     if not pairs:
         raise ConfigError("nothing was run yet that could be replayed")
     pairs.sort(key=lambda pair: pair.case.title)
     for title, group in groupby(pairs, key=lambda pair: pair.case.title):
         yield from _table(title, list(group))
+
+
+def _can_be_simulated(case: Case) -> bool:
+    """The simulator's gateways always have a directory, and ask for each event that they miss."""
+    return case.policy != SERVE and case.use_directory and not case.lose_events
 
 
 def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
@@ -68,7 +73,7 @@ def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
                 chunk_tokens=case.max_num_batched_tokens, max_num_seqs=case.max_num_seqs
             ),
             eviction="utility",
-            event_loss=case.lose_events if case.use_directory else 0.99,
+            event_loss=case.lose_batches,
             use_table=True,
         ),
     )
