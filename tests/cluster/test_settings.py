@@ -4,6 +4,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.settings import config_from
+from quire.router.config import RoutingConfig
 from quire.worker.errors import ConfigError
 
 
@@ -11,6 +12,7 @@ def test_fields_are_read_by_name() -> None:
     config = config_from(
         {
             "engine": {"model": "/models/llama", "block_size": 32, "tensor_parallel_size": 2},
+            "routing": {"policy": "least_loaded", "use_directory": False},
             "num_groups": 3,
             "tls_certificate": "/tls/tls.crt",
             "tls_key": "/tls/tls.key",
@@ -19,6 +21,7 @@ def test_fields_are_read_by_name() -> None:
     assert config.engine.model == Path("/models/llama")
     assert config.engine.block_size == 32
     assert config.num_groups == 3
+    assert config.routing == RoutingConfig(policy="least_loaded", use_directory=False)
     assert config.tls_key == Path("/tls/tls.key")
 
 
@@ -36,6 +39,9 @@ def test_without_a_model_it_is_the_demo_model() -> None:
         ({"engine": {"blocksize": 16}}, "engine.blocksize: unknown; there are model, "),
         ({"num_groups": "two"}, "num_groups='two': "),
         ({"engine": {"block_size": 24}}, "block_size=24: must be a power of two"),
+        ({"routing": {"policy": "fastest"}}, "policy='fastest': must be one of prefix_aware, "),
+        ({"routing": {"polcy": "random"}}, "routing.polcy: unknown; there are policy, "),
+        ({"routing": "random"}, "routing='random': must be a mapping"),
         ({"num_groups": 0}, "num_groups=0: must be 1 or more"),
     ],
 )

@@ -16,6 +16,8 @@ import yaml
 from quire.cluster import telemetry
 from quire.cluster.groups import Groups
 from quire.cluster.settings import config_from
+from quire.router.config import RoutingConfig
+from quire.router.policies.catalog import POLICIES
 from quire.router.table import RoutingTable
 from quire.worker.config import EngineConfig
 
@@ -125,8 +127,9 @@ def test_the_application_accepts_its_settings(
     groups = values.get("groups", {})
     assert config.engine.tensor_parallel_size == groups.get("tensorParallelSize", 1)
     assert config.num_groups == groups.get("replicas", 1)
-    for name, value in values.get("engine", {}).items():
-        assert getattr(config.engine, name) == value
+    for section in ("engine", "routing"):
+        for name, value in values.get(section, {}).items():
+            assert getattr(getattr(config, section), name) == value
 
 
 def test_every_container_is_confined(manifests: list[Manifest]) -> None:
@@ -192,6 +195,7 @@ def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest])
         ({"gatway": {}}, "gatway"),
         ({"engine": {"device": "cuda", "blocksize": 16}}, "blocksize"),
         ({"engine": {"block_size": 24}}, "block_size"),
+        ({"routing": {"policy": "fastest"}}, "policy"),
         ({"model": {"source": "s3"}}, "source"),
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
         ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),
@@ -204,7 +208,7 @@ def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_the_schema_knows_every_value_and_every_option_of_the_engine() -> None:
+def test_the_schema_knows_every_value_and_every_option_of_engine_and_routing() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
 
@@ -222,6 +226,9 @@ def test_the_schema_knows_every_value_and_every_option_of_the_engine() -> None:
         "model",
         "tensor_parallel_size",
     }
+    routing = schema["properties"]["routing"]["properties"]
+    assert set(routing) == {field.name for field in fields(RoutingConfig)}
+    assert routing["policy"]["enum"] == list(POLICIES)
 
 
 def test_dashboards_draw_metrics_that_gateways_have() -> None:

@@ -163,6 +163,17 @@ def test_silent_events_leave_routing_by_load_alone(blocks: Blocks) -> None:
     assert table.apply_events(A, late) == NeedsResync(7, 0)
 
 
+def test_without_a_directory_load_alone_decides(blocks: Blocks) -> None:
+    table = table_of(A, B, use_directory=False)
+    prompt = blocks(range(4))
+    first = table.route("1", hashes=prompt, num_prompt_tokens=70)
+    second = table.route("2", hashes=prompt, num_prompt_tokens=70)
+    # In flight or not, what the first group will hold is not known.
+    assert {first.group, second.group} == {A, B}
+    assert second.predicted_cached_tokens == 0
+    assert second.reason == "least_loaded"
+
+
 def test_a_group_that_left_is_forgotten_and_its_late_messages_change_nothing(
     blocks: Blocks,
 ) -> None:

@@ -1,12 +1,15 @@
 """``quire serve`` as its user runs it: a process, a signal."""
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import httpx
 import pytest
 
 from quire.cluster.cli import main
@@ -19,22 +22,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.usefixtures("no_process_is_left")
 def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(ended_by: signal.Signals) -> None:
-    flags = ["--num-groups", "1", "--grpc-port", "0", "--http-port", "0"]
-    flags += ["--kv-cache-memory-bytes", str(32 * 2**20)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "quire", "serve", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdout is not None
-        assert server.stderr is not None
-        printed = ""
-        while not (address := re.search(r"gRPC\s+(\S+)", printed)):
-            line = server.stdout.readline()
-            assert line, f"it ended: {server.stderr.read()}"
-            printed += line
-        with grpc.insecure_channel(address[1]) as channel, ThreadPoolExecutor(1) as pool:
+    with serving("--num-groups", "1") as (server, grpc_address, _):
+        with grpc.insecure_channel(grpc_address) as channel, ThreadPoolExecutor(1) as pool:
             sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True)
             stream = generate(channel, pb.GenerateRequest(text="Once", sampling=sampling))
             next(stream)
@@ -46,6 +35,61 @@ def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(ended_by: signal.S
     assert "Draining" in printed
     assert printed.rstrip().endswith("Stopped.")
     assert not errors
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_four_groups_serve_without_a_directory() -> None:
+    """Load alone decides where a request goes, and every group answers it alike."""
+    flags = ["--num-groups", "4", "--no-directory", "--routing-policy", "least_loaded"]
+    text = "You are a helpful assistant. " * 12
+    sampling = pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    with serving(*flags) as (server, grpc_address, http_address):
+        with grpc.insecure_channel(grpc_address) as channel, ThreadPoolExecutor(16) as pool:
+
+            def ask(_: int) -> list[pb.GenerateResponse]:
+                return list(generate(channel, pb.GenerateRequest(text=text, sampling=sampling)))
+
+            answers = [*pool.map(ask, range(16)), ask(16)]
+        metrics = httpx.get(f"http://{http_address}/metrics").text
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=60)
+    tokens = {tuple(token for chunk in answer for token in chunk.token_ids) for answer in answers}
+    assert len(tokens) == 1
+    starts = [answer[0].start for answer in answers]
+    assert len({start.routing.group for start in starts}) == 4
+    assert {start.routing.reason for start in starts} == {"least_loaded"}
+    assert {start.routing.predicted_cached_tokens for start in starts} == {0}
+    # What the groups hold is found by those who happen to come by.
+    assert starts[-1].num_cached_tokens > 0
+    assert re.search(r"^quire_ready_groups 4", metrics, re.MULTILINE)
+    assert re.search(r"^quire_directory_blocks 0", metrics, re.MULTILINE)
+    assert not errors
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """``quire serve`` with the demo model, and where it listens: gRPC and HTTP."""
+    free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire", "serve", *free, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        printed = ""
+        addresses = re.compile(r"gRPC\s+(\S+).*HTTP\s+http://([^/\s]+)/", re.DOTALL)
+        while not (found := addresses.search(printed)):
+            line = server.stdout.readline()
+            assert line, f"it ended: {server.stderr.read()}"
+            printed += line
+        try:
+            yield server, found[1], found[2]
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("no_process_is_left")

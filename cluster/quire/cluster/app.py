@@ -50,17 +50,31 @@ def running_cluster(
     if ray_address is None:
         check_ports(config)
     with ray_session(address=ray_address):
-        from ray import serve
-
         if ray_address is None:
             config = _shared_out(config)
-        serve.start(proxy_location="Disabled")
-        try:
-            handle = _run(build_app(config))
-            handle.wait_for_groups.remote(config.num_groups).result()
-            yield Endpoints(*handle.addresses.remote().result())
-        finally:
-            serve.delete(APP_NAME)
+        with running_app(config) as endpoints:
+            yield endpoints
+
+
+@contextlib.contextmanager
+def running_app(
+    config: ClusterConfig, *, gateway: "type[Gateway] | None" = None
+) -> Iterator[Endpoints]:
+    """The same on the Ray cluster that this process is connected to; several can follow on from
+    each other there.
+
+    Raises:
+        StartFailed: A group or gateway failed as it started.
+    """
+    from ray import serve
+
+    serve.start(proxy_location="Disabled")
+    try:
+        handle = _run(build_app(config, gateway=gateway))
+        handle.wait_for_groups.remote(config.num_groups).result()
+        yield Endpoints(*handle.addresses.remote().result())
+    finally:
+        serve.delete(APP_NAME)
 
 
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
@@ -79,8 +93,13 @@ def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None)
     print("Stopped.")
 
 
-def build_app(config: ClusterConfig) -> "serve.Application":
-    """The application of one model: gateways bound to a deployment of replica groups."""
+def build_app(
+    config: ClusterConfig, *, gateway: "type[Gateway] | None" = None
+) -> "serve.Application":
+    """The application of one model: gateways bound to a deployment of replica groups.
+
+    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is.
+    """
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -117,7 +136,7 @@ def build_app(config: ClusterConfig) -> "serve.Application":
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
         **common,
-    )(deployments.Gateway)
+    )(gateway or deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))
     return app
 

@@ -17,6 +17,8 @@ from quire.cluster.cli_explain import add_explain_parser
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
+from quire.router.config import RoutingConfig
+from quire.router.policy_names import POLICY_NAMES
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 from quire.worker.errors import QuireError
 
@@ -113,6 +115,7 @@ def _add_cluster_flags(
     add("--tls-certificate", type=Path, help="the gateways' certificate chain, PEM; with --tls-key")
     add("--tls-key", type=Path, help="its private key, PEM")
     add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
+    _add_routing_flags(parser)
     add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
     add("--drain-timeout-s", type=float, default=30.0, help="for running requests at the stop")
     add("--dtype", choices=get_args(DType), default="auto")
@@ -139,6 +142,20 @@ def _add_cluster_flags(
     )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--seed", type=int, default=0)
+
+
+def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
+    listed = "; ".join(f"{name}: {what}" for name, what in POLICY_NAMES.items())
+    add = parser.add_argument_group(
+        "routing", f"Which group takes a request. The policies are {listed}."
+    ).add_argument
+    add("--routing-policy", choices=POLICY_NAMES, default="prefix_aware", metavar="POLICY")
+    add(
+        "--directory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="know what each group has cached; without, route by load alone",
+    )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -202,6 +219,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     )
     return ClusterConfig(
         engine=engine,
+        routing=RoutingConfig(policy=arguments.routing_policy, use_directory=arguments.directory),
         served_model_name=name,
         num_groups=arguments.num_groups,
         num_gateways=arguments.num_gateways,

@@ -1,8 +1,9 @@
 """What a deployment can be told: the engine of each replica group, and the cluster around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
@@ -19,6 +20,8 @@ class ClusterConfig:
     """Of every replica group."""
     served_model_name: str | None = None
     """What clients call the model; ``None`` is the name of its directory."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """Of every gateway."""
     num_groups: int = 1
     """Replica groups, each with ``engine.tensor_parallel_size`` ranks."""
     cpus_per_group: float = 0

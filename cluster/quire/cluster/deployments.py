@@ -17,6 +17,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
 from quire.router.registry import REGISTRY, Member
+from quire.router.table import RoutingTable
 from quire.worker.hashing import as_token_ids
 from quire.worker.request import Request, TokenDelta
 from quire.worker.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ class Gateway:
         self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
         self._config = config
-        self._server = await GatewayServer.start(config)
+        self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
         # and go. Serve refers to routers weakly: the handle has to be kept.
         self._handle = groups.options()
@@ -79,6 +80,10 @@ class Gateway:
         self._detach = REGISTRY.attach(
             POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt
         )
+
+    def make_table(self, config: ClusterConfig) -> RoutingTable:
+        """What this gateway routes by; a seam for those that measure routing in trouble."""
+        return RoutingTable(block_size=config.engine.block_size, config=config.routing)
 
     def _take_members(self, members: Sequence[Member]) -> None:
         self._server.groups.set_addresses(str(member.metadata["address"]) for member in members)

@@ -25,14 +25,15 @@ from quire.worker.text import Tokenizer
 class GatewayServer:
     """Made by `start`; belongs to the event loop that made it."""
 
-    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer) -> None:
-        self.table = RoutingTable(block_size=config.engine.block_size)
+    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, *, table: RoutingTable) -> None:
+        self.table = table
         self.groups = Groups(
-            table=self.table,
+            table=table,
             expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
             config=GroupClientConfig(
                 silence_timeout_s=config.silence_timeout_s,
                 step_deadline_s=config.step_deadline_s,
+                follow_events=config.routing.use_directory,
             ),
         )
         resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
@@ -40,7 +41,7 @@ class GatewayServer:
             model=config.model_name,
             tokenizer=tokenizer,
             groups=self.groups,
-            table=self.table,
+            table=table,
             config=GatewayConfig(completion=CompletionConfig(resume=resume)),
         )
         self.grpc_address = ""
@@ -65,15 +66,19 @@ class GatewayServer:
         self._tls_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: ClusterConfig) -> Self:
+    async def start(cls, config: ClusterConfig, *, table: RoutingTable | None = None) -> Self:
         """Listens on the configured ports. It has no groups until it is given addresses.
+
+        ``table`` is to route by, instead of one made as ``config.routing`` says.
 
         Raises:
             ConfigError: A port is in use, or a certificate or key file cannot be.
             CheckpointError: The model's tokenizer cannot be read.
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
-        self = cls(config, tokenizer)
+        if table is None:
+            table = RoutingTable(block_size=config.engine.block_size, config=config.routing)
+        self = cls(config, tokenizer, table=table)
         http_socket = _listen(config.host, config.http_port)
         try:
             grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")

@@ -48,6 +48,8 @@ class GroupClientConfig:
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     """The pause before the next attempt doubles from the one to the other."""
+    follow_events: bool = True
+    """Off, the listener is told of no block events."""
 
 
 class GroupClient:
@@ -167,7 +169,8 @@ class GroupClient:
                             self._description, self.last_error = description, ""
                             self._refute_death()
                             self._listener.attached(self)
-                            helpers.append(asyncio.create_task(self._follow_events(stub)))
+                            if self._config.follow_events:
+                                helpers.append(asyncio.create_task(self._follow_events(stub)))
                         self._take(frame)
             finally:
                 for helper in helpers:

@@ -8,24 +8,30 @@ from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
+from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
-    """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`.
+    """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`, under
+    ``routing`` those of `RoutingConfig`.
 
     Without ``engine.model``, it is the demo model.
 
     Raises:
         ConfigError: A field is unknown or its value of the wrong type; or it cannot work.
     """
-    engine = dict(settings.get("engine") or {})
-    settings = {**settings, "engine": engine}
+    engine, routing = (_section(settings, name) for name in ("engine", "routing"))
+    settings = {**settings, "engine": engine, "routing": routing}
     if engine.get("model") is None:
         engine["model"] = demo_model.PATH
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
-    for prefix, given, kind in (("", settings, ClusterConfig), ("engine.", engine, EngineConfig)):
+    for prefix, given, kind in (
+        ("", settings, ClusterConfig),
+        ("engine.", engine, EngineConfig),
+        ("routing.", routing, RoutingConfig),
+    ):
         known = [field.name for field in fields(kind)]
         unknown = [f"{prefix}{name}" for name in given if name not in known]
         if unknown:
@@ -36,3 +42,10 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = settings.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r}: must be a mapping of settings to their values")
+    return dict(given)

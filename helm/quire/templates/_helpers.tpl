@@ -122,6 +122,7 @@ capabilities: {drop: [ALL]}
 {{- with include "quire.modelPath" . }}{{ $_ := set $engine "model" . }}{{ end -}}
 {{- $settings := dict
   "engine" $engine
+  "routing" .Values.routing
   "num_groups" .Values.groups.replicas
   "cpus_per_group" .Values.groups.cpusPerGroup
   "group_resource" "quire_group"

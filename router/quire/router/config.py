@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.router.policies.catalog import POLICIES
+from quire.router.policy_names import POLICY_NAMES
 from quire.worker.errors import ConfigError
 
 
@@ -15,7 +15,10 @@ class RoutingConfig:
     """
 
     policy: str = "prefix_aware"
-    """One of `quire.router.policies.catalog.POLICIES`."""
+    """One of `quire.router.policy_names.POLICY_NAMES`."""
+    use_directory: bool = True
+    """Off, no group's block events are followed and nothing is known of caches: load decides, and
+    among groups that are alike the name of the prompt's first block."""
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0
@@ -34,8 +37,8 @@ class RoutingConfig:
     decisions are kept. The last one always is."""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if self.policy not in POLICY_NAMES:
+            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICY_NAMES)}")
         for name in (
             "stale_after_s",
             "reservation_timeout_s",

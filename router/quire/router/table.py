@@ -126,12 +126,13 @@ class RoutingTable:
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
                 self._forget(oldest, "forgotten: too many are in flight")
+            use_directory = self._config.use_directory
             self._in_flight.add(
                 request_id,
                 request,
                 decision,
                 group=groups[decision.group],
-                blocks=hashes[held.get(decision.group, 0) :],
+                blocks=hashes[held.get(decision.group, 0) :] if use_directory else BlockHashes(),
                 now_s=now_s,
             )
             self._log.add(

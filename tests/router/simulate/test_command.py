@@ -31,13 +31,13 @@ def log(tmp_path: Path) -> Path:
 
 
 def bench_step(path: Path, *, chunk: int, chunk_ms: float) -> Path:
-    rows = [
-        {"kind": f"{batch} decodes", "step": {"median_us": 1000 * (2 + 0.01 * batch)}}
-        for batch in (1, 100)
-    ]
-    rows.append({"kind": f"prefill {chunk}", "step": {"median_us": 1000 * chunk_ms}})
-    settings = {"benchmark": "step", "context": 90, "num_steps": 20}
-    path.write_text(json.dumps({"settings": settings, "rows": rows}))
+    rows = [(f"{batch} decode{'s' * (batch > 1)}", 1000 * (2 + 0.01 * batch)) for batch in (1, 100)]
+    rows += [(f"prefill {chunk}", 1000 * chunk_ms), ("a step of 100 decodes to 2 ranks", 70.0)]
+    data = {
+        **{"benchmark": "step", "context": 90, "num_steps": 20},
+        "rows": [{"kind": k, "is_async": False, "step": {"median_us": us}} for k, us in rows],
+    }
+    path.write_text(json.dumps(data))
     return path
 
 
@@ -86,6 +86,13 @@ def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
     assert cost.per_token == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="give the JSON of `quire bench step`"):
         fit_cost([tmp_path / "absent.json"], num_cache_tokens=1)
+
+
+@pytest.mark.slow
+def test_what_quire_bench_step_writes_can_be_fitted(tmp_path: Path) -> None:
+    flags = ["--batches", "1", "4", "--context", "8", "--chunk", "64", "--steps", "2"]
+    assert main(["bench", "step", *flags, "--output", str(tmp_path / "step")]) == 0
+    assert fit_cost([tmp_path / "step.json"], num_cache_tokens=1000).prefill_ms(64) > 0
 
 
 def test_capacity_is_the_speed_at_which_the_target_is_just_met() -> None:

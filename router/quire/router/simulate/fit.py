@@ -1,6 +1,7 @@
 """A cost model from what ``quire bench step`` measured on one's own machine."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
 
     A prefill is ``base + per_token * n``; with one size of chunk only, the base is the shortest
     decode step. A decode step is a line in the tokens that the batch holds. Runs with several
-    ``--chunk`` and ``--context`` say more.
+    ``--chunk`` and ``--context`` say more. Of runs in both modes, the first is taken.
 
     Raises:
         ConfigError: A file is none of those, or no two batches were measured.
@@ -23,14 +24,15 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
     prefills: list[tuple[float, float]] = []
     decodes: list[tuple[float, float]] = []
     for path in paths:
-        settings, rows = _read(path)
-        for row in rows:
-            count, kind = row["kind"].split()
-            if count == "prefill":
-                prefills.append((float(kind), row["step"]["median_us"] / 1000))
-            else:
-                held = int(count) * (settings["context"] + settings["num_steps"] / 2)
-                decodes.append((held / num_cache_tokens, row["step"]["median_us"] / 1000))
+        report = _read(path)
+        rows = report["rows"]
+        for row in (row for row in rows if row["is_async"] == rows[0]["is_async"]):
+            median_ms = row["step"]["median_us"] / 1000
+            if prefill := re.fullmatch(r"prefill (\d+)", row["kind"]):
+                prefills.append((float(prefill[1]), median_ms))
+            elif decode := re.fullmatch(r"(\d+) decodes?", row["kind"]):
+                held = int(decode[1]) * (report["context"] + report["num_steps"] / 2)
+                decodes.append((held / num_cache_tokens, median_ms))
     if len({fill for fill, _ in decodes}) < 2 or not prefills:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: need a prefill and decodes of two batches at least; "
@@ -49,15 +51,15 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        report = json.loads(path.read_text())
-        settings, rows = report["settings"], report["rows"]
+        report: dict[str, Any] = json.loads(path.read_text())
+        kind = report["benchmark"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: {error}; give the JSON of `quire bench step`") from None
-    if settings.get("benchmark") != "step":
-        raise ConfigError(f"{path}: not of `quire bench step` but {settings.get('benchmark')!r}")
-    return settings, rows
+    if kind != "step":
+        raise ConfigError(f"{path}: not of `quire bench step` but {kind!r}")
+    return report
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:

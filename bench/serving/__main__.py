@@ -1,0 +1,163 @@
+"""Routing on a real cluster: hit rate and time to first token, policy by policy, in turn.
+
+    python -m bench.serving [--policies NAME ...] [--rounds N] [--loop closed|open] [--state FILE]
+    python -m bench.serving --policies prefix_aware --lose-batches 0.1
+    python -m bench.serving --policies prefix_aware --no-directory
+    python -m bench.serving --policies prefix_aware --gateways 4
+    python -m bench.serving --validate --fit STEP.json    the simulator beside what was measured
+
+Starts a Ray cluster on this machine, and on it for each run the application anew, with empty
+caches: gateways, and groups of one rank of one thread. The load comes from this process: chats of
+tenants, whose skew and system prompts make caches matter, or a file. `serve`, in place of a policy,
+is the same groups behind Ray Serve's own handles and default router, without gateways.
+
+Rounds are outermost. Each run is written to the state file when it is done, and not run again: to
+stop and go on is to run the same command again; ``--budget`` stops in time, with status 3 where
+something is left. ``--report`` only prints what is there. The first fifth of the requests warms
+caches up and is not counted.
+"""
+
+import argparse
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+from bench.peers.checkpoints import SHAPES
+from bench.serving.case import MULTITENANT, SERVE, Load, cases
+from bench.serving.report import progress, tables
+from bench.serving.runs import Runs
+from bench.serving.validate import validation
+from bench.serving.workloads import Tenants
+
+from quire.router.policy_names import POLICY_NAMES
+from quire.worker.errors import QuireError
+
+SOME_LEFT = 3
+_PER_RUN_S = 20.0
+"""What a run takes beside its load, more or less."""
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        return _main(arguments)
+    except QuireError as error:
+        print(f"bench.serving: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    runs = Runs(arguments.state)
+    status = 0
+    if not (arguments.report or arguments.validate):
+        status = _run(arguments, runs)
+    if arguments.validate:
+        text = "\n".join(validation(runs, fit=arguments.fit))
+    else:
+        text = "\n".join(tables(runs.records))
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n")
+    return status
+
+
+def _run(arguments: argparse.Namespace, runs: Runs) -> int:
+    from quire.cluster.local import ray_session
+
+    wanted = cases(
+        arguments.policies,
+        num_groups=arguments.groups,
+        num_gateways=arguments.gateways,
+        use_directory=not arguments.no_directory,
+        lose_batches=arguments.lose_batches,
+        lose_events=arguments.lose_events,
+        model=arguments.model,
+        num_blocks=arguments.num_blocks,
+        load=Load(
+            workload=arguments.workload,
+            loop=arguments.loop,
+            num_users=arguments.users,
+            chats_per_s=arguments.rate,
+            num_requests=arguments.num_requests,
+            shrink=arguments.shrink,
+            limit_s=arguments.limit_s,
+            tenants=Tenants(
+                num_tenants=arguments.tenants,
+                num_chats=arguments.chats,
+                think_s=arguments.think_s,
+                seed=arguments.seed,
+            ),
+        ),
+    )
+    rounds = range(arguments.first_round, arguments.first_round + arguments.rounds)
+    left = [(r, case) for r, case in product(rounds, wanted) if not runs.has(case, r)]
+    begin_s = time.monotonic()
+    longest_s = 0.0
+    if not left:
+        return 0
+    with ray_session():
+        for round_, case in left:
+            run_begin_s = time.monotonic()
+            if run_begin_s - begin_s + (longest_s or _PER_RUN_S) > arguments.budget:
+                return SOME_LEFT
+            record = runs.run(case, round_, folder=arguments.cache)
+            longest_s = max(longest_s, time.monotonic() - run_begin_s)
+            print(progress(case, round_, record), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serving",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = parser.add_argument_group("what to compare").add_argument
+    add(
+        "--policies",
+        nargs="+",
+        metavar="NAME",
+        default=["prefix_aware", "round_robin", "power_of_two"],
+        help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
+        "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4 differs from the\n"
+        "flags below",
+    )
+    add("--rounds", type=int, default=3)
+    add("--first-round", type=int, default=0, help="for rounds of one command to follow others'")
+    add("--groups", type=int, default=2)
+    add("--gateways", type=int, default=1)
+    add("--num-blocks", type=int, default=1500, help="of 16 tokens, in each group's cache")
+    add("--model", default="S", help=f"{', '.join(SHAPES)}: random weights; or a path")
+    add("--no-directory", action="store_true", help="load alone decides")
+    add("--lose-batches", type=float, default=0.0, help="share of event messages that never come")
+    add("--lose-events", type=float, default=0.0, help="share of events lost without a gap")
+
+    add = parser.add_argument_group("load").add_argument
+    add("--workload", default=MULTITENANT, help="multitenant, or a .jsonl file")
+    add("--loop", choices=("closed", "open"), default="closed")
+    add("--users", type=int, default=16, help="of the closed loop")
+    add(
+        "--rate", type=float, default=10.0, help="chats per second of the open loop; a file's speed"
+    )
+    add("--tenants", type=int, default=40)
+    add("--chats", type=int, default=120)
+    add("--think-s", type=float, default=0.3, help="before each turn, on average")
+    add("--num-requests", type=int, default=400, help="of a file")
+    add("--shrink", type=int, default=16, help="divides the lengths of a trace")
+    add("--limit-s", type=float, default=60.0)
+    add("--seed", type=int, default=0)
+
+    add = parser.add_argument_group("what is kept").add_argument
+    add("--state", type=Path, default=Path("bench-serving.jsonl"))
+    add("--output", type=Path, help="a Markdown file for the tables")
+    add("--report", action="store_true", help="run nothing, print what the state file has")
+    add("--validate", action="store_true", help="run nothing, simulate what was run")
+    add("--fit", type=Path, nargs="+", default=[], help="JSON of `quire bench step`, to simulate")
+    add("--budget", type=float, default=float("inf"), help="seconds")
+    add("--cache", type=Path, default=Path.home() / ".cache/quire/serving", help="for checkpoints")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""What one run is: a cluster to start, and a load to put on it. Kept with its figures."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from bench.serving.load import Chat, Request
+from bench.serving.workloads import (
+    Tenants,
+    laid_out,
+    read_conversation,
+    read_requests,
+    tenant_chats,
+)
+
+from quire.router.policy_names import POLICY_NAMES
+from quire.worker.errors import ConfigError
+
+SERVE = "serve"
+"""In place of a policy: the groups behind Ray Serve's own handles and router, no gateway."""
+
+MULTITENANT = "multitenant"
+
+Loop = Literal["closed", "open"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is asked, and when.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    workload: str = MULTITENANT
+    """Or the path of a file: of requests, or of a trace in Mooncake's format."""
+    loop: Loop = "closed"
+    """Chats that go on when an answer is there, or requests at times fixed before."""
+    num_users: int = 16
+    """Of a closed loop."""
+    chats_per_s: float = 10.0
+    """Of an open loop; the speed of a trace."""
+    tenants: Tenants = field(default_factory=Tenants)
+    num_requests: int = 400
+    """Taken from a file."""
+    shrink: int = 16
+    """By which a trace's lengths are divided."""
+    limit_s: float = 60.0
+    """After which what has not ended is cancelled."""
+
+    def __post_init__(self) -> None:
+        if self.loop not in get_args(Loop):
+            raise ConfigError(f"loop={self.loop!r}: must be one of {', '.join(get_args(Loop))}")
+        if self.loop == "closed" and self.workload != MULTITENANT:
+            raise ConfigError(f"loop='closed': {self.workload} has times of its own, use 'open'")
+        for name in ("num_users", "chats_per_s", "num_requests", "shrink", "limit_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
+        if 512 % self.shrink:
+            raise ConfigError(f"shrink={self.shrink}: must divide 512, the tokens of a block")
+
+    def chats(self) -> list[Chat]:
+        return tenant_chats(self.tenants)
+
+    def requests(self, *, vocab_size: int, max_tokens: int) -> list[Request]:
+        """Of an open loop. ``max_tokens`` is the longest that the model takes."""
+        if self.workload == MULTITENANT:
+            return laid_out(
+                self.chats(),
+                chats_per_s=self.chats_per_s,
+                seed=self.tenants.seed,
+                vocab_size=vocab_size,
+            )
+        file = Path(self.workload)
+        if not _is_trace(file):
+            return read_requests(file)[: self.num_requests]
+        return read_conversation(
+            file,
+            num_requests=self.num_requests,
+            shrink=self.shrink,
+            speed=self.chats_per_s,
+            max_tokens=max_tokens,
+            vocab_size=vocab_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table, of which there is one run in each round."""
+
+    policy: str
+    num_groups: int = 2
+    num_gateways: int = 1
+    use_directory: bool = True
+    lose_batches: float = 0.0
+    lose_events: float = 0.0
+    model: str = "S"
+    num_blocks: int = 1500
+    """Of each group's cache."""
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 32
+    load: Load
+
+    def __post_init__(self) -> None:
+        if self.policy not in (SERVE, *POLICY_NAMES):
+            known = ", ".join((SERVE, *POLICY_NAMES))
+            raise ConfigError(f"policy={self.policy!r}: must be one of {known}")
+        for name in ("lose_batches", "lose_events"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be from 0 to 1")
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def label(self) -> str:
+        """Policy and trouble, without what the tables' titles say."""
+        parts = [self.policy]
+        if not self.use_directory:
+            parts.append("no directory")
+        if self.lose_batches:
+            parts.append(f"{self.lose_batches:.0%} of messages lost")
+        if self.lose_events:
+            parts.append(f"{self.lose_events:.0%} of events lost")
+        if self.num_gateways > 1:
+            parts.append(f"{self.num_gateways} gateways")
+        return ", ".join(parts)
+
+    @property
+    def title(self) -> str:
+        """What cases must have in common to be beside each other."""
+        load = self.load
+        if load.workload == MULTITENANT:
+            asked = f"{load.tenants.num_chats} chats of {load.tenants.num_tenants} tenants"
+        else:
+            asked = f"{load.num_requests} requests of {Path(load.workload).name}"
+        pace = (
+            f"closed loop of {load.num_users} users"
+            if load.loop == "closed"
+            else f"open loop at {load.chats_per_s:g}/s"
+            if load.workload == MULTITENANT
+            else f"open loop at {load.chats_per_s:g} times its speed"
+        )
+        return (
+            f"{asked}, {pace}; {self.num_groups} groups of {self.num_blocks} blocks, "
+            f"model {self.model}"
+        )
+
+
+def case_of(data: dict[str, Any]) -> Case:
+    """The case of a `Case.key`, read back."""
+    load = dict(data["load"])
+    tenants: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in load["tenants"].items()
+    }
+    load["tenants"] = Tenants(**tenants)
+    return Case(**{**data, "load": Load(**load)})
+
+
+def cases(specs: Sequence[str], **common: Any) -> list[Case]:
+    """One for each of ``specs``, which is a policy, or a policy and what is different for it:
+    ``prefix_aware:lose_events=0.1,num_gateways=4``, ``prefix_aware:use_directory=0``.
+
+    Raises:
+        ConfigError: A spec names no policy or setting, or its value cannot work.
+    """
+    return [Case(**{**common, **_settings_of(spec)}) for spec in specs]
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "num_gateways": int,
+    "use_directory": lambda value: bool(int(value)),
+    "lose_batches": float,
+    "lose_events": float,
+}
+
+
+def _settings_of(spec: str) -> dict[str, Any]:
+    policy, _, settings = spec.partition(":")
+    found: dict[str, Any] = {"policy": policy}
+    for setting in filter(None, settings.split(",")):
+        name, _, value = setting.partition("=")
+        try:
+            found[name] = _KINDS[name](value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"{spec!r}: {setting!r} is none of {', '.join(_KINDS)} with =NUMBER behind it"
+            ) from None
+    return found
+
+
+def _is_trace(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return '"hash_ids"' in lines.readline()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; give the path of a workload") from None

@@ -1,0 +1,336 @@
+"""Load on a cluster: many streams at once, of which nothing is forgotten.
+
+    async with Gateways([endpoints.grpc], num_channels=4) as cluster:
+        streams = await run(requests, cluster, limit_s=60)    # open loop: each at its own time
+        streams = await run_chats(chats, cluster, num_users=8, limit_s=60)    # closed loop
+    print(differences(streams, reference))
+
+Sending never raises: what went wrong with a stream is its ``error``. A stream without one has a
+finish, and its tokens follow on from each other, none lost and none twice. Times are seconds on
+`time.monotonic`, so that what others record in this process (a kill, a cut) can be laid beside.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+from typing import Protocol, Self
+
+import grpc
+import grpc.aio
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+
+_FINISHES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One completion to ask for. It goes on past the end token unless ``may_stop``."""
+
+    name: str
+    """By which runs are compared: of no other request of the run."""
+    token_ids: Sequence[int]
+    max_tokens: int
+    at_s: float = 0.0
+    """When it is sent, from the run's begin."""
+    temperature: float = 0.0
+    seed: int = 0
+    cache_salt: str = ""
+    may_stop: bool = False
+    deadline_s: float | None = None
+    """That the call is given, as a gRPC deadline."""
+    cancel_after: int | None = None
+    """The client cancels once it has so many tokens; the stream's finish is "cancelled"."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Stream:
+    """What came of a request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each token came."""
+    error: str | None = None
+    """``CODE: details`` of the call, or what was wrong with its chunks."""
+    finish: str = ""
+    """"stop", "length", "abort" or "cancelled"; empty if it never ended properly."""
+    sent_s: float = 0.0
+    ended_s: float = 0.0
+    group: str = ""
+    """That the request went to first."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in that group's cache."""
+    num_predicted_tokens: int = 0
+    """Expected there by the gateway."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.error is None and bool(self.finish)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.times[0] - self.sent_s if self.times else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between tokens, behind the first."""
+        if len(self.times) < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+    @property
+    def largest_gap_s(self) -> float:
+        """Between two tokens."""
+        return max((b - a for a, b in pairwise(self.times)), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a user says, and how long the answer is."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    think_s: float = 0.0
+    """Before it is sent, after the answer to the turn before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """Each prompt is all that was said before, answers included, and the turn's own tokens."""
+
+    name: str
+    turns: Sequence[Turn]
+    cache_salt: str = ""
+
+
+class Target(Protocol):
+    """Whom requests are sent to."""
+
+    async def send(self, stream: Stream) -> None:
+        """Asks for ``stream.request`` and fills the stream in until it ends. Never raises, but
+        when it is cancelled."""
+
+
+class Gateways:
+    """gRPC connections to gateways; requests take them in turn.
+
+    Channels to one address have connections of their own: where several gateways share a port,
+    the kernel deals these out among them.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        num_channels: int = 1,
+        metadata: Sequence[tuple[str, str]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """``num_channels`` to each address."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channels = [
+            grpc.aio.insecure_channel(address, options=options)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=options)
+            for _ in range(num_channels)
+            for address in addresses
+        ]
+        self._stubs = [InferenceStub(channel) for channel in self._channels]
+        self._metadata = tuple(metadata)
+        self._num_sent = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for channel in self._channels:
+            await channel.close(grace=None)
+
+    async def send(self, stream: Stream) -> None:
+        request = stream.request
+        message = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=request.token_ids),
+            sampling=pb.SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                seed=request.seed,
+                ignore_eos=not request.may_stop,
+            ),
+            cache_salt=request.cache_salt,
+        )
+        stub = self._stubs[self._num_sent % len(self._stubs)]
+        self._num_sent += 1
+        stream.sent_s = time.monotonic()
+        call = stub.Generate(message, timeout=request.deadline_s, metadata=self._metadata)
+        try:
+            async for chunk in call:
+                _take(stream, chunk)
+                if stream.error is not None or _is_to_be_cancelled(stream):
+                    break
+            else:
+                if not stream.finish:
+                    stream.error = f"the stream ended after {len(stream.tokens)} tokens, unfinished"
+        except grpc.aio.AioRpcError as error:
+            stream.error = f"{error.code().name}: {error.details()}"
+        finally:
+            call.cancel()
+            stream.ended_s = time.monotonic()
+
+
+async def run(requests: Iterable[Request], target: Target, *, limit_s: float) -> list[Stream]:
+    """Sends each request at its time, whatever became of those before it.
+
+    Streams that have not ended ``limit_s`` after the begin are cancelled and say so. The result
+    is in the order of ``requests``.
+    """
+    streams = [Stream(request=request) for request in requests]
+    begin_s = time.monotonic()
+
+    async def one(stream: Stream) -> None:
+        await _sleep_until(begin_s + stream.request.at_s)
+        await target.send(stream)
+
+    await _within(limit_s, [one(stream) for stream in streams])
+    return [_ended(stream, limit_s) for stream in streams]
+
+
+async def run_chats(
+    chats: Iterable[Chat],
+    target: Target,
+    *,
+    num_users: int,
+    limit_s: float,
+    on_stream: Callable[[Stream], None] = lambda stream: None,
+) -> list[Stream]:
+    """``num_users`` at a time hold one chat after another, taken from ``chats`` in order.
+
+    A chat ends early where a turn fails. Requests are named ``chat/number of the turn``.
+    ``on_stream`` is called when a stream has ended. The result is in the order of sending.
+    """
+    streams: list[Stream] = []
+    left = iter(chats)
+
+    async def user() -> None:
+        for chat in left:
+            said: list[int] = []
+            for number, turn in enumerate(chat.turns):
+                await asyncio.sleep(turn.think_s)
+                said += turn.token_ids
+                stream = Stream(
+                    request=Request(
+                        name=f"{chat.name}/{number}",
+                        token_ids=tuple(said),
+                        max_tokens=turn.max_tokens,
+                        cache_salt=chat.cache_salt,
+                    )
+                )
+                streams.append(stream)
+                await target.send(stream)
+                on_stream(stream)
+                if not stream.is_complete:
+                    break
+                said += stream.tokens
+
+    await _within(limit_s, [user() for _ in range(num_users)])
+    return [_ended(stream, limit_s) for stream in streams]
+
+
+def differences(streams: Iterable[Stream], reference: Mapping[str, Sequence[int]]) -> list[str]:
+    """A line for each stream whose tokens are not those of ``reference``, by request's name.
+
+    Of a stream that did not run to its end, the tokens that came are compared. Requests that the
+    reference lacks are passed over.
+    """
+    lines = []
+    for stream in streams:
+        name, tokens = stream.request.name, stream.tokens
+        if name not in reference:
+            continue
+        expected = list(reference[name])
+        if not stream.is_complete or stream.finish == "cancelled":
+            expected = expected[: len(tokens)]
+        if tokens != expected:
+            same = sum(1 for _ in _common(tokens, expected))
+            lines.append(
+                f"{name}: {len(tokens)} tokens, expected {len(expected)}; they differ from token "
+                f"{same} on"
+            )
+    return lines
+
+
+def tokens_by_name(streams: Iterable[Stream]) -> dict[str, list[int]]:
+    """Of the streams that are complete: a reference for other runs."""
+    return {stream.request.name: stream.tokens for stream in streams if stream.is_complete}
+
+
+def _common(tokens: Sequence[int], expected: Sequence[int]) -> Iterable[int]:
+    for ours, theirs in zip(tokens, expected, strict=False):
+        if ours != theirs:
+            return
+        yield ours
+
+
+def _take(stream: Stream, chunk: pb.GenerateResponse) -> None:
+    now_s = time.monotonic()
+    if stream.finish:
+        stream.error = f"a chunk came after the finish ({stream.finish})"
+        return
+    if chunk.HasField("start"):
+        stream.group = chunk.start.routing.group
+        stream.num_cached_tokens = chunk.start.num_cached_tokens
+        stream.num_predicted_tokens = chunk.start.routing.predicted_cached_tokens
+    if chunk.token_offset != len(stream.tokens):
+        stream.error = f"token {chunk.token_offset} came, expected {len(stream.tokens)}"
+        return
+    stream.tokens.extend(chunk.token_ids)
+    stream.times.extend([now_s] * len(chunk.token_ids))
+    stream.finish = _FINISHES.get(chunk.finish_reason, "")
+
+
+def _is_to_be_cancelled(stream: Stream) -> bool:
+    limit = stream.request.cancel_after
+    if limit is None or len(stream.tokens) < limit or stream.finish:
+        return False
+    stream.finish = "cancelled"
+    return True
+
+
+async def _sleep_until(at_s: float) -> None:
+    await asyncio.sleep(max(at_s - time.monotonic(), 0))
+
+
+async def _within(limit_s: float, jobs: Sequence[Coroutine[None, None, None]]) -> None:
+    """Runs them all, and cancels those that are not done in time."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=limit_s)
+    finally:
+        late = [task for task in tasks if not task.done()]
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+    for task in tasks:
+        if task not in late:
+            task.result()  # Only our own mistakes raise here.
+
+
+def _ended(stream: Stream, limit_s: float) -> Stream:
+    if stream.error is None and not stream.finish:
+        sent = f"{len(stream.tokens)} tokens" if stream.sent_s else "before it was sent"
+        stream.error = f"not finished within {limit_s} s: stopped after {sent}"
+    return stream

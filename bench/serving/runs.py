@@ -1,0 +1,172 @@
+"""Runs cases on a Ray cluster that this process is connected to, and keeps what came of them."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
+from bench.serving.case import SERVE, Case
+from bench.serving.figures import figures, rows_of, write_trace
+from bench.serving.handles import groups_behind_serve
+from bench.serving.load import Gateways, Request, Stream, Target, run, run_chats
+from bench.serving.lossy import Loss, lossy_gateway
+
+from quire.cluster.app import running_app
+from quire.cluster.config import ClusterConfig
+from quire.router.config import RoutingConfig
+from quire.worker.config import EngineConfig
+from quire.worker.model_config import read_model_config, resolve_max_model_len
+
+_CHANNELS = 8
+"""Connections to each gateway that there is, so that the kernel spreads them about evenly."""
+_SETTLE_S = 1.5
+"""For gateways to attach to all groups: only one of them is waited for."""
+
+Record = dict[str, Any]
+
+
+class Runs:
+    """Records, a line of JSON each, and beside the file a folder with a trace of each run."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self.records: list[Record] = []
+        if state.exists():
+            self.records = [json.loads(line) for line in state.read_text().splitlines()]
+
+    def has(self, case: Case, round_: int) -> bool:
+        return any(
+            record["case"] == json.loads(case.key) and record["round"] == round_
+            for record in self.records
+        )
+
+    def run(self, case: Case, round_: int, *, folder: Path) -> Record:
+        """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints."""
+        streams, gateways = measure(case, folder=folder)
+        rows = rows_of(streams)
+        trace = self.trace_folder / f"{len(self.records):04}.jsonl"
+        write_trace(streams, trace, block_size=EngineConfig.block_size)
+        record = {
+            "case": asdict(case),
+            "round": round_,
+            "commit": _commit(),
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "trace": trace.name,
+            "gateways": gateways,
+            "values": figures(rows, num_groups=case.num_groups),
+            "rows": rows,
+        }
+        with self._state.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.records.append(json.loads(json.dumps(record)))  # Tuples are lists when read back.
+        return record
+
+    @property
+    def trace_folder(self) -> Path:
+        return self._state.with_name(f"{self._state.stem}-traces")
+
+
+def measure(case: Case, *, folder: Path) -> tuple[list[Stream], list[int]]:
+    """What came of each request, and how many each gateway completed, warming up included."""
+    config = cluster_config(case, folder=folder)
+    if case.policy == SERVE:
+        with groups_behind_serve(config) as target:
+            return asyncio.run(_apply_load(case, target, config)), []
+    loss = Loss(batches=case.lose_batches, events=case.lose_events)
+    gateway = lossy_gateway(loss) if loss.is_any else None
+    with running_app(config, gateway=gateway) as endpoints:
+
+        async def load() -> list[Stream]:
+            async with Gateways([endpoints.grpc], num_channels=_CHANNELS * case.num_gateways) as to:
+                return await _apply_load(case, to, config)
+
+        streams = asyncio.run(load())
+        return streams, _completions(endpoints.http, case.num_gateways)
+
+
+def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
+    model = Path(case.model)
+    if case.model in SHAPES:
+        model = make_checkpoint(SHAPES[case.model], folder)
+    policy = case.policy if case.policy != SERVE else "power_of_two"
+    return ClusterConfig(
+        engine=EngineConfig(
+            model=model,
+            num_blocks=case.num_blocks,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            num_threads=1,
+        ),
+        routing=RoutingConfig(policy=policy, use_directory=case.use_directory),
+        num_groups=case.num_groups,
+        num_gateways=case.num_gateways,
+        # Several gateways share a port, which "any free one" would not let them.
+        grpc_port=_free_port(),
+        http_port=_free_port(),
+        drain_timeout_s=2,
+    )
+
+
+async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> list[Stream]:
+    await asyncio.sleep(_SETTLE_S)
+    load = case.load
+    await run(_warm_up(case), target, limit_s=20)
+    if load.loop == "closed":
+        return await run_chats(load.chats(), target, num_users=load.num_users, limit_s=load.limit_s)
+    model = read_model_config(config.engine.model)
+    requests = load.requests(
+        vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
+        max_tokens=resolve_max_model_len(config.engine, model),
+    )
+    return await run(requests, target, limit_s=load.limit_s)
+
+
+def _warm_up(case: Case) -> Sequence[Request]:
+    """A few on every connection, which share nothing with what is measured."""
+    rng = random.Random(-1)
+    return [
+        Request(
+            name=f"warm-up-{number}",
+            token_ids=[rng.randrange(3, 256) for _ in range(24)],
+            max_tokens=2,
+            at_s=0.02 * number,
+            cache_salt="warm-up",
+        )
+        for number in range(2 * _CHANNELS * case.num_gateways)
+    ]
+
+
+def _completions(http_address: str, num_gateways: int) -> list[int]:
+    """As gateways behind one port count them: each new connection reaches one of them."""
+    counts: set[int] = set()
+    for _ in range(20 * num_gateways):
+        with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        found = re.findall(r"^quire_completions_total{[^}]*} (\S+)$", text, re.MULTILINE)
+        counts.add(int(sum(map(float, found))))
+    return sorted(counts)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

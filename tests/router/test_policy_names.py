@@ -1,0 +1,17 @@
+"""The light list of policies names the heavy ones."""
+
+import subprocess
+import sys
+
+from quire.router.policies.catalog import POLICIES
+from quire.router.policy_names import POLICY_NAMES
+
+
+def test_every_policy_has_its_line() -> None:
+    assert list(POLICY_NAMES) == list(POLICIES)
+    assert all(POLICY_NAMES.values())
+
+
+def test_reading_flags_and_settings_loads_no_policy() -> None:
+    code = "import sys, quire.cluster.cli; assert 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
