@@ -12,12 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
+from quire.cluster.autoscaling import AutoscalingSettings
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
-from quire.worker.errors import QuireError
+from quire.worker.errors import ConfigError, QuireError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +96,10 @@ def _add_cluster_flags(
     )
     add = parser.add_argument
     add("--served-model-name", help="what clients call the model; the directory's name if absent")
-    add("--num-groups", type=int, default=num_groups, help="replica groups")
+    add("--num-groups", type=int, default=num_groups, help="replica groups, where it is fixed")
+    add("--max-groups", type=int, help="start and stop groups with the load, up to so many")
+    add("--min-groups", type=int, help="and down to so many; 0 stops the last one too [1]")
+    add("--target-ttft-s", type=float, help="how long prompts may wait for their turn [2]")
     add(
         "--tensor-parallel-size",
         "-tp",
@@ -202,6 +206,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         engine=engine,
         served_model_name=name,
         num_groups=arguments.num_groups,
+        autoscaling=_autoscaling(arguments),
         num_gateways=arguments.num_gateways,
         host=arguments.host,
         grpc_port=arguments.grpc_port,
@@ -212,6 +217,18 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         api_keys_file=arguments.api_keys_file,
         drain_timeout_s=arguments.drain_timeout_s,
     )
+
+
+def _autoscaling(arguments: argparse.Namespace) -> AutoscalingSettings | None:
+    names = ("min_groups", "max_groups", "target_ttft_s")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if "max_groups" not in given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags}: --max-groups must say up to how many groups there may be")
+    return AutoscalingSettings(**given)
 
 
 def _version() -> str:

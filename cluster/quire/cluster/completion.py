@@ -139,7 +139,9 @@ class Completion:
                 if isinstance(self._error, QueueFull):
                     raise self._error from error
                 remaining_s = deadline_s - self._clock()
-                if not await self._groups.wait_for_change(timeout_s=remaining_s):
+                with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
+                    changed = await self._groups.wait_for_change(timeout_s=remaining_s)
+                if not changed:
                     raise self._unavailable() from error
             except GroupLost as error:
                 self._error = error

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.cluster.autoscaling import AutoscalingSettings
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
@@ -20,7 +21,10 @@ class ClusterConfig:
     served_model_name: str | None = None
     """What clients call the model; ``None`` is the name of its directory."""
     num_groups: int = 1
-    """Replica groups, each with ``engine.tensor_parallel_size`` ranks."""
+    """Replica groups, each with ``engine.tensor_parallel_size`` ranks. Not used where
+    ``autoscaling`` is set: it then starts with ``min_groups``."""
+    autoscaling: AutoscalingSettings | None = None
+    """Starts and stops groups as load asks for it; ``None`` keeps ``num_groups``."""
     cpus_per_group: float = 0
     """CPUs that Ray reserves for a group; 0 places groups without counting CPUs. On GPUs, one
     GPU per rank is always reserved."""
@@ -47,6 +51,9 @@ class ClusterConfig:
     """One API key a line; clients must show one. ``None`` lets everyone in."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
+    start_first: bool = False
+    """An upgrade starts each new group and gateway before it stops an old one. It needs room for
+    one more of each, and waits where there is none; without it, a single group's clients wait."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_gateways"):
@@ -69,6 +76,15 @@ class ClusterConfig:
         for name in ("cpus_per_group", "drain_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+
+    @property
+    def min_groups(self) -> int:
+        """Groups that there always are."""
+        return self.num_groups if self.autoscaling is None else self.autoscaling.min_groups
+
+    @property
+    def max_groups(self) -> int:
+        return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
 
     @property
     def model_name(self) -> str:

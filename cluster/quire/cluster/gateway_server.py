@@ -7,8 +7,9 @@ from typing import Self
 import uvicorn
 
 from quire.cluster.auth import ApiKeys
+from quire.cluster.completion import CompletionConfig
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway
+from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import build_grpc_server
 from quire.cluster.model_card import Expectation
@@ -29,7 +30,11 @@ class GatewayServer:
             expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
         )
         self.gateway = Gateway(
-            model=config.model_name, tokenizer=tokenizer, groups=self.groups, table=self.table
+            model=config.model_name,
+            tokenizer=tokenizer,
+            groups=self.groups,
+            table=self.table,
+            config=_gateway_config(config),
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
@@ -94,6 +99,16 @@ class GatewayServer:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def _gateway_config(config: ClusterConfig) -> GatewayConfig:
+    settings = config.autoscaling
+    if settings is None or settings.min_groups:
+        return GatewayConfig()
+    # The first group's start may be what a request waits for.
+    return GatewayConfig(
+        wakes_groups=True, completion=CompletionConfig(group_wait_s=settings.start_wait_s)
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -36,6 +36,8 @@ class GatewayConfig:
     """Completions under way; a request that would exceed it is refused."""
     max_completions: int = 1024
     """Prompts × n of one HTTP request."""
+    wakes_groups: bool = False
+    """Groups are started for requests that wait here: it takes them although no group is there."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
 
 
@@ -88,7 +90,8 @@ class Gateway:
     @property
     def is_ready(self) -> bool:
         """Whether new requests should come here."""
-        return self.groups.num_ready > 0 and not self._is_draining
+        can_serve = self.groups.num_ready > 0 or self.config.wakes_groups
+        return can_serve and not self._is_draining
 
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
@@ -186,7 +189,9 @@ class Gateway:
         deadline_s = self._clock() + self.config.completion.group_wait_s
         while self.groups.card is None:
             remaining_s = deadline_s - self._clock()
-            if not await self.groups.wait_for_change(timeout_s=remaining_s):
+            with self.groups.demand.waiting(1):
+                changed = await self.groups.wait_for_change(timeout_s=remaining_s)
+            if not changed:
                 reasons = "; ".join(self.groups.troubles()) or "none is known"
                 raise Unavailable(f"no replica group is ready, try again later: {reasons}")
         return self.groups.card

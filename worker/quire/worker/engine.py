@@ -54,6 +54,10 @@ class EngineStats:
     num_output_tokens: int
     num_preemptions: int
     num_steps: int
+    num_prefilled_tokens: int
+    """Prompt tokens computed, those computed again after a preemption too."""
+    prefill_s: float
+    """Time spent in steps that computed any. A counter too."""
 
 
 class Engine:
@@ -95,6 +99,8 @@ class Engine:
         self._num_unseeded = 0
         self._num_output_tokens = 0
         self._num_steps = 0
+        self._num_prefilled_tokens = 0
+        self._prefill_s = 0.0
         self._failure: str | None = None
 
     @property
@@ -163,6 +169,7 @@ class Engine:
             RankFailure: The executor failed. Every request is lost, and no call will work again.
         """
         self._check_alive()
+        begin_s = self._clock()
         outputs = [self._output(seq, ()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
         schedule = self._scheduler.schedule()
@@ -174,6 +181,11 @@ class Engine:
         if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
             outputs += self._take_tokens()
         self._settle()
+        num_prefilled = sum(schedule.num_tokens[schedule.num_decodes :])
+        if num_prefilled:
+            # Of a step ahead this is the wait for the one before: over a queue that is the same.
+            self._num_prefilled_tokens += num_prefilled
+            self._prefill_s += self._clock() - begin_s
         return outputs
 
     def stats(self) -> EngineStats:
@@ -198,6 +210,8 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
+            num_prefilled_tokens=self._num_prefilled_tokens,
+            prefill_s=self._prefill_s,
         )
 
     def reset_prefix_cache(self) -> bool:
