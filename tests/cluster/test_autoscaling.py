@@ -1,5 +1,6 @@
 """The policy on a virtual clock, against groups that are a queue and a speed."""
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -35,14 +36,17 @@ class Group:
     ready_s: float
     pending: float = 0.0
     prefilled: float = 0.0
-    prefill_s: float = 0.0
+    full_tokens: float = 0.0
+    full_s: float = 0.0
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=7))
 
     def run(self, seconds: float) -> None:
         done = min(self.pending, PACE * seconds)
         self.pending -= done
         self.prefilled += done
-        self.prefill_s += done / PACE
+        if self.pending:
+            self.full_tokens += done
+            self.full_s += seconds
 
     def report(self, now_s: float) -> None:
         self.samples.append(
@@ -50,7 +54,8 @@ class Group:
                 time_s=now_s,
                 num_pending_prefill_tokens=round(self.pending),
                 num_prefilled_tokens=round(self.prefilled),
-                prefill_s=self.prefill_s,
+                num_full_step_tokens=round(self.full_tokens),
+                full_step_s=self.full_s,
                 num_running=0,
                 max_num_seqs=100,
             )
@@ -153,9 +158,9 @@ def test_down_is_slow_and_one_at_a_time() -> None:
     world.run(300, steady(0.2))
     sizes = [size for _, size in world.sizes]
     assert sizes[-1] == 1
-    assert all(after == earlier - 1 for earlier, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after == earlier - 1 for earlier, after in itertools.pairwise(sizes))
     times = [time_s for time_s, _ in world.sizes[1:]]
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(gap >= SETTINGS.down_step_s - TICK_S for gap in gaps)
 
 
@@ -220,6 +225,38 @@ def test_a_group_that_is_not_heard_of_keeps_all_groups() -> None:
     assert decision.num_groups == 1
 
 
+def test_what_comes_between_two_samples_is_no_idleness() -> None:
+    samples = [
+        Sample(time_s=i, num_prefilled_tokens=900 if i > 3 else 0, max_num_seqs=100)
+        for i in range(7)
+    ]
+    observation = Observation(num_groups=1, groups=[samples])
+    settings = AutoscalingSettings(min_groups=0, max_groups=2)
+    state = State(last_needed_s=(-1e9, -1e9))
+    assert decide(observation, state, 6, settings)[0].num_groups == 1
+    idle = Observation(num_groups=1, groups=[samples[4:]])
+    assert decide(idle, state, 6, settings)[0].num_groups == 0
+
+
+def test_a_load_that_is_gone_is_forgotten_soon() -> None:
+    settings = AutoscalingSettings(min_groups=0, max_groups=8, down_delay_s=60, idle_delay_s=100)
+    world = World(settings, start_s=5)
+    world.run(60, steady(3))
+    world.run(400, steady(0))
+    assert not world.groups
+
+
+def test_prompts_that_never_wait_ask_for_no_group() -> None:
+    """However many short prompts come along with the decodes of a group that is not full."""
+    samples = [
+        Sample(time_s=i, num_prefilled_tokens=900 * i, num_running=20, max_num_seqs=100)
+        for i in range(7)
+    ]
+    decision, state = decide(Observation(num_groups=1, groups=[samples]), State(), 6, SETTINGS)
+    assert decision.num_groups == 1
+    assert state.pace is None
+
+
 def test_a_prediction_is_what_waits_over_what_the_groups_do() -> None:
     sample = Sample(time_s=1, num_pending_prefill_tokens=3000, max_num_seqs=100)
     observation = Observation(num_groups=3, groups=[(sample,), (sample,)], num_gateway_tokens=2000)
@@ -240,7 +277,8 @@ def series(*points: tuple[float, float]) -> list[Any]:
 
 
 def raw_metrics() -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    counters = {"num_prefilled_tokens": (0, 2000), "prefill_s": (0.0, 2.0)}
+    counters = {"num_prefilled_tokens": (0, 2000), "num_full_step_tokens": (0, 500)}
+    counters |= {"full_step_s": (0.0, 0.5)}
     gauges = {"num_pending_prefill_tokens": 500, "num_running": 3, "num_waiting": 1}
     gauges |= {"max_num_seqs": 16, "kv_use": 0.5}
     for name, (before, now) in counters.items():

@@ -22,6 +22,15 @@ def test_fields_are_read_by_name() -> None:
     assert config.tls_key == Path("/tls/tls.key")
 
 
+def test_autoscaling_is_read_by_name() -> None:
+    config = config_from({"autoscaling": {"min_groups": 0, "max_groups": 4, "target_ttft_s": 1}})
+    assert config.autoscaling is not None
+    assert (config.min_groups, config.max_groups) == (0, 4)
+    assert config.autoscaling.target_ttft_s == 1
+    config = config_from({"num_groups": 3})
+    assert (config.min_groups, config.max_groups) == (3, 3)
+
+
 def test_without_a_model_it_is_the_demo_model() -> None:
     config = config_from({})
     assert config.engine.model == demo_model.PATH
@@ -36,6 +45,9 @@ def test_without_a_model_it_is_the_demo_model() -> None:
         ({"engine": {"blocksize": 16}}, "engine.blocksize: unknown; there are model, "),
         ({"num_groups": "two"}, "num_groups='two': "),
         ({"engine": {"block_size": 24}}, "block_size=24: must be a power of two"),
+        ({"autoscaling": {"max_group": 2}}, "autoscaling.max_group: unknown; there are min_groups"),
+        ({"autoscaling": {"max_groups": 0}}, "max_groups=0: must be 1 or more"),
+        ({"autoscaling": 3}, "autoscaling=3: "),
         ({"num_groups": 0}, "num_groups=0: must be 1 or more"),
     ],
 )

@@ -29,12 +29,14 @@ LOOK_BACK_S = 6.0
 """So long Serve keeps what was said."""
 _STALE_S = 5.0
 """A group whose last word is older has not been heard of."""
-_MIN_PREFILL_S = 0.2
-"""Seconds of prefill in the window before a speed is taken from it: a step or two say little."""
+_MIN_FULL_S = 0.2
+"""Seconds of full steps in the window before a speed is taken from them: one or two say little."""
 _PACE_KEPT = 0.7
 """Of the speed known, at each new measurement."""
 _SMOOTHED_S = 30.0
 """Over so long arrivals are averaged; a short window would take chance for load."""
+_NOTHING = 0.01
+"""Of one group: an average fades and never ends."""
 _MAX_PATIENCE = 8.0
 _STATE = "quire"
 DEMAND_PREFIX = "gateway_tokens/"
@@ -59,7 +61,8 @@ class AutoscalingSettings:
     max_busy: float = 0.85
     """The share of the groups' prefill speed that arriving prompts may take."""
     recover_s: float = 10.0
-    """Within how long a backlog beyond the target should be gone: shorter asks for more groups."""
+    """Within how long of a group's start a backlog beyond the target should be gone: shorter asks
+    for more groups."""
     down_use: float = 0.7
     """A group is one too many when the others would stay within this share of every limit."""
     down_delay_s: float = 120.0
@@ -106,8 +109,10 @@ class Sample:
     num_pending_prefill_tokens: int = 0
     num_prefilled_tokens: int = 0
     """Counter: prompt tokens computed."""
-    prefill_s: float = 0.0
-    """Counter: seconds of the steps that computed them."""
+    num_full_step_tokens: int = 0
+    """Counter: those computed in steps that left prompt tokens waiting."""
+    full_step_s: float = 0.0
+    """Counter: seconds of those steps."""
     num_running: int = 0
     num_waiting: int = 0
     max_num_seqs: int = 1
@@ -132,11 +137,16 @@ class State:
     """What is remembered from one decision to the next. Its size is bounded by `max_groups`."""
 
     pace: float | None = None
-    """Prompt tokens a second that a group computes while it computes any."""
+    """Prompt tokens a second that a group computes while prompts wait. Where some never waited, it
+    is not known, and prompts ask for no group."""
     usual_arrival_rate: float = 0.0
     """Prompt tokens a second that come to all groups and are not cached, smoothed."""
     learnt_s: float = -inf
     """Time of the sample that the two were last learnt from."""
+    start_s: float = 0.0
+    """How long the last groups took to start, or those that do have taken so far."""
+    asked_s: float | None = None
+    """When those that start were asked for; ``None`` where none does."""
     last_needed_s: tuple[float, ...] = ()
     """When one group was last needed, when two were, and so on up to ``max_groups``."""
     last_down_s: float = -inf
@@ -158,7 +168,7 @@ def decide(
     observation: Observation, state: State, now_s: float, settings: AutoscalingSettings
 ) -> tuple[Decision, State]:
     """The number of groups that there should be from now on, and what to remember."""
-    state = _learn(observation, state)
+    state = _learn_start(observation, _learn(observation, state), now_s)
     need, reason = _need(observation, state, settings)
     enough = max(need, _need(observation, state, settings, going_down=True)[0])
     current = observation.num_groups
@@ -177,7 +187,9 @@ def decide(
     if target < current:
         target, state = _one_less(current, state, now_s, settings)
     elif target > current:
-        state = replace(state, patience=_patience(state, now_s, settings))
+        state = replace(
+            state, patience=_patience(state, now_s, settings), asked_s=state.asked_s or now_s
+        )
     wait_s = _predicted_wait_s(observation, state.pace)
     return Decision(num_groups=target, reason=reason, predicted_wait_s=wait_s), state
 
@@ -188,8 +200,14 @@ def _one_less(
     """One group fewer if it is time for that, else as many as there are."""
     if current > settings.max_groups:
         return settings.max_groups, state
-    delay_s = settings.idle_delay_s if current == 1 else state.patience * settings.down_delay_s
-    is_time = now_s - state.last_needed_s[current - 1] >= delay_s
+    spare_s = now_s - state.last_needed_s[current - 1]
+    if current == 1:
+        is_time = spare_s >= settings.idle_delay_s
+    else:
+        # Patience is for a load between two numbers of groups, not for one that is clearly less.
+        two_spare_s = now_s - state.last_needed_s[current - 2]
+        is_time = spare_s >= state.patience * settings.down_delay_s
+        is_time = is_time or two_spare_s >= settings.down_delay_s
     if not is_time or now_s - state.last_down_s < settings.down_step_s:
         return current, state
     return current - 1, replace(state, last_down_s=now_s)
@@ -215,24 +233,26 @@ def _need(
     use = settings.down_use if going_down else 1.0
     latest = [group[-1] for group in observation.groups if group]
     pending = _pending(observation)
-    needs = {"none": 0.0, "demand": 1.0 if observation.num_gateway_tokens else 0.0}
+    arriving = sum(_arrival_rate(group) for group in observation.groups)
+    # Whatever comes needs a group, even between two samples.
+    needs = {"none": 0.0, "demand": float(bool(observation.num_gateway_tokens or arriving))}
     if latest:
         num_sequences = sum(sample.num_running + sample.num_waiting for sample in latest)
         needs["sequences"] = num_sequences / (use * latest[0].max_num_seqs)
         needs["kv"] = sum(sample.kv_use for sample in latest) / (use * settings.max_kv_use)
     if state.pace is not None:
         capacity = state.pace * settings.max_busy * use
-        needs["prefill"] = state.usual_arrival_rate / capacity
-        arriving = sum(_arrival_rate(group) for group in observation.groups)
+        usual = state.usual_arrival_rate / capacity
+        needs["prefill"] = usual if usual > _NOTHING else 0.0
         allowed = state.pace * settings.target_ttft_s * max(observation.num_groups, 1) * use
         if pending > allowed / 2 and not going_down:
             # A few seconds' arrivals vary by chance: they count once they make prompts wait.
             needs["burst"] = arriving / capacity
         excess = pending - allowed
-        # What gathers while groups start is no reason for more of them (the arrivals would be),
-        # only for keeping them.
-        if excess > 0 and (going_down or len(observation.groups) == observation.num_groups):
-            needs["backlog"] = (arriving + excess / settings.recover_s) / capacity
+        if excess > 0:
+            # A group that is asked for now helps when it has started; those there go on till then.
+            within_s = settings.recover_s + state.start_s
+            needs["backlog"] = (arriving + excess / within_s) / capacity
     elif pending:
         # Nothing was ever computed, so that there is no saying how much is too much.
         needs["demand"] = 1.0
@@ -274,14 +294,23 @@ def _learn(observation: Observation, state: State) -> State:
     tokens = seconds = 0.0
     for group in observation.groups:
         if group:
-            tokens += group[-1].num_prefilled_tokens - group[0].num_prefilled_tokens
-            seconds += group[-1].prefill_s - group[0].prefill_s
-    if seconds < _MIN_PREFILL_S or tokens <= 0:
+            tokens += group[-1].num_full_step_tokens - group[0].num_full_step_tokens
+            seconds += group[-1].full_step_s - group[0].full_step_s
+    if seconds < _MIN_FULL_S or tokens <= 0:
         return state
     pace = tokens / seconds
     if state.pace is not None:
         pace = _PACE_KEPT * state.pace + (1 - _PACE_KEPT) * pace
     return replace(state, pace=pace)
+
+
+def _learn_start(observation: Observation, state: State, now_s: float) -> State:
+    if state.asked_s is None:
+        return state
+    taken_s = now_s - state.asked_s
+    if len(observation.groups) >= observation.num_groups:
+        return replace(state, start_s=taken_s, asked_s=None)
+    return replace(state, start_s=max(state.start_s, taken_s))
 
 
 def _bounded(num_groups: int, settings: AutoscalingSettings) -> int:
@@ -350,7 +379,8 @@ def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
             time_s=time_s,
             num_pending_prefill_tokens=int(values["num_pending_prefill_tokens"]),
             num_prefilled_tokens=int(values["num_prefilled_tokens"]),
-            prefill_s=values["prefill_s"],
+            num_full_step_tokens=int(values["num_full_step_tokens"]),
+            full_step_s=values["full_step_s"],
             num_running=int(values["num_running"]),
             num_waiting=int(values["num_waiting"]),
             max_num_seqs=int(values["max_num_seqs"]),

@@ -76,7 +76,8 @@ class ReplicaGroup:
         return {
             "num_pending_prefill_tokens": stats.num_pending_prefill_tokens,
             "num_prefilled_tokens": stats.num_prefilled_tokens,
-            "prefill_s": stats.prefill_s,
+            "num_full_step_tokens": stats.num_full_step_tokens,
+            "full_step_s": stats.full_step_s,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "max_num_seqs": self._config.engine.max_num_seqs,

@@ -56,8 +56,10 @@ class EngineStats:
     num_steps: int
     num_prefilled_tokens: int
     """Prompt tokens computed, those computed again after a preemption too."""
-    prefill_s: float
-    """Time spent in steps that computed any. A counter too."""
+    num_full_step_tokens: int
+    """Those among them of steps that left prompt tokens waiting: all that a step could do."""
+    full_step_s: float
+    """Time spent in those steps. A counter too."""
 
 
 class Engine:
@@ -100,7 +102,8 @@ class Engine:
         self._num_output_tokens = 0
         self._num_steps = 0
         self._num_prefilled_tokens = 0
-        self._prefill_s = 0.0
+        self._num_full_step_tokens = 0
+        self._full_step_s = 0.0
         self._failure: str | None = None
 
     @property
@@ -183,9 +186,11 @@ class Engine:
         self._settle()
         num_prefilled = sum(schedule.num_tokens[schedule.num_decodes :])
         if num_prefilled:
-            # Of a step ahead this is the wait for the one before: over a queue that is the same.
             self._num_prefilled_tokens += num_prefilled
-            self._prefill_s += self._clock() - begin_s
+            if self._scheduler.num_pending_prefill_tokens:
+                # With a step ahead this is the wait for the one before: over a queue the same.
+                self._num_full_step_tokens += num_prefilled
+                self._full_step_s += self._clock() - begin_s
         return outputs
 
     def stats(self) -> EngineStats:
@@ -211,7 +216,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_prefilled_tokens=self._num_prefilled_tokens,
-            prefill_s=self._prefill_s,
+            num_full_step_tokens=self._num_full_step_tokens,
+            full_step_s=self._full_step_s,
         )
 
     def reset_prefix_cache(self) -> bool:
