@@ -91,22 +91,21 @@ def at_rates(trace: Trace, rates: list[float], *, minutes: float) -> Trace:
     rows, source = [], trace.rows
     length_ms = source[-1].arrival_ms + 1
     taken = 0
+
+    def source_ms() -> float:
+        rounds, index = divmod(taken, len(source))
+        return rounds * length_ms + source[index].arrival_ms
+
     for number, rate in enumerate(rates):
-        position_ms = source[taken % len(source)].arrival_ms
-        while rate:
+        begin_ms = source_ms()
+        while rate and (now_ms := (source_ms() - begin_ms) / rate) < part_ms:
             row = source[taken % len(source)]
-            now_ms = (row.arrival_ms - position_ms) / rate
-            if now_ms < 0:  # The trace began anew.
-                position_ms -= length_ms
-                now_ms += length_ms / rate
-            if now_ms >= part_ms:
-                break
             rows.append(row._replace(arrival_ms=number * part_ms + now_ms))
             taken += 1
     return Trace.of(rows, name=trace.name, block_size=trace.block_size)
 
 
-@dataclass
+@dataclass(eq=False)
 class Elastic:
     """A simulated group with what it reports."""
 
