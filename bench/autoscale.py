@@ -21,7 +21,8 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from pathlib import Path
 
-from quire.cluster.autoscaling import AutoscalingSettings, Observation, Sample, State, decide
+from quire.cluster.autoscaling import Observation, Sample, State, decide
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.pool import LruPool

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.autoscaling import (
-    AutoscalingSettings,
-    Decision,
-    Observation,
-    Sample,
-    ServePolicy,
-    State,
-    decide,
-    observe,
-)
+from quire.cluster.autoscaling import Decision, Observation, Sample, State, decide
+from quire.cluster.autoscaling_serve import ServePolicy, observe
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.worker.errors import ConfigError
 
 PACE = 1000.0  # Prompt tokens a second.

@@ -11,7 +11,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.app import Endpoints, running_cluster
-from quire.cluster.autoscaling import AutoscalingSettings
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.worker.config import EngineConfig
 

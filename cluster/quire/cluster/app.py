@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.autoscaling import LOOK_BACK_S, METRICS_INTERVAL_S, ServePolicy
+from quire.cluster.autoscaling_serve import ServePolicy
+from quire.cluster.autoscaling_settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session

@@ -1,5 +1,4 @@
-"""How many replica groups there should be: decided by `decide`, asked by Ray Serve through
-`ServePolicy`.
+"""How many replica groups there should be.
 
 `decide` is a function of what the groups said, of what it decided before, and of the time that it
 is given. It goes up at once and as far as is needed; it goes down by one group at a time, and only
@@ -10,24 +9,13 @@ Needed is the largest of four numbers of groups (`_need`): for prompt tokens tha
 that wait already, at the speed that the groups were seen to have; for KV cache; for sequences.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, exp, inf
-from typing import TYPE_CHECKING, Any
 
-from quire.worker.errors import ConfigError
+from quire.cluster.autoscaling_settings import METRICS_INTERVAL_S, AutoscalingSettings
 
-if TYPE_CHECKING:
-    from ray.serve.config import AutoscalingContext
-
-_log = logging.getLogger(__name__)
-
-METRICS_INTERVAL_S = 1.0
-"""So often a group says how it is."""
-LOOK_BACK_S = 6.0
-"""So long Serve keeps what was said."""
-_STALE_S = 5.0
+STALE_S = 5.0
 """A group whose last word is older has not been heard of."""
 _MIN_FULL_S = 0.2
 """Seconds of full steps in the window before a speed is taken from them: one or two say little."""
@@ -38,67 +26,6 @@ _SMOOTHED_S = 30.0
 _NOTHING = 0.01
 """Of one group: an average fades and never ends."""
 _MAX_PATIENCE = 8.0
-_STATE = "quire"
-DEMAND_PREFIX = "gateway_tokens/"
-"""Before a gateway's name: prompt tokens that wait there for any group, as a group was told."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoscalingSettings:
-    """When groups are started and stopped.
-
-    Raises:
-        ConfigError: A value cannot work; the message names it and what would be right.
-    """
-
-    min_groups: int = 1
-    """0 lets the last group go too. Requests that come then wait until one is there again."""
-    max_groups: int = 1
-    target_ttft_s: float = 2.0
-    """Prompts should not wait longer than this for their turn."""
-    max_kv_use: float = 0.8
-    """The share of KV blocks that running requests may hold, over all groups."""
-    max_busy: float = 0.85
-    """The share of the groups' prefill speed that arriving prompts may take."""
-    recover_s: float = 10.0
-    """Within how long of a group's start a backlog beyond the target should be gone: shorter asks
-    for more groups."""
-    down_use: float = 0.7
-    """A group is one too many when the others would stay within this share of every limit."""
-    down_delay_s: float = 120.0
-    """For so long, without a break, before it goes."""
-    down_step_s: float = 15.0
-    """Between one group's going and the next one's."""
-    idle_delay_s: float = 600.0
-    """Without any work, before the last group goes."""
-    start_wait_s: float = 120.0
-    """How long requests wait for the first group to start, where there may be none."""
-
-    def __post_init__(self) -> None:
-        if self.min_groups < 0:
-            raise ConfigError(f"min_groups={self.min_groups!r}: must be 0 or more")
-        if self.max_groups < max(self.min_groups, 1):
-            raise ConfigError(
-                f"max_groups={self.max_groups!r}: must be 1 or more, and not below "
-                f"min_groups={self.min_groups!r}"
-            )
-        for name in ("target_ttft_s", "recover_s", "start_wait_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
-        for name in ("max_kv_use", "max_busy", "down_use"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: must be a share above 0 and up to 1"
-                )
-        for name in ("down_delay_s", "down_step_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
-        # What Serve still remembers of a queue would wake the group again that has just gone.
-        if self.idle_delay_s < LOOK_BACK_S + 2 * METRICS_INTERVAL_S:
-            raise ConfigError(
-                f"idle_delay_s={self.idle_delay_s!r}: must be "
-                f"{LOOK_BACK_S + 2 * METRICS_INTERVAL_S:g} or more"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +99,7 @@ def decide(
     need, reason = _need(observation, state, settings)
     enough = max(need, _need(observation, state, settings, going_down=True)[0])
     current = observation.num_groups
-    if any(not group or now_s - group[-1].time_s > _STALE_S for group in observation.groups):
+    if any(not group or now_s - group[-1].time_s > STALE_S for group in observation.groups):
         enough = max(enough, current)
         if need <= current:
             reason = "unheard"
@@ -232,7 +159,7 @@ def _need(
     the share ``down_use`` of every limit."""
     use = settings.down_use if going_down else 1.0
     latest = [group[-1] for group in observation.groups if group]
-    pending = _pending(observation)
+    pending = num_pending(observation)
     arriving = sum(_arrival_rate(group) for group in observation.groups)
     # Whatever comes needs a group, even between two samples.
     needs = {"none": 0.0, "demand": float(bool(observation.num_gateway_tokens or arriving))}
@@ -261,7 +188,7 @@ def _need(
     return ceil(needs[reason] - 1e-6), reason
 
 
-def _pending(observation: Observation) -> int:
+def num_pending(observation: Observation) -> int:
     """Prompt tokens that wait, in groups and at gateways."""
     waiting = sum(group[-1].num_pending_prefill_tokens for group in observation.groups if group)
     return waiting + observation.num_gateway_tokens
@@ -269,7 +196,7 @@ def _pending(observation: Observation) -> int:
 
 def _predicted_wait_s(observation: Observation, pace: float | None) -> float | None:
     num_running = len(observation.groups)
-    return _pending(observation) / (pace * num_running) if pace and num_running else None
+    return num_pending(observation) / (pace * num_running) if pace and num_running else None
 
 
 def _arrival_rate(group: Sequence[Sample]) -> float:
@@ -315,77 +242,3 @@ def _learn_start(observation: Observation, state: State, now_s: float) -> State:
 
 def _bounded(num_groups: int, settings: AutoscalingSettings) -> int:
     return max(settings.min_groups, min(num_groups, settings.max_groups))
-
-
-class ServePolicy:
-    """`decide` as Ray Serve calls it: made once in Serve's controller, asked every 0.1 s."""
-
-    def __init__(self, **settings: Any) -> None:
-        """``settings`` are the fields of `AutoscalingSettings`."""
-        self._settings = AutoscalingSettings(**settings)
-
-    def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        assert context.current_time is not None
-        state: State = context.policy_state.get(_STATE) or State()
-        observation = observe(context, now_s=context.current_time)
-        decision, state = decide(observation, state, context.current_time, self._settings)
-        if decision.num_groups != observation.num_groups:
-            _log.warning(
-                "%d groups instead of %d: %s; %d prompt tokens wait, for %s",
-                decision.num_groups,
-                observation.num_groups,
-                decision.reason,
-                _pending(observation),
-                "nobody knows how long"
-                if decision.predicted_wait_s is None
-                else f"{decision.predicted_wait_s:.1f} s",
-            )
-        return decision.num_groups, {_STATE: state}
-
-
-def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
-    """What Serve knows, in `decide`'s terms."""
-    metrics = context.raw_metrics or {}
-    groups = []
-    for replica in context.running_replicas:
-        series = {name: by_replica.get(replica, ()) for name, by_replica in metrics.items()}
-        groups.append(_samples(series))
-    num_gateway_tokens = 0
-    for name, by_replica in metrics.items():
-        if name.startswith(DEMAND_PREFIX):
-            points = [series[-1] for series in by_replica.values() if series]
-            newest = max(points, key=lambda point: point.timestamp, default=None)
-            # A gateway repeats what it says while there is something to say.
-            if newest is not None and now_s - newest.timestamp <= _STALE_S:
-                num_gateway_tokens += int(newest.value)
-    return Observation(
-        num_groups=context.target_num_replicas,
-        groups=groups,
-        num_gateway_tokens=num_gateway_tokens,
-    )
-
-
-def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
-    """One sample for each time at which a group said all that belongs to one."""
-    names = [field.name for field in fields(Sample) if field.name != "time_s"]
-    if not all(series.get(name) for name in names):
-        return []
-    by_time: dict[float, dict[str, float]] = {}
-    for name in names:
-        for point in series[name]:
-            by_time.setdefault(point.timestamp, {})[name] = point.value
-    return [
-        Sample(
-            time_s=time_s,
-            num_pending_prefill_tokens=int(values["num_pending_prefill_tokens"]),
-            num_prefilled_tokens=int(values["num_prefilled_tokens"]),
-            num_full_step_tokens=int(values["num_full_step_tokens"]),
-            full_step_s=values["full_step_s"],
-            num_running=int(values["num_running"]),
-            num_waiting=int(values["num_waiting"]),
-            max_num_seqs=int(values["max_num_seqs"]),
-            kv_use=values["kv_use"],
-        )
-        for time_s, values in sorted(by_time.items())
-        if len(values) == len(names)
-    ]

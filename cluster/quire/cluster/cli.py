@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
-from quire.cluster.autoscaling import AutoscalingSettings
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.cluster.autoscaling import AutoscalingSettings
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 

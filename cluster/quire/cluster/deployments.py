@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from quire.cluster.autoscaling import DEMAND_PREFIX
+from quire.cluster.autoscaling_serve import DEMAND_PREFIX
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
@@ -62,7 +62,7 @@ class ReplicaGroup:
         self._demand[gateway] = time.monotonic(), num_tokens
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's controller hears once a second, for `quire.cluster.autoscaling`."""
+        """What Serve's controller hears once a second, for `quire.cluster.autoscaling_serve`."""
         stats = self._server.stats
         now_s = time.monotonic()
         self._demand = {

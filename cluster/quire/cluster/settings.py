@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
-from quire.cluster.autoscaling import AutoscalingSettings
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
