@@ -1,6 +1,6 @@
 """Streams under a rolling upgrade and under autoscaling, on a real cluster: does a client notice?
 
-    python -m bench.rolling [--part upgrade scale] [--streams N] [--start-first] [--output FILE]
+    python -m bench.rolling [--part upgrade scale] [--streams N] [--start-first] [--drain-s S]
 
 *upgrade*: two groups behind two gateways on one port; while N streams run, and begin anew when they
 end, the application is deployed again, so that Serve replaces every group and every gateway.
@@ -49,21 +49,24 @@ def main() -> None:
     add("--part", nargs="+", choices=parts, default=list(parts))
     add("--streams", type=int, default=20)
     add("--start-first", action="store_true", help="start each replacement before the old one goes")
+    add("--drain-s", type=float, default=20, help="what is cut off after it is handed over")
     add("--output", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
     figures = {}
     for part in arguments.part:
-        figures[part] = parts[part](arguments.streams, start_first=arguments.start_first)
+        figures[part] = parts[part](
+            arguments.streams, start_first=arguments.start_first, drain_s=arguments.drain_s
+        )
         for name, value in figures[part].items():
             print(f"{part:8} {name:24} {value}", flush=True)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def upgrade(num_streams: int, *, start_first: bool) -> dict[str, Any]:
+def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, Any]:
     from ray import serve
 
-    config = _config(num_groups=2, num_gateways=2, start_first=start_first)
+    config = _config(num_groups=2, num_gateways=2, start_first=start_first, drain_timeout_s=drain_s)
     with running_cluster(config) as endpoints, _load(endpoints, num_streams) as load:
         time.sleep(_SETTLE_S)
         begin_s = time.monotonic()
@@ -74,11 +77,11 @@ def upgrade(num_streams: int, *, start_first: bool) -> dict[str, Any]:
     return {"upgrade_s": round(duration_s, 1), **load.figures()}
 
 
-def scale(num_streams: int, *, start_first: bool) -> dict[str, Any]:
+def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, Any]:
     settings = AutoscalingSettings(
         min_groups=1, max_groups=2, target_ttft_s=0.5, down_delay_s=10, down_step_s=1
     )
-    config = _config(autoscaling=settings, start_first=start_first)
+    config = _config(autoscaling=settings, start_first=start_first, drain_timeout_s=drain_s)
     with running_cluster(config) as endpoints, _load(endpoints, num_streams // 2) as load:
         time.sleep(_SETTLE_S)
         burst = _Burst(endpoints, num_streams)
@@ -257,7 +260,6 @@ def _config(**given: Any) -> ClusterConfig:
         served_model_name="demo",
         grpc_port=grpc_port,
         http_port=http_port,
-        drain_timeout_s=20,
         **given,
     )
 
