@@ -36,7 +36,7 @@ from quire.worker.config import EngineConfig
 
 MAX_TOKENS = 200
 PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
-_SETTLE_S = 8.0
+SETTLE_S = 8.0
 """Load before and after what is done to the cluster."""
 
 
@@ -68,12 +68,12 @@ def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str,
 
     config = _config(num_groups=2, num_gateways=2, start_first=start_first, drain_timeout_s=drain_s)
     with running_cluster(config) as endpoints, _load(endpoints, num_streams) as load:
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
         begin_s = time.monotonic()
         changed = replace(config, engine=replace(config.engine, max_num_seqs=24))
         serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
         duration_s = time.monotonic() - begin_s
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
     return {"upgrade_s": round(duration_s, 1), **load.figures()}
 
 
@@ -83,7 +83,7 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
     )
     config = _config(autoscaling=settings, start_first=start_first, drain_timeout_s=drain_s)
     with running_cluster(config) as endpoints, _load(endpoints, num_streams // 2) as load:
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
         burst = _Burst(endpoints, num_streams)
         begin_s = time.monotonic()
         burst.start()
@@ -95,7 +95,7 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
         begin_s = time.monotonic()
         _wait_for(1)
         down_s = time.monotonic() - begin_s
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
     return {
         "burst_to_decision_s": round(decided_s, 2),
         "burst_to_running_s": round(running_s, 1),

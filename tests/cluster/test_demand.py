@@ -3,6 +3,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from quire.cluster.demand import Demand
@@ -64,6 +65,23 @@ async def test_requests_at_a_gateway_without_groups_are_demand_until_one_is_ther
         expected = cluster.model.continuation(prompt, seed=5, max_tokens=5)
         assert answered == [expected] * 3
         assert demand.num_requests == 0
+
+
+async def test_as_many_wait_for_a_first_group_as_may_be_under_way(start_cluster: Any) -> None:
+    options = {"wakes_groups": True, "max_inflight": 2}
+    async with start_cluster(num_groups=0, group_wait_s=60, config=options) as cluster:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20]))
+        calls = [cluster.inference.Generate(request) for _ in range(2)]
+        answers = [asyncio.ensure_future(collect(call)) for call in calls]
+        while cluster.connections.demand.num_requests < 2:
+            await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(cluster.inference.Generate(request))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 requests wait for a first group" in (refused.value.details() or "")
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
 
 
 async def collect(call: AsyncIterator[pb.GenerateResponse]) -> list[int]:

@@ -15,6 +15,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from quire.cluster import telemetry
+from quire.cluster.demand import Demand
 from quire.cluster.deployments import Gateway, ReplicaGroup
 from quire.cluster.groups import Groups
 from quire.cluster.settings import config_from
@@ -304,6 +305,7 @@ class FakeGroups(Groups):
     """No group, and no event loop that real ones need."""
 
     def __init__(self) -> None:
+        self.demand = Demand()
         self._loads = {}
         self._attached = {}
         self._retired = set()

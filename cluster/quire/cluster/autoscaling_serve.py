@@ -11,7 +11,7 @@ from quire.cluster.autoscaling_settings import AutoscalingSettings
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ray.serve")  # The controller's log, where Serve tells of scaling too.
 
 DEMAND_PREFIX = "gateway_tokens/"
 """Before a gateway's name: prompt tokens that wait there for any group, as a group was told."""
@@ -31,7 +31,7 @@ class ServePolicy:
         observation = observe(context, now_s=context.current_time)
         decision, state = decide(observation, state, context.current_time, self._settings)
         if decision.num_groups != observation.num_groups:
-            _log.warning(
+            _log.info(
                 "%d groups instead of %d: %s; %d prompt tokens wait, for %s",
                 decision.num_groups,
                 observation.num_groups,

@@ -185,9 +185,20 @@ class Gateway:
             )
 
     async def card(self) -> ModelCard:
-        """What the groups say of their model; waits for a first one as long as requests do."""
+        """What the groups say of their model; waits for a first one as long as requests do.
+
+        Raises:
+            Unavailable: None came.
+            QueueFull: Too many wait already.
+        """
         deadline_s = self._clock() + self.config.completion.group_wait_s
         while self.groups.card is None:
+            num_waiting = self.groups.demand.num_requests
+            if num_waiting >= self.config.max_inflight:
+                raise QueueFull(
+                    f"{num_waiting} requests wait for a first group, the gateway's limit is "
+                    f"{self.config.max_inflight}: try again later"
+                )
             remaining_s = deadline_s - self._clock()
             with self.groups.demand.waiting(1):
                 changed = await self.groups.wait_for_change(timeout_s=remaining_s)

@@ -28,7 +28,10 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
         engine["model"] = demo_model.PATH
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
     autoscaling = settings.get("autoscaling") or {}
-    parts = [("", settings, ClusterConfig), ("engine.", engine, EngineConfig)]
+    parts: list[tuple[str, Mapping[str, Any], type[Any]]] = [
+        ("", settings, ClusterConfig),
+        ("engine.", engine, EngineConfig),
+    ]
     if isinstance(autoscaling, Mapping):  # Else it is of the wrong type, as is said below.
         parts.append(("autoscaling.", autoscaling, AutoscalingSettings))
     for prefix, given, kind in parts:
