@@ -238,7 +238,7 @@ def _wait_for(num_groups: int, *, state: str | None = None) -> None:
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         states = serve.status().applications[APP_NAME].deployments["ReplicaGroup"].replica_states
-        if (sum(states.values()) if state is None else states.get(state, 0)) == num_groups:
+        if sum(n for name, n in states.items() if state in (None, name)) == num_groups:
             return
         time.sleep(0.05)
     raise SystemExit(f"there never were {num_groups} groups: {states}")

@@ -121,7 +121,7 @@ def noisy(groups: float, seed: int = 0) -> Callable[[float], float]:
 def test_a_burst_is_answered_within_two_seconds_and_by_enough() -> None:
     world = World(SETTINGS)
     world.run(60, steady(0.4))
-    assert world.sizes == [(pytest.approx(0.1), 1)]
+    assert [size for _, size in world.sizes] == [1]
     world.run(2, steady(4))
     (decided_s, num_groups), *_ = world.sizes[1:]
     assert decided_s - 60 <= 2.0
@@ -270,10 +270,10 @@ def series(*points: tuple[float, float]) -> list[Any]:
 
 
 def raw_metrics() -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    counters = {"num_prefilled_tokens": (0, 2000), "num_full_step_tokens": (0, 500)}
-    counters |= {"full_step_s": (0.0, 0.5)}
-    gauges = {"num_pending_prefill_tokens": 500, "num_running": 3, "num_waiting": 1}
-    gauges |= {"max_num_seqs": 16, "kv_use": 0.5}
+    counters = {"num_prefilled_tokens": (0.0, 2000.0), "num_full_step_tokens": (0.0, 500.0)}
+    counters["full_step_s"] = (0.0, 0.5)
+    gauges = {"num_pending_prefill_tokens": 500.0, "num_running": 3.0, "num_waiting": 1.0}
+    gauges |= {"max_num_seqs": 16.0, "kv_use": 0.5}
     for name, (before, now) in counters.items():
         yield name, {"a": series((98.0, before), (99.0, now))}
     for name, value in gauges.items():

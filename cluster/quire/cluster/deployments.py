@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import ray
 from ray import serve
@@ -140,7 +141,7 @@ class Gateway:
         name = serve.get_replica_context().replica_id.unique_id
         while True:
             await demand.wait_for_some()
-            call = note.remote(name, demand.num_tokens)
+            call = cast("DeploymentResponse[None]", note.remote(name, demand.num_tokens))
             answer = asyncio.ensure_future(_answer(call))
             # The call may wait for a group; nobody needs one any more when all clients are gone.
             await demand.wait_while_some(until=answer)
