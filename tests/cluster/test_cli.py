@@ -17,6 +17,8 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--block-size", "24"], "block-size"),
         (["serve", "/nowhere"], "/nowhere"),
         (["serve", "--num-groups", "0"], "num_groups=0: must be 1 or more"),
+        (["serve", "--min-groups", "0"], "--min-groups: --max-groups must say"),
+        (["serve", "--min-groups", "3", "--max-groups", "2"], "max_groups=2: must be"),
         (["serve", "--grpc-port", "70000"], "grpc_port=70000: must be a port"),
         (["serve", "--grpc-port", "8000"], "both 8000: they must differ"),
         (["serve", "-tp", "3"], "3"),

@@ -25,6 +25,15 @@ def test_fields_are_read_by_name() -> None:
     assert config.tls_key == Path("/tls/tls.key")
 
 
+def test_autoscaling_is_read_by_name() -> None:
+    config = config_from({"autoscaling": {"min_groups": 0, "max_groups": 4, "target_ttft_s": 1}})
+    assert config.autoscaling is not None
+    assert (config.min_groups, config.max_groups) == (0, 4)
+    assert config.autoscaling.target_ttft_s == 1
+    config = config_from({"num_groups": 3})
+    assert (config.min_groups, config.max_groups) == (3, 3)
+
+
 def test_without_a_model_it_is_the_demo_model() -> None:
     config = config_from({})
     assert config.engine.model == demo_model.PATH
@@ -42,6 +51,9 @@ def test_without_a_model_it_is_the_demo_model() -> None:
         ({"routing": {"policy": "fastest"}}, "policy='fastest': must be one of prefix_aware, "),
         ({"routing": {"polcy": "random"}}, "routing.polcy: unknown; there are policy, "),
         ({"routing": "random"}, "routing='random': must be a mapping"),
+        ({"autoscaling": {"max_group": 2}}, "autoscaling.max_group: unknown; there are min_groups"),
+        ({"autoscaling": {"max_groups": 0}}, "max_groups=0: must be 1 or more"),
+        ({"autoscaling": 3}, "autoscaling=3: "),
         ({"num_groups": 0}, "num_groups=0: must be 1 or more"),
     ],
 )

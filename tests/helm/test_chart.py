@@ -12,8 +12,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from quire.cluster import telemetry
+from quire.cluster.demand import Demand
+from quire.cluster.deployments import Gateway, ReplicaGroup
 from quire.cluster.groups import Groups
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
@@ -63,6 +66,13 @@ def settings(manifests: list[Manifest]) -> Manifest:
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     args: Manifest = application["args"]
     return args
+
+
+def num_replicas(manifests: list[Manifest]) -> dict[str, int]:
+    """How many replicas of which deployments Serve is told to keep."""
+    (service,) = of_kind(manifests, "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    return {each["name"]: each["num_replicas"] for each in application["deployments"]}
 
 
 @pytest.fixture(scope="module", params=sorted(VALUES))
@@ -126,10 +136,51 @@ def test_the_application_accepts_its_settings(
     config = config_from(given)
     groups = values.get("groups", {})
     assert config.engine.tensor_parallel_size == groups.get("tensorParallelSize", 1)
-    assert config.num_groups == groups.get("replicas", 1)
     for section in ("engine", "routing"):
         for name, value in values.get(section, {}).items():
             assert getattr(getattr(config, section), name) == value
+    scaled = groups.get("autoscaling", {"enabled": False})
+    assert (config.autoscaling is not None) is scaled["enabled"]
+    if config.autoscaling is not None:
+        assert config.min_groups == scaled["minGroups"]
+        assert config.max_groups == scaled["maxGroups"]
+        assert config.autoscaling.target_ttft_s == scaled["targetTtftSeconds"]
+
+
+def test_serve_accepts_its_configuration(manifests: list[Manifest], values: dict[str, Any]) -> None:
+    (service,) = of_kind(manifests, "RayService")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    assert [application.name for application in config.applications] == ["quire"]
+    known = {ReplicaGroup.__name__, Gateway.__name__}
+    assert num_replicas(manifests).keys() <= known
+
+
+def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    counts = {"Gateway": values.get("gateway", {}).get("replicas", 2)}
+    groups = values.get("groups", {})
+    if "autoscaling" not in groups:
+        counts["ReplicaGroup"] = groups.get("replicas", 1)
+    assert num_replicas(manifests) == counts
+    assert not settings(manifests).keys() & {"num_groups", "num_gateways"}
+
+
+def test_there_may_be_a_pod_for_every_group_and_one_that_replaces_it(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    (spec,) = [
+        group
+        for group in ray_cluster(manifests)["workerGroupSpecs"]
+        if group["groupName"].startswith("tp")
+    ]
+    scaled = values.get("groups", {}).get("autoscaling")
+    if scaled:
+        assert spec["minReplicas"] == spec["replicas"] == scaled["minGroups"]
+        assert spec["maxReplicas"] == scaled["maxGroups"] + 1
+        assert ray_cluster(manifests)["enableInTreeAutoscaling"] is True
+    else:
+        assert spec["maxReplicas"] > num_replicas(manifests)["ReplicaGroup"]
 
 
 def test_every_container_is_confined(manifests: list[Manifest]) -> None:
@@ -199,6 +250,18 @@ def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest])
         ({"model": {"source": "s3"}}, "source"),
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
         ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),
+        (
+            {
+                "groups": {"autoscaling": {"enabled": True}},
+                "ray": {"autoscaler": {"enabled": False}},
+            },
+            "groups.autoscaling.enabled needs ray.autoscaler.enabled",
+        ),
+        (
+            {"groups": {"autoscaling": {"enabled": True, "minGroups": 9}}},
+            "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
+        ),
+        ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs names the Gateway"),
     ],
 )
@@ -249,6 +312,7 @@ class FakeGroups(Groups):
     """No group, and no event loop that real ones need."""
 
     def __init__(self) -> None:
+        self.demand = Demand()
         self._loads = {}
         self._attached = {}
         self._retired = set()

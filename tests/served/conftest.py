@@ -1,8 +1,9 @@
-"""One real cluster for all tests here: two replica groups of two ranks, gRPC and HTTP."""
+"""A real cluster for a module of tests: two replica groups of two ranks, gRPC and HTTP."""
 
 import contextlib
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.app import Endpoints, running_cluster
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.worker.config import EngineConfig
 
@@ -31,9 +33,22 @@ CONFIG = ClusterConfig(
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def endpoints() -> Iterator[Endpoints]:
+    """Of a module: a process has one Ray at a time, and some tests here start their own."""
     with marked_processes(), running_cluster(CONFIG) as endpoints:
+        yield endpoints
+
+
+@pytest.fixture(scope="module")
+def scaled_endpoints() -> Iterator[Endpoints]:
+    """The same with groups of one rank, that come and go."""
+    config = replace(
+        CONFIG,
+        engine=replace(CONFIG.engine, tensor_parallel_size=1),
+        autoscaling=AutoscalingSettings(min_groups=0, max_groups=2, idle_delay_s=8),
+    )
+    with marked_processes(), running_cluster(config) as endpoints:
         yield endpoints
 
 

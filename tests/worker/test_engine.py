@@ -445,3 +445,22 @@ def test_stats_say_what_waits_runs_and_is_wasted(make_engine: MakeEngine) -> Non
     stats = engine.stats()
     assert (stats.num_wasted_slots, stats.num_held_slots) == (3, 12)
     assert (stats.num_steps, stats.num_output_tokens, stats.num_pending_prefill_tokens) == (2, 1, 6)
+
+
+def test_stats_tell_full_steps_from_those_that_left_no_prompt_waiting(
+    make_engine: MakeEngine,
+) -> None:
+    engine, _ = make_engine(max_num_batched_tokens=8)
+    engine.add_request(request("a", range_prompt(6)))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_prefilled_tokens, stats.num_full_step_tokens) == (6, 0)
+    assert stats.full_step_s == 0
+    engine.add_request(request("b", range_prompt(12, first=30)))
+    engine.step()  # One decode, seven of the twelve.
+    stats = engine.stats()
+    assert (stats.num_prefilled_tokens, stats.num_full_step_tokens) == (13, 7)
+    assert stats.full_step_s > 0
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_prefilled_tokens, stats.num_full_step_tokens) == (18, 7)

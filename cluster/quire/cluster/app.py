@@ -3,10 +3,13 @@
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quire.cluster.autoscaling_serve import ServePolicy
+from quire.cluster.autoscaling_settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
@@ -71,7 +74,7 @@ def running_app(
     serve.start(proxy_location="Disabled")
     try:
         handle = _run(build_app(config, gateway=gateway))
-        handle.wait_for_groups.remote(config.num_groups).result()
+        handle.wait_for_groups.remote(config.min_groups).result()
         yield Endpoints(*handle.addresses.remote().result())
     finally:
         serve.delete(APP_NAME)
@@ -118,9 +121,11 @@ def build_app(
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         # What fails three times in a row will not come right by itself: say so.
         "max_constructor_retry_count": 3,
+        # Serve rounds a percentage up: of up to a hundred replicas this is one.
+        "max_surge_percent": int(config.start_first),
     }
     groups = serve.deployment(
-        num_replicas=config.num_groups,
+        **_group_count(config),
         ray_actor_options={
             "num_cpus": config.cpus_per_group,
             "num_gpus": engine.tensor_parallel_size if on_gpu else 0,
@@ -139,6 +144,33 @@ def build_app(
     )(gateway or deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))
     return app
+
+
+def _group_count(config: ClusterConfig) -> dict[str, Any]:
+    """How many groups there are, or what Serve asks for that."""
+    settings = config.autoscaling
+    if settings is None:
+        return {"num_replicas": config.num_groups}
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    with warnings.catch_warnings():
+        # Ray 2.60 names environment variables as the successors of `metrics_interval_s`, but
+        # reads the interval from nowhere else.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        autoscaling = AutoscalingConfig(
+            min_replicas=settings.min_groups,
+            max_replicas=settings.max_groups,
+            metrics_interval_s=METRICS_INTERVAL_S,
+            look_back_period_s=LOOK_BACK_S,
+            # The policy's delays are its own.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(
+                policy_function=f"{ServePolicy.__module__}:{ServePolicy.__name__}",
+                policy_kwargs=asdict(settings),
+            ),
+        )
+    return {"autoscaling_config": autoscaling}
 
 
 def application(settings: dict[str, Any]) -> "serve.Application":
@@ -200,6 +232,6 @@ def _shared_out(config: ClusterConfig) -> ClusterConfig:
     """Shares this machine's cores among all ranks of all groups."""
     if config.engine.num_threads is not None:
         return config
-    num_ranks = config.num_groups * config.engine.tensor_parallel_size
+    num_ranks = config.max_groups * config.engine.tensor_parallel_size
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     return replace(config, engine=replace(config.engine, num_threads=num_threads))

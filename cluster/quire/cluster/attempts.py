@@ -199,7 +199,8 @@ class Attempts:
             raise full or self._unavailable() from error
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)
-        await self._groups.wait_for_change(timeout_s=timeout_s)
+        with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
+            await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:

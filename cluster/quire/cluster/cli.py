@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.cli_explain import add_explain_parser
 from quire.cluster.cli_simulate import add_simulate_parser
@@ -20,7 +21,7 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.router.config import RoutingConfig
 from quire.router.policy_names import POLICY_NAMES
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
-from quire.worker.errors import QuireError
+from quire.worker.errors import ConfigError, QuireError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +100,10 @@ def _add_cluster_flags(
     )
     add = parser.add_argument
     add("--served-model-name", help="what clients call the model; the directory's name if absent")
-    add("--num-groups", type=int, default=num_groups, help="replica groups")
+    add("--num-groups", type=int, default=num_groups, help="replica groups, where it is fixed")
+    add("--max-groups", type=int, help="start and stop groups with the load, up to so many")
+    add("--min-groups", type=int, help="and down to so many; 0 stops the last one too [1]")
+    add("--target-ttft-s", type=float, help="how long prompts may wait for their turn [2]")
     add(
         "--tensor-parallel-size",
         "-tp",
@@ -222,6 +226,7 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         routing=RoutingConfig(policy=arguments.routing_policy, use_directory=arguments.directory),
         served_model_name=name,
         num_groups=arguments.num_groups,
+        autoscaling=_autoscaling(arguments),
         num_gateways=arguments.num_gateways,
         host=arguments.host,
         grpc_port=arguments.grpc_port,
@@ -232,6 +237,18 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         api_keys_file=arguments.api_keys_file,
         drain_timeout_s=arguments.drain_timeout_s,
     )
+
+
+def _autoscaling(arguments: argparse.Namespace) -> AutoscalingSettings | None:
+    names = ("min_groups", "max_groups", "target_ttft_s")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if "max_groups" not in given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags}: --max-groups must say up to how many groups there may be")
+    return AutoscalingSettings(**given)
 
 
 def _version() -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
@@ -23,7 +24,10 @@ class ClusterConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Of every gateway."""
     num_groups: int = 1
-    """Replica groups, each with ``engine.tensor_parallel_size`` ranks."""
+    """Replica groups, each with ``engine.tensor_parallel_size`` ranks. Not used where
+    ``autoscaling`` is set: it then starts with ``min_groups``."""
+    autoscaling: AutoscalingSettings | None = None
+    """Starts and stops groups as load asks for it; ``None`` keeps ``num_groups``."""
     cpus_per_group: float = 0
     """CPUs that Ray reserves for a group; 0 places groups without counting CPUs. On GPUs, one
     GPU per rank is always reserved."""
@@ -65,6 +69,9 @@ class ClusterConfig:
     tenth of it."""
     max_group_deaths: int = 3
     """Groups that may die under one request, one soon after the other, until it is refused."""
+    start_first: bool = False
+    """An upgrade starts each new group and gateway before it stops an old one. It needs room for
+    one more of each, and waits where there is none; without it, a single group's clients wait."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_gateways"):
@@ -95,6 +102,15 @@ class ClusterConfig:
                 f"max_group_deaths={self.max_group_deaths!r}: must be 2 or more, since 1 would "
                 "refuse every request whose group dies"
             )
+
+    @property
+    def min_groups(self) -> int:
+        """Groups that there always are."""
+        return self.num_groups if self.autoscaling is None else self.autoscaling.min_groups
+
+    @property
+    def max_groups(self) -> int:
+        return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
 
     @property
     def model_name(self) -> str:

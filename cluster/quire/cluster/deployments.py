@@ -4,15 +4,20 @@ Serve starts, replaces and counts them and tells each gateway which groups run. 
 and what groups answer does not pass through it: both have servers of their own.
 """
 
+import asyncio
 import contextlib
+import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from quire.cluster.autoscaling_serve import DEMAND_PREFIX
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
@@ -26,6 +31,12 @@ POOL = "replica_groups"
 """Under which the request router publishes the groups to the gateways of its process."""
 
 
+_log = logging.getLogger(__name__)
+
+_DEMAND_REPORT_S = 0.5
+_DEMAND_KEPT_S = 2.0
+
+
 class ReplicaGroup:
     """A Serve replica that is one replica group."""
 
@@ -33,6 +44,7 @@ class ReplicaGroup:
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
         self._config = config
+        self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
         self._group_id = serve.get_replica_context().replica_id.unique_id
         self._server = await GroupServer.start(config, group_id=self._group_id)
 
@@ -43,6 +55,37 @@ class ReplicaGroup:
     def check_health(self) -> None:
         """Serve replaces the group when this raises."""
         self._server.check()
+
+    async def note_demand(self, gateway: str, num_tokens: int) -> None:
+        """Hears from a gateway how many prompt tokens wait there for any group.
+
+        Where no group runs, the call waits with Serve, and is what has one started.
+        """
+        self._demand[gateway] = time.monotonic(), num_tokens
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller hears once a second, for `quire.cluster.autoscaling_serve`."""
+        stats = self._server.stats
+        now_s = time.monotonic()
+        self._demand = {
+            gateway: (time_s, num_tokens)
+            for gateway, (time_s, num_tokens) in self._demand.items()
+            if now_s - time_s < _DEMAND_KEPT_S
+        }
+        demand = {
+            f"{DEMAND_PREFIX}{name}": float(tokens) for name, (_, tokens) in self._demand.items()
+        }
+        return {
+            "num_pending_prefill_tokens": stats.num_pending_prefill_tokens,
+            "num_prefilled_tokens": stats.num_prefilled_tokens,
+            "num_full_step_tokens": stats.num_full_step_tokens,
+            "full_step_s": stats.full_step_s,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "max_num_seqs": self._config.engine.max_num_seqs,
+            "kv_use": stats.num_held_blocks / stats.num_total_blocks,
+            **demand,
+        }
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
@@ -65,6 +108,13 @@ class ReplicaGroup:
         await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
 
 
+async def _answer(call: DeploymentResponse[None]) -> None:
+    try:
+        await call
+    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
+        _log.debug("demand was not heard: %r", error)
+
+
 class Gateway:
     """A Serve replica that is one gateway."""
 
@@ -80,6 +130,7 @@ class Gateway:
         self._detach = REGISTRY.attach(
             POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt
         )
+        self._reporter = asyncio.create_task(self._report_demand()) if config.autoscaling else None
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """What this gateway routes by; a seam for those that measure routing in trouble."""
@@ -87,6 +138,21 @@ class Gateway:
 
     def _take_members(self, members: Sequence[Member]) -> None:
         self._server.groups.set_addresses(str(member.metadata["address"]) for member in members)
+
+    async def _report_demand(self) -> None:
+        """Says what waits here for a group, as long as anything does."""
+        demand = self._server.groups.demand
+        note = self._handle.options(method_name="note_demand")
+        name = serve.get_replica_context().replica_id.unique_id
+        while True:
+            await demand.wait_for_some()
+            call = cast("DeploymentResponse[None]", note.remote(name, demand.num_tokens))
+            answer = asyncio.ensure_future(_answer(call))
+            # The call may wait for a group; nobody needs one any more when all clients are gone.
+            await demand.wait_while_some(until=answer)
+            call.cancel()
+            await answer
+            await asyncio.sleep(_DEMAND_REPORT_S)
 
     async def addresses(self) -> tuple[str, str]:
         """``host:port`` of the gRPC server and of the HTTP server."""
@@ -99,6 +165,8 @@ class Gateway:
             await groups.wait_for_change(timeout_s=1)
 
     async def __del__(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
         self._unsubscribe()
         self._detach()
         await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)

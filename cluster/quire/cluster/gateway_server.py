@@ -36,13 +36,12 @@ class GatewayServer:
                 follow_events=config.routing.use_directory,
             ),
         )
-        resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
         self.gateway = Gateway(
             model=config.model_name,
             tokenizer=tokenizer,
             groups=self.groups,
             table=table,
-            config=GatewayConfig(completion=CompletionConfig(resume=resume)),
+            config=_gateway_config(config),
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
@@ -111,6 +110,16 @@ class GatewayServer:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def _gateway_config(config: ClusterConfig) -> GatewayConfig:
+    resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
+    settings = config.autoscaling
+    if settings is None or settings.min_groups:
+        return GatewayConfig(completion=CompletionConfig(resume=resume))
+    # The first group's start may be what a request waits for.
+    completion = CompletionConfig(group_wait_s=settings.start_wait_s, resume=resume)
+    return GatewayConfig(wakes_groups=True, completion=completion)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -37,6 +37,8 @@ class GatewayConfig:
     """Completions under way; a request that would exceed it is refused."""
     max_completions: int = 1024
     """Prompts × n of one HTTP request."""
+    wakes_groups: bool = False
+    """Groups are started for requests that wait here: it takes them although no group is there."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
 
 
@@ -96,7 +98,8 @@ class Gateway:
     @property
     def is_ready(self) -> bool:
         """Whether new requests should come here."""
-        return self.groups.num_ready > 0 and not self._is_draining
+        can_serve = self.groups.num_ready > 0 or self.config.wakes_groups
+        return can_serve and not self._is_draining
 
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
@@ -192,11 +195,24 @@ class Gateway:
             )
 
     async def card(self) -> ModelCard:
-        """What the groups say of their model; waits for a first one as long as requests do."""
+        """What the groups say of their model; waits for a first one as long as requests do.
+
+        Raises:
+            Unavailable: None came.
+            QueueFull: Too many wait already.
+        """
         deadline_s = self._clock() + self.config.completion.group_wait_s
         while self.groups.card is None:
+            num_waiting = self.groups.demand.num_requests
+            if num_waiting >= self.config.max_inflight:
+                raise QueueFull(
+                    f"{num_waiting} requests wait for a first group, the gateway's limit is "
+                    f"{self.config.max_inflight}: try again later"
+                )
             remaining_s = deadline_s - self._clock()
-            if not await self.groups.wait_for_change(timeout_s=remaining_s):
+            with self.groups.demand.waiting(1):
+                changed = await self.groups.wait_for_change(timeout_s=remaining_s)
+            if not changed:
                 reasons = "; ".join(self.groups.troubles()) or "none is known"
                 raise Unavailable(f"no replica group is ready, try again later: {reasons}")
         return self.groups.card

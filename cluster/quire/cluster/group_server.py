@@ -17,7 +17,7 @@ from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.group_service import GroupService
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.engine import Engine
+from quire.worker.engine import Engine, EngineStats
 from quire.worker.errors import QuireError
 from quire.worker.executor import make_executor
 from quire.worker.model_facts import ModelFacts
@@ -112,6 +112,11 @@ class GroupServer:
                     return
         finally:
             self._engine_loop.abort(request.request_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._engine_loop.stats
 
     def check(self) -> None:
         """Raises RankFailure: the group has failed and must be replaced."""

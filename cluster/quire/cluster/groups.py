@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import grpc
 
+from quire.cluster.demand import Demand
 from quire.cluster.errors import GroupLost
 from quire.cluster.group_client import GroupClient, GroupClientConfig
 from quire.cluster.group_stream import GroupStream
@@ -39,6 +40,8 @@ class Groups:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.card: ModelCard | None = None
+        self.demand = Demand()
+        """Requests that wait for any group."""
         self._table = table
         self._expected = expected
         self._config = config or GroupClientConfig()

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
+from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
@@ -15,7 +16,7 @@ from quire.worker.errors import ConfigError
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`, under
-    ``routing`` those of `RoutingConfig`.
+    ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`.
 
     Without ``engine.model``, it is the demo model.
 
@@ -27,11 +28,15 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     if engine.get("model") is None:
         engine["model"] = demo_model.PATH
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
-    for prefix, given, kind in (
+    autoscaling = settings.get("autoscaling") or {}
+    parts: list[tuple[str, Mapping[str, Any], type[Any]]] = [
         ("", settings, ClusterConfig),
         ("engine.", engine, EngineConfig),
         ("routing.", routing, RoutingConfig),
-    ):
+    ]
+    if isinstance(autoscaling, Mapping):  # Else it is of the wrong type, as is said below.
+        parts.append(("autoscaling.", autoscaling, AutoscalingSettings))
+    for prefix, given, kind in parts:
         known = [field.name for field in fields(kind)]
         unknown = [f"{prefix}{name}" for name in given if name not in known]
         if unknown:

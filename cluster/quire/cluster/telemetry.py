@@ -122,6 +122,11 @@ class _GroupCollector(Collector):
         yield GaugeMetricFamily(
             "quire_ready_groups", "Groups that take requests.", self._groups.num_ready
         )
+        yield GaugeMetricFamily(
+            "quire_requests_without_group",
+            "Requests that wait because no group can take them.",
+            self._groups.demand.num_requests,
+        )
         for row in self._GAUGES:
             yield self._per_group(GaugeMetricFamily, *row)
         for row in self._COUNTERS:

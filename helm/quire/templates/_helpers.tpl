@@ -123,16 +123,25 @@ capabilities: {drop: [ALL]}
 {{- $settings := dict
   "engine" $engine
   "routing" .Values.routing
-  "num_groups" .Values.groups.replicas
   "cpus_per_group" .Values.groups.cpusPerGroup
   "group_resource" "quire_group"
   "group_host" "auto"
-  "num_gateways" $gateway.replicas
   "gateway_resource" "quire_gateway"
   "host" "0.0.0.0"
   "grpc_port" $gateway.ports.grpc
   "http_port" $gateway.ports.http
-  "drain_timeout_s" $gateway.drainSeconds -}}
+  "drain_timeout_s" $gateway.drainSeconds
+  "start_first" .Values.upgrade.startFirst -}}
+{{- with .Values.groups.autoscaling }}{{ if .enabled -}}
+{{- $_ := set $settings "autoscaling" (dict
+  "min_groups" .minGroups
+  "max_groups" .maxGroups
+  "target_ttft_s" .targetTtftSeconds
+  "max_kv_use" .maxKvUse
+  "down_delay_s" .downDelaySeconds
+  "idle_delay_s" .idleDelaySeconds
+  "start_wait_s" .startWaitSeconds) -}}
+{{- end }}{{ end -}}
 {{- with .Values.model.servedName }}{{ $_ := set $settings "served_model_name" . }}{{ end -}}
 {{- if $gateway.tls.enabled -}}
 {{- $_ := set $settings "tls_certificate" "/etc/quire/tls/tls.crt" -}}

@@ -54,6 +54,12 @@ class EngineStats:
     num_output_tokens: int
     num_preemptions: int
     num_steps: int
+    num_prefilled_tokens: int
+    """Prompt tokens computed, those computed again after a preemption too."""
+    num_full_step_tokens: int
+    """Those among them of steps that left prompt tokens waiting: all that a step could do."""
+    full_step_s: float
+    """Time spent in those steps. A counter too."""
 
 
 class Engine:
@@ -96,6 +102,9 @@ class Engine:
         self._num_unseeded = 0
         self._num_output_tokens = 0
         self._num_steps = 0
+        self._num_prefilled_tokens = 0
+        self._num_full_step_tokens = 0
+        self._full_step_s = 0.0
         self._failure: str | None = None
 
     @property
@@ -164,6 +173,7 @@ class Engine:
             RankFailure: The executor failed. Every request is lost, and no call will work again.
         """
         self._check_alive()
+        begin_s = self._clock()
         outputs = [self._output(seq, ()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
         schedule = self._scheduler.schedule()
@@ -175,6 +185,13 @@ class Engine:
         if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
             outputs += self._take_tokens()
         self._settle()
+        num_prefilled = sum(schedule.num_tokens[schedule.num_decodes :])
+        if num_prefilled:
+            self._num_prefilled_tokens += num_prefilled
+            if self._scheduler.num_pending_prefill_tokens:
+                # With a step ahead this is the wait for the one before: over a queue the same.
+                self._num_full_step_tokens += num_prefilled
+                self._full_step_s += self._clock() - begin_s
         return outputs
 
     def stats(self) -> EngineStats:
@@ -199,6 +216,9 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
+            num_prefilled_tokens=self._num_prefilled_tokens,
+            num_full_step_tokens=self._num_full_step_tokens,
+            full_step_s=self._full_step_s,
         )
 
     def reset_prefix_cache(self) -> bool:

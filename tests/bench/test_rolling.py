@@ -1,0 +1,19 @@
+"""A real cluster is upgraded under its clients' streams."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def test_an_upgrade_breaks_no_stream(
+    bench_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rolling = bench_module("rolling")
+    monkeypatch.setattr(rolling, "SETTLE_S", 1)
+    monkeypatch.setattr(rolling, "MAX_TOKENS", 80)
+    figures = rolling.upgrade(6, start_first=False, drain_s=20)
+    assert figures["complete"] > 6
+    assert (figures["broken"], figures["refused"], figures["inexact"]) == (0, 0, 0), figures
