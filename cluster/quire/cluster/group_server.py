@@ -14,11 +14,11 @@ import numpy as np
 from quire.cluster.config import ClusterConfig
 from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.group_service import GroupService
+from quire.cluster.placement import start_ranks
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
 from quire.worker.engine import Engine
 from quire.worker.errors import QuireError
-from quire.worker.executor import make_executor
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta
 from quire.worker.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ class GroupServer:
             ConfigError, CheckpointError: The model cannot run like this.
             RankFailure: A rank died on the way.
         """
-        executor, facts = await asyncio.to_thread(make_executor, config.engine)
+        executor, facts = await asyncio.to_thread(start_ranks, config)
         try:
             engine = Engine(config.engine, facts, executor, epoch=time.time_ns())
         except BaseException:
