@@ -28,10 +28,9 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-    "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "4",
+    "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
 
@@ -94,6 +93,8 @@ class RayHosts:
     def start_head(self, name: str, *flags: str) -> "subprocess.Popen[Any]":
         """The head runs nothing of ours."""
         self._head = name
+        # A head in another's place has an empty disk; else it would take itself for running.
+        (self._folder / name / "ray_current_cluster").unlink(missing_ok=True)
         self.address = f"{self._hosts[name].address}:{PORT}"
         flags = ("--head", f"--port={PORT}", "--include-dashboard=False", *flags)
         return self._start(name, {}, *flags)

@@ -31,4 +31,4 @@ def keep_to_node_address() -> None:
             address = f"{host}:{address.removeprefix(_EVERYWHERE)}"
         return add_port(server, address, *args, **kwargs)
 
-    replica.add_port_to_grpc_server = add_port_at_node
+    replica.add_port_to_grpc_server = add_port_at_node  # type: ignore[attr-defined]
