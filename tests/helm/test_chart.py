@@ -18,6 +18,7 @@ from quire.cluster import telemetry
 from quire.cluster.demand import Demand
 from quire.cluster.deployments import Gateway, ReplicaGroup
 from quire.cluster.groups import Groups
+from quire.cluster.placement import placement_options
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
@@ -229,6 +230,51 @@ def test_gpus_are_one_for_each_rank() -> None:
     assert "nvidia.com/gpu" not in on_cpu["spec"]["containers"][0]["resources"]["limits"]
 
 
+def test_a_group_on_several_nodes_has_a_pod_on_each() -> None:
+    manifests = render(yaml.safe_load(VALUES["across-nodes"].read_text()))
+    groups = next(
+        each for each in ray_cluster(manifests)["workerGroupSpecs"] if each["groupName"] == "tp8"
+    )
+    assert groups["replicas"] == 4
+    container = groups["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    config = config_from(settings(manifests))
+    (bundle, other) = placement_options(config, on_gpu=True)["placement_group_bundles"]
+    assert bundle == other == {"CPU": 4, "GPU": 4, "quire_group": 1}
+    # What Ray is to reserve on a pod, the pod has.
+    assert float(groups["rayStartParams"]["num-cpus"]) == bundle["CPU"]
+    assert json.loads(json.loads(groups["rayStartParams"]["resources"])) == {"quire_group": 1}
+
+
+def test_the_head_keeps_its_state_where_that_is_wanted(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    wanted = values.get("ray", {}).get("gcsFaultTolerance", {})
+    options = ray_cluster(manifests).get("gcsFaultToleranceOptions")
+    assert (options is not None) is wanted.get("enabled", False)
+    if options is not None:
+        assert options["backend"] == wanted.get("backend", "rocksdb")
+
+
+def test_every_pod_of_ray_knows_how_long_to_wait(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    ray = values.get("ray", {})
+    for name, pod in pods(manifests).items():
+        if name == "test":
+            continue
+        given = pod["spec"]["containers"][0]["env"]
+        environment = {each["name"]: each.get("value") for each in given}
+        head_loss_s = environment["RAY_gcs_rpc_server_reconnect_timeout_s"]
+        assert int(head_loss_s) == ray.get("headLossSeconds", 600)
+        each_s = sum(int(environment[f"RAY_health_check_{part}_ms"]) for part in PARTS) / 1000
+        lost_s = each_s * int(environment["RAY_health_check_failure_threshold"])
+        assert 0.5 <= lost_s / ray.get("lostNodeSeconds", 15) <= 1
+
+
+PARTS = ("period", "timeout")
+
+
 def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest]) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(manifests).values()]
     services = [each["spec"]["selector"] for each in of_kind(manifests, "Service")]
@@ -262,6 +308,9 @@ def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest])
             "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
         ),
         ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
+            {"groups": {"tensorParallelSize": 8, "nodesPerGroup": 3}},
+            "groups.nodesPerGroup=3 must divide groups.tensorParallelSize=8",
+        ),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs names the Gateway"),
     ],
 )

@@ -1,10 +1,13 @@
 """The whole of it: real clients, a real Ray cluster, real ranks."""
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -181,6 +184,39 @@ def test_text_becomes_tokens_and_text_again(channel: grpc.Channel) -> None:
     assert tokens.max_model_len == 1024
     text = stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
     assert text.text == "Grüß Gott 🌍"
+
+
+def test_nothing_listens_beyond_the_loopback(endpoints: Endpoints) -> None:
+    """Ray's and Serve's own ports among them."""
+    found = _listening_addresses()
+    assert endpoints.http.partition(":")[0] in found
+    assert not {address for address in found if not ip_address(address).is_loopback}
+
+
+def _listening_addresses() -> set[str]:
+    """Of the TCP sockets of all processes of the test cluster and of this one."""
+    mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                inodes |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
+        except OSError:
+            continue  # It ended as we looked, or is somebody else's.
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # 0A: it listens.
+                found.add(_address(fields[1].partition(":")[0]))
+    return found
+
+
+def _address(words: str) -> str:
+    """As the kernel prints it: 32 bits at a time, the lowest byte first."""
+    packed = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
+    address = ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def _metric(endpoints: Endpoints, name: str) -> float:

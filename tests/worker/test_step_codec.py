@@ -15,6 +15,8 @@ from quire.worker.step_codec import (
     read_output,
     read_step,
     slot_bytes,
+    step_from_bytes,
+    step_to_bytes,
     write_output,
     write_step,
 )
@@ -126,6 +128,19 @@ def test_bans_and_penalties_go_with_the_message(ends: tuple[StepSlots, StepSlots
     found = read_step(rank.step(0), message).sampling
     assert found.banned_ids == {1: ids}
     assert found.penalties == (penalties,)
+
+
+def test_a_step_travels_as_one_message(ends: tuple[StepSlots, StepSlots]) -> None:
+    engine, _ = ends
+    plain = random_step(5, tokens=7, rows=3, sampled=2, late=1, blocks=5)
+    banning = random_step(6, tokens=3, rows=3, sampled=3, late=0, blocks=2)
+    banning.sampling.banned_ids[1] = np.array([7, 9])
+    messages = [step_to_bytes(step, engine.step(0)) for step in (plain, banning)]
+    for step, message in zip((plain, banning), messages, strict=True):
+        found = step_from_bytes(message)
+        assert_equal(step, found)
+        assert found.token_ids_T.flags.writeable
+    assert found.sampling.banned_ids[1].tolist() == [7, 9]
 
 
 def test_an_output_outlives_its_slot(ends: tuple[StepSlots, StepSlots]) -> None:

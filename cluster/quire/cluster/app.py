@@ -13,6 +13,7 @@ from quire.cluster.autoscaling_settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
+from quire.cluster.placement import placement_options
 from quire.cluster.settings import config_from
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
@@ -126,11 +127,7 @@ def build_app(
     }
     groups = serve.deployment(
         **_group_count(config),
-        ray_actor_options={
-            "num_cpus": config.cpus_per_group,
-            "num_gpus": engine.tensor_parallel_size if on_gpu else 0,
-            "resources": _one_of(config.group_resource),
-        },
+        **placement_options(config, on_gpu=on_gpu),
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
             request_router_kwargs={"pool": deployments.POOL},

@@ -28,12 +28,16 @@ class ClusterConfig:
     ``autoscaling`` is set: it then starts with ``min_groups``."""
     autoscaling: AutoscalingSettings | None = None
     """Starts and stops groups as load asks for it; ``None`` keeps ``num_groups``."""
+    nodes_per_group: int = 1
+    """Nodes that the ranks of a group are spread over, as many on each. 1: a group's ranks are
+    child processes of its replica, the fastest way; more: actors, which sum over the network. All
+    nodes have the model in the same place."""
     cpus_per_group: float = 0
-    """CPUs that Ray reserves for a group; 0 places groups without counting CPUs. On GPUs, one
-    GPU per rank is always reserved."""
+    """CPUs that Ray reserves for a group, in equal parts on each of its nodes; 0 places groups
+    without counting CPUs. On GPUs, one GPU per rank is always reserved."""
     group_resource: str | None = None
-    """A resource of the Ray cluster of which each group takes one, such as nodes may be labelled
-    with to say what runs where; as for gateways below."""
+    """A resource of the Ray cluster of which each group takes one on each of its nodes, such as
+    nodes may be labelled with to say what runs where; as for gateways below."""
     num_gateways: int = 1
     """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
     gateway_resource: str | None = None
@@ -78,6 +82,12 @@ class ClusterConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}={value!r}: must be 1 or more")
+        num_ranks = self.engine.tensor_parallel_size
+        if self.nodes_per_group < 1 or num_ranks % self.nodes_per_group:
+            raise ConfigError(
+                f"nodes_per_group={self.nodes_per_group}: must divide "
+                f"engine.tensor_parallel_size={num_ranks}"
+            )
         for name in ("grpc_port", "http_port"):
             value = getattr(self, name)
             if not 0 <= value <= 65535:

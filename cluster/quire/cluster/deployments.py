@@ -21,6 +21,7 @@ from quire.cluster.autoscaling_serve import DEMAND_PREFIX
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
+from quire.cluster.serve_port import keep_to_node_address
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
 from quire.worker.hashing import as_token_ids
@@ -41,6 +42,7 @@ class ReplicaGroup:
     """A Serve replica that is one replica group."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        keep_to_node_address()
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
         self._config = config
@@ -121,6 +123,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
         self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
+        keep_to_node_address()
         self._config = config
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come

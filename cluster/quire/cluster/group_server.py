@@ -15,11 +15,11 @@ import numpy as np
 from quire.cluster.config import ClusterConfig
 from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.group_service import GroupService
+from quire.cluster.placement import start_ranks
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
 from quire.worker.engine import Engine, EngineStats
 from quire.worker.errors import QuireError
-from quire.worker.executor import make_executor
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta
 from quire.worker.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class GroupServer:
         # The executor's own deadline first: it knows which rank it is that does not answer.
         step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
         config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
-        executor, facts = await asyncio.to_thread(make_executor, config.engine)
+        executor, facts = await asyncio.to_thread(start_ranks, config)
         try:
             engine = Engine(config.engine, facts, executor, epoch=time.time_ns())
         except BaseException:

@@ -40,6 +40,14 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- if eq .Values.engine.device "cuda" -}}true{{- end -}}
 {{- end -}}
 
+{{/* Ranks in one pod. */}}
+{{- define "quire.ranksPerPod" -}}
+{{- if mod .Values.groups.tensorParallelSize .Values.groups.nodesPerGroup -}}
+{{- fail (printf "groups.nodesPerGroup=%d must divide groups.tensorParallelSize=%d" (int .Values.groups.nodesPerGroup) (int .Values.groups.tensorParallelSize)) -}}
+{{- end -}}
+{{- div .Values.groups.tensorParallelSize .Values.groups.nodesPerGroup -}}
+{{- end -}}
+
 {{- define "quire.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ .Values.runAsUser }}
@@ -61,6 +69,12 @@ capabilities: {drop: [ALL]}
 - {name: XDG_CACHE_HOME, value: /tmp/cache}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "0"}
+# The head asks each node every second, and gives up on it after so many answers that did not come
+# within 3 s. Ray's own settings take a minute.
+- {name: RAY_health_check_period_ms, value: "1000"}
+- {name: RAY_health_check_timeout_ms, value: "3000"}
+- {name: RAY_health_check_failure_threshold, value: {{ max 1 (div .Values.ray.lostNodeSeconds 4) | quote }}}
+- {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ .Values.ray.headLossSeconds | quote }}}
 {{- end -}}
 
 {{- define "quire.modelPath" -}}
@@ -123,7 +137,8 @@ capabilities: {drop: [ALL]}
 {{- $settings := dict
   "engine" $engine
   "routing" .Values.routing
-  "cpus_per_group" .Values.groups.cpusPerGroup
+  "nodes_per_group" .Values.groups.nodesPerGroup
+  "cpus_per_group" (mulf .Values.groups.cpusPerGroup .Values.groups.nodesPerGroup)
   "group_resource" "quire_group"
   "group_host" "auto"
   "gateway_resource" "quire_gateway"

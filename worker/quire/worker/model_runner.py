@@ -240,8 +240,11 @@ class ModelRunner:
         return peak + (graph_bytes(lambda: self._decode_graphs(kv)) if self._buckets else 0)
 
 
-def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
+def pick_device(config: EngineConfig, *, rank: int, num_ranks: int | None = None) -> torch.device:
     """The device of a rank: its own GPU, or the CPU that all share.
+
+    ``num_ranks`` choose among the GPUs that this process sees, ``rank`` being this one's place
+    among them; ``None`` is all ranks of the group.
 
     Raises:
         ConfigError: A GPU was asked for and there is none for this rank, or there is one and what
@@ -251,7 +254,7 @@ def pick_device(config: EngineConfig, *, rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):
         config.check_device("cpu")
         return torch.device("cpu")
-    if num_gpus < config.tensor_parallel_size:
+    if num_gpus < (num_ranks or config.tensor_parallel_size):
         raise ConfigError(
             f"device={config.device!r}, tensor_parallel_size={config.tensor_parallel_size}: each "
             f"rank needs a GPU of its own, {num_gpus} found; set device='cpu' to run without"

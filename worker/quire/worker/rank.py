@@ -6,18 +6,16 @@ It ends when the executor does, however that ends: the other end of the lifeline
 a thread that watches it ends the process even in the middle of a step.
 """
 
-import itertools
 import os
 import select
 import signal
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from quire.worker.errors import CheckpointError, ConfigError
-from quire.worker.rank_messages import Failed, Loaded, RankStart, Ready, pack, unpack
+from quire.worker.rank_loop import failed, run_steps
+from quire.worker.rank_messages import RankStart, pack, unpack
 from quire.worker.step_codec import StepSlots, read_step, write_output
 
 
@@ -32,7 +30,7 @@ def main() -> None:
             pass  # The executor closed its end.
         except BaseException as error:
             with suppress(OSError):
-                connection.send(_failed(error))
+                connection.send(failed(error))
     # Skips the teardown of torch and of its process group, which would wait for other ranks.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -43,7 +41,7 @@ def _run(connection: Connection, shared_fd: int) -> None:
     start = connection.recv()
     assert isinstance(start, RankStart)
     # Here and not above: the lifeline must be watched before the slow imports begin.
-    from quire.worker.model_runner import ModelRunner, pick_device
+    from quire.worker.model_runner import pick_device
     from quire.worker.tensor_parallel import join
 
     device = pick_device(start.config, rank=start.rank)
@@ -54,17 +52,15 @@ def _run(connection: Connection, shared_fd: int) -> None:
         rendezvous=start.rendezvous,
         shared_fd=shared_fd,
     )
-    runner = ModelRunner(start.config, device=device, tp=tp)
-    num_blocks = runner.num_blocks_that_fit()
-    connection.send(Loaded(num_blocks=num_blocks, is_gpu=device.type == "cuda"))
-    runner.allocate(connection.recv())
     slots = StepSlots(shared_fd, offset=start.slots_offset, slot_bytes=start.slot_bytes)
-    connection.send(Ready())
-    for number in itertools.count():
-        message = unpack(connection.recv_bytes())
-        output = runner.execute(read_step(slots.step(number), message))
-        if output is not None:
-            connection.send_bytes(pack(write_output(output, slots.output(number))))
+    run_steps(
+        connection,
+        start.config,
+        device=device,
+        tp=tp,
+        read=lambda number, data: read_step(slots.step(number), unpack(data)),
+        write=lambda number, output: pack(write_output(output, slots.output(number))),
+    )
 
 
 def _watch(lifeline_fd: int, parent_pid: int) -> None:
@@ -77,17 +73,6 @@ def _watch(lifeline_fd: int, parent_pid: int) -> None:
     while not poll.poll(1000) and os.getppid() == parent_pid:
         pass
     os._exit(0)
-
-
-def _failed(error: BaseException) -> Failed:
-    kind = type(error)
-    # By its base, so that a subclass arrives as what a caller can handle.
-    name = next((k.__name__ for k in (ConfigError, CheckpointError) if issubclass(kind, k)), None)
-    return Failed(
-        kind=name or kind.__name__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
-    )
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 A step lies in a slot as a header, counts of things, and behind it its arrays one after the other,
 each aligned. What few steps have (bans, penalties, logprobs) travels apart, in the message that
-wakes the other side, so that a slot's size has a bound.
+wakes the other side, so that a slot's size has a bound. Between nodes, where no memory is shared,
+the same bytes are the message, and what few steps have is behind them.
 """
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.worker.config import EngineConfig
+from quire.worker.rank_messages import pack, unpack
 from quire.worker.step import SamplingBatch, StepInput, StepOutput
 
 Bytes = npt.NDArray[np.uint8]
@@ -97,33 +99,25 @@ def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
 
 def write_step(step: StepInput, slot: Bytes) -> object | None:
     """Returns what the message must carry; ``None`` for most steps."""
-    sampling = step.sampling
-    num_rows, num_blocks = step.block_tables_BM.shape
-    counts = (
-        *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
-        *(len(step.sample_rows_S), len(step.late_tokens_L), step.num_decodes),
-    )
-    slot[: 8 * len(counts)].view(np.int64)[:] = counts
-    offset = _ALIGNMENT
-    for source, arrays in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS)):
-        for name, dtype, _ in arrays:
-            values = getattr(source, name)
-            np.ndarray(values.shape, dtype, slot, offset)[...] = values
-            offset += _aligned(values.nbytes)
-    if not sampling.banned_ids and not sampling.penalties:
-        return None
-    return sampling.banned_ids, sampling.penalties
+    return _write(step, slot)[0]
 
 
 def read_step(slot: Bytes, message: Any) -> StepInput:
     """The step that `write_step` wrote. Its arrays are views of the slot."""
-    header = slot[: 8 * len(_COUNTS)].view(np.int64).tolist()
-    counts = dict(zip(_COUNTS, header, strict=True))
-    step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
-    sampling, _ = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
-    if message is not None:
-        sampling["banned_ids"], sampling["penalties"] = message
-    return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
+    return _read(slot, lambda _: message)
+
+
+def step_to_bytes(step: StepInput, slot: Bytes) -> bytes:
+    """The whole step as one message. ``slot`` is memory to work in, free again on return."""
+    message, num_bytes = _write(step, slot)
+    return slot[:num_bytes].tobytes() + pack(message)
+
+
+def step_from_bytes(data: bytes) -> StepInput:
+    """The step that `step_to_bytes` wrote."""
+    # A copy, because tensors want arrays that may be written.
+    slot = np.frombuffer(bytearray(data), np.uint8)
+    return _read(slot, lambda num_bytes: unpack(data[num_bytes:]))
 
 
 def write_output(output: StepOutput, slot: Bytes) -> object | None:
@@ -139,6 +133,38 @@ def read_output(slot: Bytes, message: Any) -> StepOutput:
     num_tokens = int(slot[:8].view(np.int64)[0])
     token_ids_S = slot[8 : 8 * (num_tokens + 1)].view(np.int64).copy()
     return StepOutput(token_ids_S, message or ())
+
+
+def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
+    """What does not go into the slot, and how much of that is filled."""
+    sampling = step.sampling
+    num_rows, num_blocks = step.block_tables_BM.shape
+    counts = (
+        *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
+        *(len(step.sample_rows_S), len(step.late_tokens_L), step.num_decodes),
+    )
+    slot[: 8 * len(counts)].view(np.int64)[:] = counts
+    offset = _ALIGNMENT
+    for source, arrays in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS)):
+        for name, dtype, _ in arrays:
+            values = getattr(source, name)
+            np.ndarray(values.shape, dtype, slot, offset)[...] = values
+            offset += _aligned(values.nbytes)
+    if not sampling.banned_ids and not sampling.penalties:
+        return None, offset
+    return (sampling.banned_ids, sampling.penalties), offset
+
+
+def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
+    """``message_behind`` gets the number of bytes that the slot's arrays end at."""
+    header = slot[: 8 * len(_COUNTS)].view(np.int64).tolist()
+    counts = dict(zip(_COUNTS, header, strict=True))
+    step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
+    sampling, offset = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
+    message = message_behind(offset)
+    if message is not None:
+        sampling["banned_ids"], sampling["penalties"] = message
+    return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
 
 
 def _read_arrays(

@@ -5,12 +5,14 @@ One rank alone needs no process group, and pays nothing.
 
 import ctypes
 import datetime
+import socket
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from quire.kernels import native
 from quire.kernels.native_shared import SharedGroup
@@ -87,20 +89,20 @@ class SharedMemoryTensorParallel(TensorParallel):
 class DistributedTensorParallel(TensorParallel):
     """Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs, and one of our own there.
 
-    gloo adds partial sums in an order of its own that depends on ``size``, so results of
-    different sizes differ in their last bits; those of one size do not depend on the batch.
+    On CPUs sums are made of everybody's parts in float32 as a binary tree, like those in shared
+    memory and with the same bits. That moves ``size - 1`` tensors to each rank where gloo's own
+    sum moves about two; but its order depends on ``size``.
     """
 
-    def __init__(self, *, rank: int, size: int, device: torch.device, rendezvous: Path) -> None:
-        """Meets the other ranks through the file ``rendezvous``, which must be new.
-
-        A file instead of a port: nothing can take it between the choice and the use.
-        """
+    def __init__(
+        self, *, rank: int, size: int, device: torch.device, store: Store, one_node: bool
+    ) -> None:
+        """Meets the other ranks through ``store``."""
         self.rank = rank
         self.size = size
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{rendezvous}",
+            store=store,
             rank=rank,
             world_size=size,
             # The engine's own deadline comes long before; this only bounds a lost start.
@@ -110,14 +112,21 @@ class DistributedTensorParallel(TensorParallel):
 
         # Small tensors, those of decodes, need not wait for NCCL where the GPUs reach each other.
         self._one_shot = (
-            open_one_shot(rank=rank, size=size, device=device) if device.type == "cuda" else None
+            open_one_shot(rank=rank, size=size, device=device)
+            if device.type == "cuda" and one_node
+            else None
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._one_shot is not None and self._one_shot.takes(x):
             return self._one_shot.all_reduce(x)
-        dist.all_reduce(x)
-        return x
+        if x.is_cuda:
+            dist.all_reduce(x)
+            return x
+        values = x.float().flatten()
+        parts = values.new_empty(self.size * len(values))
+        dist.all_gather_single(parts, values)
+        return x.copy_(_tree_sum(parts.view(self.size, *x.shape)))
 
     def _gather(self, x: Tensor) -> list[Tensor] | None:
         if self.rank != 0:
@@ -131,11 +140,46 @@ class DistributedTensorParallel(TensorParallel):
 def join(
     *, rank: int, size: int, device: torch.device, rendezvous: Path, shared_fd: int
 ) -> TensorParallel:
-    """This rank's end of the group, over the fastest way there is between its ranks.
+    """This rank's end of a group on one node, over the fastest way there is between its ranks.
 
-    ``shared_fd`` is a file of `quire.kernels.native_shared.shared_bytes` zeros.
+    ``rendezvous`` is a file that does not exist yet: nothing can take it between the choice and
+    the use, as a port could be. ``shared_fd`` is a file of
+    `quire.kernels.native_shared.shared_bytes` zeros.
     """
     library = native.library() if device.type == "cpu" else None
     if library is not None:
         return SharedMemoryTensorParallel(library, shared_fd, rank=rank, size=size)
-    return DistributedTensorParallel(rank=rank, size=size, device=device, rendezvous=rendezvous)
+    store = FileStore(str(rendezvous), size)
+    return DistributedTensorParallel(
+        rank=rank, size=size, device=device, store=store, one_node=True
+    )
+
+
+def join_over_network(
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    store: tuple[str, int],
+    listener: socket.socket | None,
+) -> TensorParallel:
+    """This rank's end of a group on several nodes, which meet at the address ``store``.
+    ``listener`` is rank 0's and bound to that; it is taken over."""
+    meeting = TCPStore(
+        *store,
+        world_size=size,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    return DistributedTensorParallel(
+        rank=rank, size=size, device=device, store=meeting, one_node=False
+    )
+
+
+def _tree_sum(parts_R: Tensor) -> Tensor:
+    """Four ranks add as two ranks of two would: see ``native/shared_sum.cpp``."""
+    if len(parts_R) == 1:
+        return parts_R[0]
+    middle = len(parts_R) // 2
+    return _tree_sum(parts_R[:middle]) + _tree_sum(parts_R[middle:])

@@ -1,6 +1,7 @@
 """What it costs to hand a step to the ranks and to get its tokens back, without any work."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -8,19 +9,25 @@ from quire.worker import rank_process
 from quire.worker.bench.stopwatch import replaced
 from quire.worker.config import EngineConfig
 from quire.worker.process_executor import ProcessExecutor
-from quire.worker.step import SamplingBatch, StepInput
+from quire.worker.step import Executor, SamplingBatch, StepInput
 
 _PAUSE_S = 0.002
 """Between two steps, so that the ranks sleep as they do while an engine has none for them."""
 
 
 def time_messages(
-    config: EngineConfig, *, num_rows: int, context: int, num_steps: int
+    config: EngineConfig,
+    *,
+    num_rows: int,
+    context: int,
+    num_steps: int,
+    make_executor: Callable[[EngineConfig], Executor] = ProcessExecutor,
 ) -> list[int]:
-    """Nanoseconds from each of ``num_steps`` steps of decodes to its output."""
+    """Nanoseconds from each of ``num_steps`` steps of decodes to its output. ``make_executor``
+    starts ranks without a model, which those of a `ProcessExecutor` are here."""
     step = decode_step(num_rows, num_blocks=-(-context // config.block_size))
     with replaced(rank_process, "RANK_MODULE", "quire.worker.bench.echo_rank"):
-        executor = ProcessExecutor(config)
+        executor = make_executor(config)
     times_ns = []
     try:
         for _ in range(num_steps):

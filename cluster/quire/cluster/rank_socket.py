@@ -1,0 +1,159 @@
+"""The sockets between an executor and its ranks on other nodes.
+
+The executor listens on its node's address until all its ranks have come. Nothing that was
+received is looked into before the other side has shown that it has the group's key, which Ray
+hands to the ranks; the executor shows it too. What follows is neither encrypted nor signed, as
+what ranks send each other over gloo and NCCL is not: the network between the nodes of a group
+must be one that others are not in.
+"""
+
+import logging
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
+_CONNECT_S = 60.0
+
+# A node that is gone without a word is found out after 25 s, with or without something to send.
+_LIVENESS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """What a rank says first."""
+
+    rank: int
+    pid: int
+    host: str
+    """Its node's address."""
+    store_port: int | None
+    """Of rank 0: where the ranks are to find each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRank:
+    """A rank that has come, and this end of its socket."""
+
+    hello: Hello
+    connection: Connection
+
+    @property
+    def number(self) -> int:
+        return self.hello.rank
+
+    def describe(self) -> str:
+        return f"rank {self.hello.rank} (pid {self.hello.pid} on {self.hello.host})"
+
+    def state(self) -> str:
+        """A hung rank's kernel goes on acknowledging; one that was cut off does not."""
+        try:
+            with socket.socket(fileno=_duplicate(self.connection)) as raw:
+                info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+        except OSError:
+            return "gone"
+        num_retransmits = info[2]  # struct tcp_info: state, ca_state, retransmits, ...
+        return "does not acknowledge" if num_retransmits else "acknowledges"
+
+    def how_it_died(self) -> str | None:
+        """That it did, at least: its own node alone knows more."""
+        try:
+            with socket.socket(fileno=_duplicate(self.connection)) as raw:
+                said = raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return f"was cut off: {error.strerror}"
+        return None if said else "hung up"
+
+
+class Reception:
+    """Where the ranks of one group arrive, on a free port of ``host``."""
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(32)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+
+    def accept(self, *, wait_s: float, timeout_s: float) -> RemoteRank | None:
+        """The next that comes and has the key; ``None`` if nobody has come within ``wait_s``.
+
+        To send to it or to receive a message that has begun then takes ``timeout_s`` at most.
+        """
+        self._listener.settimeout(wait_s)
+        try:
+            accepted, peer = self._listener.accept()
+        except TimeoutError:
+            return None
+        try:
+            connection = _wrap(accepted, _HANDSHAKE_S)
+        except OSError:  # It has hung up already.
+            accepted.close()
+            return None
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            hello = connection.recv()
+            assert isinstance(hello, Hello)
+            _bound_waits(connection, timeout_s)
+        except (AuthenticationError, AssertionError, EOFError, OSError) as error:
+            _log.warning("turned away %s: %s: %s", peer[0], type(error).__name__, error)
+            connection.close()
+            return None
+        return RemoteRank(hello, connection)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def connect(address: tuple[str, int], key: bytes, hello: Hello) -> Connection:
+    """A rank's end. Receiving on it waits for ever, or until the executor's node is gone.
+
+    Raises:
+        OSError, EOFError, AuthenticationError: Nobody is there, or not the one who has the key.
+    """
+    connection = _wrap(socket.create_connection(address, timeout=_CONNECT_S), _CONNECT_S)
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        connection.send(hello)
+        _bound_waits(connection, 0)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _wrap(raw: socket.socket, timeout_s: float) -> Connection:
+    raw.setblocking(True)
+    for level, option, value in _LIVENESS:
+        raw.setsockopt(level, option, value)
+    connection = Connection(raw.detach())
+    _bound_waits(connection, timeout_s)
+    return connection
+
+
+def _bound_waits(connection: Connection, timeout_s: float) -> None:
+    """What takes longer raises `BlockingIOError`; 0 waits for ever."""
+    seconds, fraction = divmod(timeout_s, 1)
+    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
+    with socket.socket(fileno=_duplicate(connection)) as raw:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            raw.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _duplicate(connection: Connection) -> int:
+    return socket.dup(connection.fileno())

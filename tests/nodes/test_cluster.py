@@ -1,0 +1,197 @@
+"""A real cluster on hosts of its own: each group of two ranks, one on each of two nodes.
+
+The tests follow one another: each leaves the cluster to the next with what it has done to it.
+"""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from bench.namespaces import Network, why_not
+from bench.ray_hosts import RayHosts, pids_that_run
+
+from quire import demo_model
+from quire.llm import LLM, SamplingParams
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+NUM_TOKENS = 400
+CLIENT = """
+import json, sys, threading
+import grpc
+from quire.cluster.client import generate
+from quire.v1 import inference_pb2 as pb
+
+address, num_streams, num_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+streams = [[] for _ in range(num_streams)]
+begun = threading.Barrier(num_streams + 1)
+
+def run(index):
+    sampling = pb.SamplingParams(
+        temperature=0.9 if index % 2 else 0.0, seed=index, max_tokens=num_tokens, ignore_eos=True
+    )
+    request = pb.GenerateRequest(text=f"A whale is {index}", sampling=sampling)
+    for chunk in generate(channel, request):
+        first = not streams[index]
+        streams[index].extend(chunk.token_ids)
+        if first:
+            begun.wait()
+
+with grpc.insecure_channel(address) as channel:
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(num_streams)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    print("begun", flush=True)
+    for thread in threads:
+        thread.join()
+print(json.dumps(streams), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    network: Network
+    ray: RayHosts
+    grpc_address: str
+
+    def streams(self, num_streams: int) -> Callable[[], list[list[int]]]:
+        """Begins greedy and seeded streams; when all have begun, returns how to wait for them."""
+        args = (self.grpc_address, str(num_streams), str(NUM_TOKENS))
+        client = self.ray.start("front", CLIENT, *args)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "begun\n"
+
+        def rest() -> list[list[int]]:
+            tokens: list[list[int]] = json.loads(client.communicate(timeout=300)[0])
+            return tokens
+
+        return rest
+
+    def ranks(self, host: str) -> list[int]:
+        """Process ids of the ranks there."""
+        return pids_that_run(self.network.hosts[host], "RankActor")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's own are too long for sockets.
+    try:
+        with (
+            Network(["head", "front", "a", "b"]) as network,
+            RayHosts(network, folder) as ray,
+        ):
+            ray.start_head("head")
+            ray.start_node("front", {"quire_gateway": 1})
+            for name in ("a", "b"):
+                ray.start_node(name, {"quire_group": 2})
+            ray.wait_for_nodes(4)
+            grpc_address, _ = ray.deploy(
+                {
+                    "engine": {
+                        "tensor_parallel_size": 2,
+                        "dtype": "float32",
+                        "device": "cpu",
+                        "num_blocks": 512,
+                        "num_threads": 1,
+                        "max_num_seqs": 16,
+                        "max_num_batched_tokens": 256,
+                        "step_timeout_s": 10,
+                    },
+                    "num_groups": 2,
+                    "nodes_per_group": 2,
+                    "group_resource": "quire_group",
+                    "group_host": "auto",
+                    "gateway_resource": "quire_gateway",
+                    "host": network.hosts["front"].address,
+                    "drain_timeout_s": 2,
+                }
+            )
+            yield Cluster(network, ray, grpc_address)
+    finally:
+        if "QUIRE_KEEP_LOGS" not in os.environ:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The offline engine's answers, with one rank."""
+    with LLM(demo_model.PATH, dtype="float32", num_blocks=512, num_threads=1) as llm:
+        outputs = llm.generate(
+            [f"A whale is {index}" for index in range(6)],
+            [
+                SamplingParams(
+                    temperature=0.9 if index % 2 else 0.0,
+                    seed=index,
+                    max_tokens=NUM_TOKENS,
+                    ignore_eos=True,
+                )
+                for index in range(6)
+            ],
+            use_tqdm=False,
+        )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_ranks_are_on_different_nodes_and_tokens_are_those_of_one_rank(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
+    assert (len(cluster.ranks("a")), len(cluster.ranks("b"))) == (2, 2)
+    assert cluster.streams(6)() == expected
+
+
+def test_a_killed_rank_fails_its_group_alone_and_the_group_is_replaced(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
+    before = {*cluster.ranks("a"), *cluster.ranks("b")}
+    rest = cluster.streams(6)
+    os.kill(cluster.ranks("b")[0], signal.SIGKILL)
+    assert rest() == expected
+    eventually(lambda: len(cluster.ranks("a")) == len(cluster.ranks("b")) == 2)
+    after = {*cluster.ranks("a"), *cluster.ranks("b")}
+    assert len(after & before) == 2, "the other group is the same"
+    assert cluster.streams(6)() == expected
+
+
+def test_streams_and_new_requests_do_not_need_the_head(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
+    eventually(lambda: len(cluster.ranks("a")) == 2)
+    rest = cluster.streams(6)
+    cluster.network.hosts["head"].power_off()
+    assert rest() == expected
+    assert cluster.streams(6)() == expected
+    # Nor does failover, though nobody replaces the group.
+    rest = cluster.streams(6)
+    os.kill(cluster.ranks("a")[0], signal.SIGKILL)
+    assert rest() == expected
+
+
+def test_a_head_in_its_place_finds_the_cluster_and_replaces_what_was_lost(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
+    kept = {*cluster.ranks("a"), *cluster.ranks("b")}
+    rest = cluster.streams(6)
+    cluster.ray.start_head("head")
+    assert rest() == expected
+    eventually(lambda: len(cluster.ranks("a")) == len(cluster.ranks("b")) == 2)
+    assert kept & {*cluster.ranks("a"), *cluster.ranks("b")}, "what had survived was ended"
+    assert cluster.streams(6)() == expected
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """The bound only ends a test that has failed."""
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.2)

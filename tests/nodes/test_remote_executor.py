@@ -1,0 +1,265 @@
+"""Ranks that have nothing in common but a network, here the loopback."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench import rank_launcher
+
+from quire import demo_model, llm
+from quire.cluster.rank_socket import Hello, Reception, connect
+from quire.cluster.remote_executor import RemoteExecutor
+from quire.cluster.remote_rank import RemoteRankTask
+from quire.kernels import native
+from quire.llm import LLM, SamplingParams
+from quire.worker.bench.message_cost import decode_step
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError, RankFailure
+from quire.worker.step import StepInput
+
+HERE: tuple[str, Any] = ("127.0.0.1", list)
+HELLO = Hello(rank=3, pid=1, host="127.0.0.1", store_port=None)
+
+needs_native = pytest.mark.skipif(
+    native.library() is None, reason="there is no native library on this machine"
+)
+
+
+@pytest.mark.slow
+@needs_native
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"dtype": "bfloat16"}),
+        (2, {"dtype": "bfloat16", "async_scheduling": True}),
+        (4, {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    ],
+)
+def test_tokens_are_those_of_one_rank(
+    ranks: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled in bfloat16, so that all logits must have had equal bits."""
+    params = SamplingParams(
+        temperature=1.2, seed=11, max_tokens=40, ignore_eos=True, min_tokens=4, logprobs=1
+    )
+    options: dict[str, Any] = {"num_blocks": 256, "num_threads": 1} | settings
+    options["max_num_batched_tokens"] = 128
+
+    def tokens(engine: LLM) -> list[list[int]]:
+        outputs = engine.generate(demo_model.QUESTIONS[:8], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(demo_model.PATH, **options) as one_rank:
+        expected = tokens(one_rank)
+    monkeypatch.setattr(
+        llm, "make_executor", lambda config: rank_launcher.make_executor(config, [HERE, HERE])
+    )
+    with LLM(demo_model.PATH, tensor_parallel_size=ranks, **options) as across:
+        assert tokens(across) == expected
+
+
+@pytest.fixture
+def start(tiny_llama: Path) -> Iterator[Callable[..., RemoteExecutor]]:
+    """Starts groups of two ranks on two nodes and, at the end, sees to it that none is left."""
+    executors: list[RemoteExecutor] = []
+    launchers: list[LeavingLauncher] = []
+
+    def make(**fields: Any) -> RemoteExecutor:
+        small: dict[str, Any] = {"num_blocks": 128, "step_timeout_s": 20.0, "num_threads": 1}
+        config = EngineConfig(
+            model=tiny_llama, tensor_parallel_size=2, device="cpu", **small | fields
+        )
+        launchers.append(LeavingLauncher([HERE, HERE]))
+        executors.append(RemoteExecutor(config, launchers[-1], num_nodes=2, host=HERE[0]))
+        return executors[-1]
+
+    yield make
+    for executor in executors:
+        executor.close()
+    for launcher in launchers:
+        for process in launcher.processes:
+            process.wait(timeout=20)
+
+
+class LeavingLauncher(rank_launcher.ProcessLauncher):
+    """Leaves the ranks to themselves: they have to end without its help."""
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_killed_rank_fails_the_group_by_name(start: Any) -> None:
+    executor = start()
+    step(executor)
+    pid = executor.ranks[1].hello.pid
+    os.kill(pid, signal.SIGKILL)
+    message = rf"rank 1 \(pid {pid} on 127\.0\.0\.1\) hung up"
+    with pytest.raises(RankFailure, match=message):
+        step(executor)
+    with pytest.raises(RankFailure, match=message):
+        step(executor)
+
+
+@pytest.mark.slow
+def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any) -> None:
+    executor = start(step_timeout_s=0.5)
+    pid = executor.ranks[1].hello.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankFailure, match=r"not answer within 0\.5 s; .* rank 1 acknowledges"):
+        step(executor)
+    os.kill(pid, signal.SIGCONT)  # It finds that its executor has left.
+
+
+@pytest.mark.slow
+def test_what_a_rank_raises_arrives_with_its_traceback(start: Any) -> None:
+    executor = start(async_scheduling=True)
+    message = r"rank \d \(pid \d+ on .*\) raised IndexError: index out"
+    executor.submit(_step(token_id=999_999))
+    executor.submit(_step())  # Unread, it must not stand in the message's way.
+    with pytest.raises(RankFailure, match=message) as raised:
+        executor.result()
+    assert any("llama.py" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.slow
+def test_what_a_rank_refuses_is_refused_here(start: Any) -> None:
+    with pytest.raises(ConfigError, match="num_blocks=3"):
+        start(num_blocks=3)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from bench import rank_launcher
+from quire.worker.config import EngineConfig
+config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
+                      num_blocks=64, num_threads=1)
+executor, _ = rank_launcher.make_executor(config, 2 * [("127.0.0.1", list)])
+print(*(rank.hello.pid for rank in executor.ranks), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_executor_end_with_it(tiny_llama: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tiny_llama)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as script:
+        assert script.stdout is not None
+        pids = [int(pid) for pid in script.stdout.readline().split()]
+        assert len(pids) == 2
+        script.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlives its executor"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_cannot_come_is_not_waited_for(tiny_llama: Path) -> None:
+    class NoLauncher:
+        released = False
+
+        def start(self, tasks: Sequence[RemoteRankTask]) -> None:
+            pass
+
+        def why_not(self, rank: int) -> str | None:
+            return "its node is gone" if rank == 1 else None
+
+        def release(self) -> None:
+            self.released = True
+
+    launcher = NoLauncher()
+    config = EngineConfig(model=tiny_llama, tensor_parallel_size=2)
+    with pytest.raises(RankFailure, match="rank 1 did not start: its node is gone"):
+        RemoteExecutor(config, launcher, num_nodes=2, host="127.0.0.1")
+    assert launcher.released
+
+
+class Bomb:
+    """Unpickled, it ends the test run."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_who_has_no_key_is_turned_away_unread(caplog: pytest.LogCaptureFixture) -> None:
+    reception = Reception("127.0.0.1")
+    with socket.create_connection(reception.address) as stranger:
+        connection = Connection(os.dup(stranger.fileno()))
+        connection.send_bytes(pickle.dumps(Bomb()))
+        assert reception.accept(wait_s=5, timeout_s=5) is None
+        connection.close()
+    assert "turned away 127.0.0.1: AuthenticationError" in caplog.text
+    with socket.create_connection(reception.address):
+        pass  # One that leaves at once does no harm either.
+    assert reception.accept(wait_s=5, timeout_s=5) is None
+    reception.close()
+
+
+def test_a_rank_wants_to_see_the_key_too() -> None:
+    """Whoever takes an executor's address must not be able to send it messages."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as impostor,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        coming = pool.submit(connect, impostor.getsockname(), b"key", HELLO)
+        accepted, _ = impostor.accept()
+        with Connection(accepted.detach()) as connection:
+            connection.send_bytes(b"#CHALLENGE#" + bytes(20))
+            connection.recv_bytes()
+            connection.send_bytes(b"#WELCOME#")
+            connection.recv_bytes()
+            connection.send_bytes(b"no digest")
+            with pytest.raises(AuthenticationError):
+                coming.result(timeout=10)
+
+
+def test_who_has_the_key_is_let_in() -> None:
+    reception = Reception("127.0.0.1")
+    assert reception.accept(wait_s=0.01, timeout_s=5) is None
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(connect, reception.address, reception.key, HELLO)
+        rank = reception.accept(wait_s=10, timeout_s=5)
+        reception.close()
+        assert rank is not None
+        assert rank.hello == HELLO
+        assert rank.how_it_died() is None
+        with coming.result(timeout=10) as connection:
+            connection.send_bytes(b"one")
+            assert rank.connection.recv_bytes() == b"one"
+            connection.send_bytes(b"two")
+        assert rank.how_it_died() is None  # Two has not been read yet.
+        assert rank.connection.recv_bytes() == b"two"
+        assert rank.how_it_died() == "hung up"
+        rank.connection.close()
+
+
+def step(executor: RemoteExecutor) -> None:
+    executor.submit(_step())
+    executor.result()
+
+
+def _step(*, token_id: int = 5) -> StepInput:
+    """One token of one sequence."""
+    return replace(
+        decode_step(1, num_blocks=1),
+        token_ids_T=np.full(1, token_id, np.int64),
+        seq_lens_B=np.ones(1, np.int32),
+    )
