@@ -6,12 +6,12 @@ One that has left the membership gets no new requests but keeps those it has unt
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterable, Mapping
-
-import grpc
 
 from quire.cluster.errors import GroupLost
 from quire.cluster.group_client import GroupClient, GroupClientConfig, GroupStream
+from quire.cluster.group_link import Connect, grpc_connect
 from quire.cluster.model_card import Expectation, ModelCard
 from quire.router.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
@@ -35,13 +35,15 @@ class Groups:
         table: RoutingTable,
         expected: Expectation,
         config: GroupClientConfig | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Connect = grpc_connect,
+        jitter: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self.card: ModelCard | None = None
         self._table = table
         self._expected = expected
         self._config = config or GroupClientConfig()
-        self._credentials = credentials
+        self._connect = connect
+        self._jitter = jitter
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
@@ -54,12 +56,14 @@ class Groups:
     def set_addresses(self, addresses: Iterable[str]) -> None:
         """Makes ``host:port`` of each group that runs known; replaces the former ones."""
         wanted = set(addresses)
-        for address in self._clients.keys() - wanted:
+        for address in sorted(self._clients.keys() - wanted):
             client, task = self._clients.pop(address)
             self._leaving.append((client, task))
             self._retire(client)
-        for address in wanted - self._clients.keys():
-            client = GroupClient(address, self, config=self._config, credentials=self._credentials)
+        for address in sorted(wanted - self._clients.keys()):
+            client = GroupClient(
+                address, self, config=self._config, connect=self._connect, jitter=self._jitter
+            )
             self._clients[address] = (client, asyncio.create_task(client.run()))
 
     @property
