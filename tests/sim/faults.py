@@ -169,9 +169,10 @@ class Chaos:
                     if connection.server is group.process and self._rng.random() < 0.7:
                         connection.reset("connection reset by peer")
             case "slow network":
-                self._network.slow_places[group.place] = self._rng.choice([0.05, 0.5])
+                slow_places, more_s = self._network.slow_places, self._rng.choice([0.05, 0.5])
+                slow_places[group.place] = slow_places.get(group.place, 0.0) + more_s
                 await self._wait(length_s)
-                del self._network.slow_places[group.place]
+                slow_places[group.place] -= more_s
             case _:
                 raise AssertionError(kind)
 
