@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-
-from quire.v1 import inference_pb2 as pb
 from tests.sim.cluster import MAX_MODEL_LEN, Cluster, SimGateway
 from tests.sim.model import EOS, POISON, HashModel
+
+from quire.v1 import inference_pb2 as pb
 
 
 class Wrong(AssertionError):
@@ -138,7 +138,9 @@ class Clients:
     def _ended(self, task: asyncio.Task[None]) -> None:
         ask = self.running.pop(task)
         ask.end_s = self._cluster.loop.time()
-        self._trace(f"{ask.number} {ask.outcome} {len(ask.tokens)} {ask.error and ask.error.code()}")
+        self._trace(
+            f"{ask.number} {ask.outcome} {len(ask.tokens)} {ask.error and ask.error.code()}"
+        )
         if not task.cancelled() and (error := task.exception()) is not None:
             ask.outcome = "wrong"
             if not isinstance(error, Wrong):

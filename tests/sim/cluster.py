@@ -14,6 +14,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.sim.loop import Process, SimLoop
+from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCost
+from tests.sim.network import GroupLinkOver, Network
+
 from quire.cluster.completion import CompletionConfig
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
@@ -28,9 +32,6 @@ from quire.v1 import group_pb2
 from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
 from quire.worker.model_facts import ModelFacts
-from tests.sim.loop import Process, SimLoop
-from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCost
-from tests.sim.network import GroupLinkOver, Network
 
 MODEL = "hash"
 BLOCK_SIZE = 4

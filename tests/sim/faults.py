@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-
-from quire.v1 import group_pb2
 from tests.sim.cluster import Cluster, SimGateway, SimGroup
 from tests.sim.loop import Process
 from tests.sim.network import Pipe
+
+from quire.v1 import group_pb2
 
 GROUP_FAULTS = (
     "crash",
@@ -73,7 +73,7 @@ class Chaos:
         self._trace = trace
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._stopping = asyncio.Event()
-        self._old: dict[tuple[str, str], list[Message]] = {}
+        self._old: dict[tuple[Process | None, Process | None], list[Message]] = {}
         self._withheld: dict[Pipe, Message] = {}
         if set(plan.kinds) & set(TAMPERINGS):
             self._network.tamper = self._tamper
@@ -218,7 +218,9 @@ class Chaos:
         if "frames repeated" in kinds and self._rng.random() < 0.005:
             return [message, message]
         if "old frames" in kinds:
-            old = self._old.setdefault((pipe.source, pipe.target), [])
+            # Of an earlier connection too, but of the same two processes.
+            connection = pipe.call.connection
+            old = self._old.setdefault((connection.server, connection.client), [])
             if self._rng.random() < 0.02:
                 old.append(message)
             if old and self._rng.random() < 0.01:

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-
 from tests.sim.loop import Process, SimLoop
 
 Trace = Callable[[str, Message | None], None]

@@ -5,16 +5,17 @@ Limits are drawn small, so that queues fill, blocks run out and buffers overflow
 
 import random
 
-from quire.cluster.completion import CompletionConfig
-from quire.cluster.gateway_service import GatewayConfig
-from quire.cluster.group_client import GroupClientConfig
-from quire.router.config import RoutingConfig
 from tests.sim.clients import Load
 from tests.sim.cluster import ClusterPlan
 from tests.sim.faults import KINDS, ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
+
+from quire.cluster.completion import CompletionConfig
+from quire.cluster.gateway_service import GatewayConfig
+from quire.cluster.group_client import GroupClientConfig
+from quire.router.config import RoutingConfig
 
 
 def draw_plan(seed: int, *, length_s: float) -> Plan:

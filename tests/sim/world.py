@@ -21,15 +21,15 @@ from unittest import mock
 
 import grpc
 from google.protobuf.message import Message
-
-from quire.router.directory import GroupId
-from quire.v1 import group_pb2
 from tests.sim.clients import Ask, Clients, Load, Wrong
 from tests.sim.cluster import Cluster, ClusterPlan, SimGateway
 from tests.sim.faults import Chaos, ChaosPlan
 from tests.sim.loop import SimLoop, simulate
 from tests.sim.model import HashModel, make_tokenizer
 from tests.sim.network import Network, NetworkConfig
+
+from quire.router.directory import GroupId
+from quire.v1 import group_pb2
 
 _TAIL = 60
 """Lines of the trace that a failure shows."""

@@ -121,6 +121,8 @@ class Groups:
             self.card.expectation().check(description)
 
     def attached(self, client: GroupClient) -> None:
+        if any(client is leaving for leaving, _ in self._leaving):
+            return  # To its address's next group, whom another client may have met already.
         if not self._attached:
             self.card = ModelCard.of(client.description)
         group_id = GroupId(client.description.group_id)
@@ -128,8 +130,6 @@ class Groups:
         self._attached.pop(group_id, None)
         self._update_members()
         self._attached[group_id] = client
-        if any(client is leaving for leaving, _ in self._leaving):
-            self._retired.add(client)
         self._update_members()
         _log.info("group %s at %s is attached", group_id, client.address)
 
