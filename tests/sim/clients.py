@@ -107,6 +107,7 @@ class Clients:
             self.ask(self.draw())
 
     def draw(self) -> Ask:
+        """One as the load has them."""
         rng, load = self._rng, self._load
         prompt = list(rng.choice(self._documents)) if rng.random() < 0.8 else []
         prompt += [rng.randrange(200) for _ in range(rng.randrange(1, 40))]

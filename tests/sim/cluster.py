@@ -1,9 +1,10 @@
 """A simulated cluster: groups, gateways, and who brings them back, all of the real parts.
 
-Real are `Engine` with scheduler, block pool and events, `EngineLoop`, `GroupService`, `GroupClient`,
-`Groups`, `RoutingTable`, `Gateway` and the `Inference` service. Made up are the model, the network
-and the place of Ray Serve: *operations*, which finds after a while that a process is dead or its
-engine has failed, starts another, and tells the gateways sooner or later who there is.
+Real are `Engine` with scheduler, block pool and events, `EngineLoop`, `GroupService`,
+`GroupClient`, `Groups`, `RoutingTable`, `Gateway` and the `Inference` service. Made up are the
+model, the network and the place of Ray Serve: *operations*, which finds after a while that a
+process is dead or its engine has failed, starts another, and tells the gateways sooner or later
+who there is.
 """
 
 import asyncio

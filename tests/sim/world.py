@@ -13,7 +13,7 @@ import hashlib
 import random
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,11 +93,14 @@ class World:
         self._hash.update(line.encode())
         self.tail.append(line)
 
-    async def run(self) -> Result:
-        plan, loop = self.plan, self.loop
-        await asyncio.gather(
-            self.clients.arrive(until_s=plan.length_s), self.chaos.run(until_s=plan.length_s)
-        )
+    async def live(self) -> None:
+        """Clients come and faults happen, as the plan has it."""
+        until_s = self.plan.length_s
+        await asyncio.gather(self.clients.arrive(until_s=until_s), self.chaos.run(until_s=until_s))
+
+    async def run(self, script: "Script | None") -> Result:
+        loop = self.loop
+        await (self.live() if script is None else script(self))
         await self.settle()
         outcomes = Counter(ask.outcome for ask in self.clients.asks)
         return Result(
@@ -135,7 +138,7 @@ class World:
 
     def allows(self, ask: Ask) -> bool:
         """Whether the scenario excuses the error that ``ask`` ended with."""
-        assert ask.error is not None and ask.gateway is not None
+        assert ask.error is not None
         code, details = ask.error.code(), ask.error.details() or ""
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return ask.deadline_s is not None
@@ -231,8 +234,11 @@ class World:
         self.raised.append(error or RuntimeError(context["message"]))
 
 
-def run(plan: Plan, *, seed: int) -> Result:
-    """Runs ``plan`` to its end.
+Script = Callable[[World], Awaitable[None]]
+
+
+def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
+    """Runs ``plan`` to its end: by itself, or by a ``script`` that says what happens.
 
     Raises:
         Wrong: The cluster broke its promise. The notes have the end of the trace.
@@ -243,7 +249,7 @@ def run(plan: Plan, *, seed: int) -> Result:
     async def main(loop: SimLoop) -> Result:
         nonlocal world
         world = World(loop, plan, seed=seed)
-        return await world.run()
+        return await world.run(script)
 
     with _seeded_secrets(seed):
         try:
