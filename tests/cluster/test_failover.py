@@ -170,7 +170,8 @@ async def test_a_draining_group_gets_no_new_requests_and_ends_those_it_has(
         assert cluster.connections.num_ready == 1
         found = await read_rest(call, chunks)
         assert await drained == 0
-        assert cluster.gateway.telemetry.resumes._value.get() == 1, "only the one turned away"
+        assert cluster.gateway.telemetry.resumes._value.get() == 0, "nothing was lost"
+        assert cluster.gateway.telemetry.handovers._value.get() <= 1, "only one turned away"
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 

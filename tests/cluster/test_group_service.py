@@ -197,10 +197,13 @@ async def test_a_full_queue_and_a_draining_group_say_so(start_group: Any) -> Non
             await call.write(submit(name, [20], max_tokens=200))
         (full,) = await read_deltas(call, "full")
         assert full.error.code == pb.GroupError.QUEUE_FULL
-        group.service.draining = True
+        drained = asyncio.create_task(group.service.drain(timeout_s=60))
+        await asyncio.sleep(0)
         await call.write(submit("late", [20]))
         (late,) = await read_deltas(call, "late")
         assert late.error.code == pb.GroupError.DRAINING
+        call.cancel()
+        await drained
 
 
 async def test_a_failed_rank_fails_every_request_and_the_stream(start_group: Any) -> None:

@@ -50,7 +50,8 @@ class ClusterPlan:
     max_num_batched_tokens: int = 64
     max_num_waiting: int = 1000
     cost: StepCost = field(default_factory=StepCost)
-    heartbeat_s: float = 0.5
+    handover_s: float = 5.0
+    """The last part of a drain."""
     client: GroupClientConfig = field(default_factory=GroupClientConfig)
     gateway: GatewayConfig = field(
         default_factory=lambda: GatewayConfig(completion=CompletionConfig(group_wait_s=30.0))
@@ -106,8 +107,10 @@ class SimGroup:
                 num_blocks=plan.num_blocks,
                 max_num_seqs=plan.max_num_seqs,
             ),
-            heartbeat_s=plan.heartbeat_s,
+            heartbeat_s=plan.client.silence_timeout_s / 8,
+            gateway_timeout_s=plan.client.silence_timeout_s * 3,
         )
+        self.engine_loop.watch(step_deadline_s=plan.client.step_deadline_s)
         cluster.network.listen(self.address, self.process, self.service)
 
     @property

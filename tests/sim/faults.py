@@ -198,7 +198,11 @@ class Chaos:
             return
         cluster.remove(group)
         cluster.start_group(f"{group.name}")
-        drained = group.process.spawn(group.service.drain(timeout_s=self._plan.drain_s))
+        drained = group.process.spawn(
+            group.service.drain(
+                timeout_s=self._plan.drain_s, handover_s=self._cluster.plan.handover_s
+            )
+        )
         await asyncio.wait([drained])
         self._network.kill(group.process, resets=True)
 

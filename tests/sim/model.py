@@ -144,6 +144,7 @@ class SimEngineLoop(EngineLoop):
     async def _drive(self) -> None:
         with self._failing():
             while await self._take():
+                self._num_turns += 1
                 if self._engine.has_work:
                     await self.can_step.wait()
                     await asyncio.sleep(self.slowness * self._step_s())
@@ -152,7 +153,9 @@ class SimEngineLoop(EngineLoop):
     async def _take(self) -> bool:
         while not self._engine.has_work and self._inbox.empty():
             self._filling.filled.clear()
+            self._is_idle = True
             await self._filling.filled.wait()
+            self._is_idle = False
         return self._take_inbox()
 
     def _step_s(self) -> float:

@@ -144,14 +144,15 @@ class World:
             return ask.deadline_s is not None
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return self.plan.cluster.max_num_waiting < 1000 or bool(self._faults_during(ask))
+        resume = self.plan.cluster.gateway.completion.resume
+        num_faults = self._faults_during(ask)
+        if code == grpc.StatusCode.ABORTED:  # Quarantined.
+            return ask.is_poison or num_faults >= resume.max_group_deaths
         if code != grpc.StatusCode.UNAVAILABLE:
             return False
         if "no replica group" not in details:  # The gateway itself was not there.
             return any("gateway" in fault.kind for fault in self.chaos.faults)
-        max_attempts = self.plan.cluster.gateway.completion.max_attempts
-        if f"after {max_attempts} attempts" in details:
-            return self._faults_during(ask) >= max_attempts or bool(self.plan.chaos.kinds)
-        return self._faults_during(ask) >= self.plan.cluster.num_groups
+        return num_faults >= min(resume.max_attempts, self.plan.cluster.num_groups)
 
     def _faults_during(self, ask: Ask) -> int:
         """Faults whose effects, recovery included, ``ask`` may have met."""

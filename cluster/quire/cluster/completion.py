@@ -8,21 +8,18 @@ far. That is exact, since a token depends on model, prompt, parameters, seed and
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.cluster.errors import GroupLost, Unavailable
-from quire.cluster.group_client import GroupStream
+from quire.cluster.attempts import Attempts
+from quire.cluster.errors import GroupLost
 from quire.cluster.groups import Groups
 from quire.cluster.model_card import ModelCard
+from quire.cluster.resume import ResumeConfig, Resumes
 from quire.cluster.telemetry import Telemetry
-from quire.cluster.wire import params_to_proto, tokens_to_bytes
-from quire.router.directory import GroupId
-from quire.router.errors import NoGroupAvailable
-from quire.router.policy import Decision
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.errors import QuireError
 from quire.worker.hashing import BlockHash, TokenIds
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.text import TextStream, Tokenizer
@@ -30,10 +27,13 @@ from quire.worker.text import TextStream, Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionConfig:
-    max_attempts: int = 3
-    """Groups that a completion may be sent to, one after the other."""
     group_wait_s: float = 5.0
     """How long it waits for a group where there is none, as after a crash."""
+    max_refusals: int = 3
+    """Groups with a full queue that a new completion is offered to."""
+    retry_pause_s: float = 0.1
+    """Until one that is under way asks groups again that could not take it."""
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +67,26 @@ class Completion:
         tokenizer: Tokenizer,
         telemetry: Telemetry,
         config: CompletionConfig,
+        resumes: Resumes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``resumes``: what it shares with the gateway's other completions."""
         self._request = request
-        self._groups = groups
+        self._attempts = Attempts(
+            request,
+            groups=groups,
+            table=table,
+            telemetry=telemetry,
+            config=config,
+            resumes=resumes or Resumes(config.resume, clock=clock),
+            clock=clock,
+        )
         self._table = table
         self._telemetry = telemetry
-        self._config = config
         self._clock = clock
         self._text = TextStream(tokenizer, request.params)
         self._token_ids: list[int] = []
-        self._attempt = 0
-        self._decision: Decision | None = None
         self._is_started = False  # This attempt's first delta has come.
-        self._full: set[GroupId] = set()  # Groups whose queue was full when they were asked.
         self._error: QuireError | None = None
         self._num_cached_tokens: int | None = None
         self._first_token_s: float | None = None
@@ -94,12 +100,14 @@ class Completion:
         Raises:
             InvalidRequest: The group refused the request as it is.
             QueueFull: Every group that was asked has a full queue.
+            Quarantined: Too many groups died under it.
             Unavailable: There is no group, or too many were lost on the way.
         """
         outcome = "error"
         try:
             while not self._finish_reason:
-                stream = await self._submit()
+                stream = await self._attempts.begin(self._token_ids)
+                self._is_started, self._error = False, None
                 try:
                     while not self._finish_reason and self._error is None:
                         chunk = self._take(await stream.next())
@@ -109,9 +117,9 @@ class Completion:
                 except GroupLost as error:
                     self._error = error
                 finally:
-                    stream.abort()
-                if isinstance(self._error, InvalidRequest):
-                    raise self._error
+                    self._attempts.end()
+                if self._error is not None:
+                    self._attempts.lose(self._error)
             outcome = "stop" if self._finish_reason == pb.FINISH_REASON_STOP else "length"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
@@ -120,78 +128,18 @@ class Completion:
             self._table.completed(self._request.request_id)
             self._telemetry.completions.labels(outcome).inc()
 
-    async def _submit(self) -> GroupStream:
-        """Routes the request, or what is left of it, and sends it on its way."""
-        deadline_s = self._clock() + self._config.group_wait_s
-        while self._attempt < self._config.max_attempts:
-            if self._groups.card not in (None, self._request.model):
-                raise Unavailable("the model was replaced while the request was under way")
-            try:
-                decision = self._table.route(
-                    self._request.request_id,
-                    hashes=self._request.hashes,
-                    num_prompt_tokens=len(self._request.prompt_token_ids) + len(self._token_ids),
-                    exclude=frozenset(self._full),
-                )
-                self._attempt += 1
-                stream = self._groups.submit(decision.group, self._submission())
-            except NoGroupAvailable as error:
-                if isinstance(self._error, QueueFull):
-                    raise self._error from error
-                remaining_s = deadline_s - self._clock()
-                if not await self._groups.wait_for_change(timeout_s=remaining_s):
-                    raise self._unavailable() from error
-            except GroupLost as error:
-                self._error = error
-            else:
-                self._decision, self._is_started, self._error = decision, False, None
-                if self._attempt > 1:
-                    self._telemetry.resumes.inc()
-                return stream
-        raise self._error if isinstance(self._error, QueueFull) else self._unavailable()
-
-    def _submission(self) -> group_pb.Submit:
-        return group_pb.Submit(
-            request_id=self._request.request_id,
-            attempt=self._attempt,
-            prompt_token_ids=tokens_to_bytes(self._request.prompt_token_ids),
-            resumed_token_ids=tokens_to_bytes(self._token_ids),
-            sampling=params_to_proto(self._request.params),
-            cache_salt=self._request.cache_salt,
-        )
-
-    def _unavailable(self) -> Unavailable:
-        reasons = "; ".join(filter(None, [str(self._error or ""), *self._groups.troubles()]))
-        return Unavailable(
-            f"no replica group can take the request after {self._attempt} attempts and "
-            f"{len(self._token_ids)} tokens, try again later: {reasons or 'none is known'}"
-        )
-
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:
         """Makes one chunk of deltas; where one is an error, of those before it."""
         chunk = pb.GenerateResponse(index=self._request.index, token_offset=len(self._token_ids))
         for delta in deltas:
             if delta.HasField("error"):
-                self._error = self._refusal(delta.error)
-            elif delta.token_offset != len(self._token_ids):
-                self._error = GroupLost(
-                    f"the group sent token {delta.token_offset}, expected {len(self._token_ids)}"
-                )
+                self._error = self._attempts.refusal(delta.error)
             else:
+                assert delta.token_offset == len(self._token_ids), "the stream's promise"
                 self._add(delta, chunk)
             if self._error is not None or self._finish_reason:
                 break
         return chunk
-
-    def _refusal(self, error: group_pb.GroupError) -> QuireError:
-        """What the group's refusal means for the request."""
-        assert self._decision is not None
-        if error.code == group_pb.GroupError.INVALID_REQUEST:
-            return InvalidRequest(error.message)
-        if error.code == group_pb.GroupError.QUEUE_FULL:
-            self._full.add(self._decision.group)
-            return QueueFull(error.message)
-        return GroupLost(error.message)
 
     def _add(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
         if not self._is_started:
@@ -221,7 +169,7 @@ class Completion:
             self._finish(chunk)
 
     def _start(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
-        assert self._decision is not None
+        decision = self._attempts.decision
         self._is_started = True
         self._table.started(self._request.request_id, num_cached_tokens=delta.num_cached_tokens)
         if self._num_cached_tokens is not None:
@@ -237,9 +185,9 @@ class Completion:
                 num_prompt_tokens=len(self._request.prompt_token_ids),
                 num_cached_tokens=delta.num_cached_tokens,
                 routing=pb.Routing(
-                    group=self._decision.group,
-                    reason=self._decision.reason,
-                    predicted_cached_tokens=self._decision.predicted_cached_tokens,
+                    group=decision.group,
+                    reason=decision.reason,
+                    predicted_cached_tokens=decision.predicted_cached_tokens,
                 ),
                 seed=self._request.params.seed,
             )

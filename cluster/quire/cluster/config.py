@@ -47,6 +47,21 @@ class ClusterConfig:
     """One API key a line; clients must show one. ``None`` lets everyone in."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
+    handover_s: float = 5.0
+    """The last part of that, in which what a stopping group still runs is moved to other groups;
+    as long as ``drain_timeout_s``, everything is moved at once. A move costs the prompt and the
+    tokens so far, computed again where they are not cached."""
+    silence_timeout_s: float = 2.0
+    """A group from which a gateway hears nothing for this long is lost, though its connection
+    stands: it was stopped, or is cut off. It says something eight times in that time at least. A
+    gateway that a group does not hear for three times as long has its requests there aborted."""
+    step_deadline_s: float = 30.0
+    """A group whose model takes longer for one step is lost: a rank hangs. Well above the longest
+    step that is right, which is ``engine.max_num_batched_tokens`` tokens of prefill, or compiles a
+    kernel for a shape that is new; the default is meant for slow CPUs, and a GPU's steps allow a
+    tenth of it."""
+    max_group_deaths: int = 3
+    """Groups that may die under one request, one soon after the other, until it is refused."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_gateways"):
@@ -66,9 +81,17 @@ class ClusterConfig:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
             )
-        for name in ("cpus_per_group", "drain_timeout_s"):
+        for name in ("cpus_per_group", "drain_timeout_s", "handover_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+        for name in ("silence_timeout_s", "step_deadline_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.max_group_deaths < 2:
+            raise ConfigError(
+                f"max_group_deaths={self.max_group_deaths!r}: must be 2 or more, since 1 would "
+                "refuse every request whose group dies"
+            )
 
     @property
     def model_name(self) -> str:

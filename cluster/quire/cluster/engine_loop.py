@@ -3,7 +3,9 @@
 The engine is touched by its thread only: what asyncio wants of it goes through an inbox that is
 emptied before each step, and what a step brought comes back in one `call_soon_threadsafe`, in
 order. Without work the thread sleeps on the inbox. When a rank fails the thread ends, every
-request is told so, and `failed` is done; a group whose engine failed is of no more use.
+request is told so, and `failed` is done; a group whose engine failed is of no more use. So it is
+where a step does not end within a deadline (`EngineLoop.watch`): what its thread may yet bring is
+not heard any more.
 """
 
 import asyncio
@@ -21,6 +23,8 @@ from quire.worker.events import BlockEvent, EventBatch
 from quire.worker.request import Request, TokenDelta
 
 _log = logging.getLogger(__name__)
+
+_LOOKS_IN = 8  # Times in a step's deadline that its thread is looked at.
 
 T = TypeVar("T")
 Sink = Callable[[TokenDelta | QuireError], None]
@@ -52,6 +56,11 @@ class EngineLoop:
         self._refusals: list[tuple[str, QuireError]] = []
         self._events: list[BlockEvent] = []
         self._num_steps = 0
+        self._num_turns = 0
+        self._is_idle = False  # The thread waits for work.
+        self._watchdog: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._hung: asyncio.Future[None] = self._loop.create_future()
         self.stats = engine.stats()
         """As of the last step."""
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
@@ -107,10 +116,38 @@ class EngineLoop:
         self._listeners.append(on_step)
         return lambda: self._listeners.remove(on_step)
 
+    def watch(self, *, step_deadline_s: float) -> None:
+        """From now on, a step that takes longer than ``step_deadline_s`` fails the group.
+
+        To be called once what is slow the first time is behind the engine. Looked at in parts: a
+        process that was stopped for a while as a whole does not find its own step too long.
+        """
+        assert self._watchdog is None
+        self._watchdog = asyncio.create_task(self._watch(step_deadline_s))
+
     async def close(self) -> None:
-        """Lets the step that runs end, then ends the thread. The engine stays the caller's."""
+        """Lets the step that runs end, then ends the thread. The engine stays the caller's.
+
+        A thread that hangs is left behind: closing the engine is what may still end it.
+        """
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.wait({self._ended, self._hung}, return_when=asyncio.FIRST_COMPLETED)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._ended.done():
+            await asyncio.to_thread(self._thread.join)
+
+    async def _watch(self, step_deadline_s: float) -> None:
+        turn, num_looks = 0, 0
+        while not self.failed.done():
+            await asyncio.sleep(step_deadline_s / _LOOKS_IN)
+            num_looks = num_looks + 1 if turn == self._num_turns and not self._is_idle else 0
+            turn = self._num_turns
+            if num_looks >= _LOOKS_IN:
+                message = f"step {self._num_steps + 1} has not ended within {step_deadline_s:g} s"
+                _log.error(message)
+                self._hung.set_result(None)
+                self._deliver_failure(RankFailure(message))
 
     def _start(self) -> None:
         """Begins to run the engine; the simulation in ``tests/sim`` does it without a thread."""
@@ -122,6 +159,7 @@ class EngineLoop:
     def _run(self) -> None:
         with self._failing():
             while self._take_inbox():
+                self._num_turns += 1
                 self._report(self._step())
 
     def _step(self) -> list[TokenDelta]:
@@ -142,15 +180,20 @@ class EngineLoop:
             _log.exception("the engine raised in step %d", self._num_steps)
             failure = RankFailure(f"the engine raised {type(error).__name__}; its log has more")
             self._fail(failure)
+        finally:
+            self._post(lambda: self._ended.done() or self._ended.set_result(None))
 
     def _take_inbox(self) -> bool:
         """Runs all that waits, and where the engine has no work, waits. False: time to end."""
         block = not self._engine.has_work
         while True:
+            self._is_idle = block
             try:
                 command = self._inbox.get(block=block)
             except queue.Empty:
                 return True
+            finally:
+                self._is_idle = False
             if command is None:
                 return False
             command()
@@ -178,7 +221,7 @@ class EngineLoop:
     def _fail(self, error: RankFailure) -> None:
         self._post(lambda: self._deliver_failure(error))
 
-    def _post(self, function: Callable[[], None]) -> None:
+    def _post(self, function: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
@@ -187,6 +230,8 @@ class EngineLoop:
     # In the event loop.
 
     def _deliver(self, result: StepResult) -> None:
+        if self.failed.done():
+            return  # A step that had been given up came to an end after all.
         self.stats = result.stats
         for output in result.outputs:
             sink = self._sinks.get(output.request_id)

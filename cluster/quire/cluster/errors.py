@@ -7,10 +7,25 @@ QuireError (quire.worker.errors)
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
 ├── StartFailed                  the application did not come up; nothing of it is left
 ├── GroupLost                    a group's stream broke; its requests can go on elsewhere
+│   ├── GroupDied                the group is gone, failed, silent or hangs
+│   └── HandedOver               the group is well, and asks to go on elsewhere
+├── Quarantined                  too many groups died under the request; it is not tried again
 └── Unavailable                  no replica group can take the request now; try again later
 """
 
+from dataclasses import dataclass
+
 from quire.worker.errors import QuireError
+
+
+@dataclass(slots=True, eq=False)
+class Death:
+    """One group's death, as a gateway sees it; shared by all who were there."""
+
+    group: str
+    epoch: int
+    is_refuted: bool = False
+    """The same incarnation was heard of again: only the connection had died."""
 
 
 class Unauthenticated(QuireError):
@@ -32,6 +47,22 @@ class StartFailed(QuireError):
 class GroupLost(QuireError):
     """The stream to a group broke, or the group refused to go on. Nothing is known to be lost
     but time: the tokens received so far stay valid."""
+
+
+class GroupDied(GroupLost):
+    """The group is gone, failed, silent or hangs, as far as one can tell from here."""
+
+    def __init__(self, message: str, death: Death) -> None:
+        super().__init__(message)
+        self.death = death
+
+
+class HandedOver(GroupLost):
+    """The group drains, or will not begin the request now. It is well, and nobody is to blame."""
+
+
+class Quarantined(QuireError):
+    """Too many groups died under the request, and at the last it alone was suspected."""
 
 
 class Unavailable(QuireError):

@@ -7,12 +7,15 @@ from typing import Self
 import uvicorn
 
 from quire.cluster.auth import ApiKeys
+from quire.cluster.completion import CompletionConfig
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway
+from quire.cluster.gateway_service import Gateway, GatewayConfig
+from quire.cluster.group_client import GroupClientConfig
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import build_grpc_server
 from quire.cluster.model_card import Expectation
 from quire.cluster.openai_http import build_http_app
+from quire.cluster.resume import ResumeConfig
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
@@ -27,9 +30,18 @@ class GatewayServer:
         self.groups = Groups(
             table=self.table,
             expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
+            config=GroupClientConfig(
+                silence_timeout_s=config.silence_timeout_s,
+                step_deadline_s=config.step_deadline_s,
+            ),
         )
+        resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
         self.gateway = Gateway(
-            model=config.model_name, tokenizer=tokenizer, groups=self.groups, table=self.table
+            model=config.model_name,
+            tokenizer=tokenizer,
+            groups=self.groups,
+            table=self.table,
+            config=GatewayConfig(completion=CompletionConfig(resume=resume)),
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""

@@ -17,6 +17,7 @@ from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.groups import Groups
 from quire.cluster.merge import merge
 from quire.cluster.model_card import ModelCard
+from quire.cluster.resume import Resumes
 from quire.cluster.telemetry import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
@@ -80,6 +81,8 @@ class Gateway:
         self.config = config or GatewayConfig()
         self._table = table
         self._clock = clock
+        self._resumes = Resumes(self.config.completion.resume, clock=clock)
+        self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self._num_inflight = 0
         self._is_draining = False
         self._watchers: list[Callable[[], None]] = []
@@ -199,6 +202,7 @@ class Gateway:
             tokenizer=self.tokenizer,
             telemetry=self.telemetry,
             config=self.config.completion,
+            resumes=self._resumes,
             clock=self._clock,
         )
 

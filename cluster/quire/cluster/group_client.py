@@ -1,9 +1,10 @@
 """A gateway's connection to one replica group: requests down, tokens, load and events up.
 
 One `Attach` stream carries all requests of this gateway to the group. While it stands, the group
-may be given requests; the moment it breaks, ends, or stays silent for longer than its heartbeat
-allows, every request on it fails with `GroupLost` and the client starts again from `Describe`,
-with growing pauses, until `run` is cancelled.
+may be given requests. The moment it breaks, ends, stays silent for longer than its heartbeat
+allows, or the group owes tokens and does not step, every request on it fails with `GroupLost` and
+the client starts again from `Describe`, with growing pauses, until `run` is cancelled. What the
+old stream still brings reaches nobody, and the group aborts what came over it.
 """
 
 import asyncio
@@ -16,8 +17,10 @@ from typing import Protocol
 
 import grpc.aio
 
-from quire.cluster.errors import GroupLost, GroupMismatch
+from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
 from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connect
+from quire.cluster.group_stream import GroupStream
+from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
 from quire.router.directory import Position
 from quire.v1 import group_pb2 as pb
@@ -26,12 +29,19 @@ from quire.worker.events import EventBatch
 _log = logging.getLogger(__name__)
 
 _CLOSED = (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
+_PING = pb.GroupCommand()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupClientConfig:
-    silence_timeout_s: float = 5.0
+    silence_timeout_s: float = 2.0
     """A group that sends nothing for this long is lost. Its heartbeat must be well below."""
+    step_deadline_s: float = 30.0
+    """So is one that owes tokens and does not step for this long, though its heartbeats come."""
+    window_tokens: int = 128
+    """Tokens of a request that the group may send ahead of its reader. Above what a stream's
+    decoding brings while a credit is under way, by far; below what 4096 stalled readers' deltas
+    could cost a gateway, some 100 MB."""
     describe_timeout_s: float = 5.0
     """How long connecting and `Describe` may take together."""
     min_backoff_s: float = 0.1
@@ -54,6 +64,9 @@ class GroupListener(Protocol):
     def turned_away(self, client: "GroupClient") -> None:
         """The group takes no more requests, until it is attached anew."""
 
+    def has_other(self, client: "GroupClient") -> bool:
+        """Whether another group takes requests, so that this one's can go on there."""
+
     def load(self, client: "GroupClient", load: pb.Load) -> None:
         """The group has stepped since the last call."""
 
@@ -62,43 +75,6 @@ class GroupListener(Protocol):
 
     def events_position(self, client: "GroupClient") -> Position:
         """From where on to ask the group for events."""
-
-
-class GroupStream:
-    """The deltas of one attempt of one request."""
-
-    def __init__(self, submit: pb.Submit, *, on_abort: Callable[["GroupStream"], None]) -> None:
-        self.key = (submit.request_id, submit.attempt)
-        self._on_abort = on_abort
-        self._deltas: list[pb.TokenDelta] = []
-        self._lost: GroupLost | None = None
-        self._changed = asyncio.Event()
-
-    async def next(self) -> list[pb.TokenDelta]:
-        """All deltas that have come since the last call, at least one.
-
-        Raises:
-            GroupLost: The stream broke; no more will come.
-        """
-        while not self._deltas:
-            if self._lost is not None:
-                raise self._lost
-            self._changed.clear()
-            await self._changed.wait()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    def abort(self) -> None:
-        """Stops the group's work on this attempt. Does nothing once it has ended."""
-        self._on_abort(self)
-
-    def push(self, delta: pb.TokenDelta) -> None:
-        self._deltas.append(delta)
-        self._changed.set()
-
-    def lose(self, error: GroupLost) -> None:
-        self._lost = error
-        self._changed.set()
 
 
 class GroupClient:
@@ -122,6 +98,10 @@ class GroupClient:
         self._jitter = jitter
         self._description: pb.GroupDescription | None = None  # Set while attached.
         self._last_load: tuple[int, pb.Load] | None = None
+        self._pulse = self._new_pulse()
+        self._phase = pb.StepFrame.SERVING
+        self._trouble = Ending("")  # Why the watch ended the stream.
+        self._death: Death | None = None  # Ours to refute, should the same incarnation come back.
         self._commands: asyncio.Queue[pb.GroupCommand] = asyncio.Queue()
         self._streams: dict[tuple[str, int], GroupStream] = {}
 
@@ -140,15 +120,23 @@ class GroupClient:
         """Requests under way."""
         return len(self._streams)
 
-    def submit(self, submit: pb.Submit) -> GroupStream:
-        """Sends a request on its way.
+    def submit(
+        self, submit: pb.Submit, *, on_proven: Callable[[], None] | None = None
+    ) -> GroupStream:
+        """Sends a request on its way; ``on_proven`` as in `GroupStream`.
 
         Raises:
             GroupLost: The group is not attached.
         """
         if not self.is_attached:
             raise GroupLost(f"group at {self.address} is not attached: {self.last_error}")
-        stream = GroupStream(submit, on_abort=self._abort)
+        stream = GroupStream(
+            submit,
+            window=self._config.window_tokens,
+            on_abort=self._abort,
+            on_credit=self._give_credit,
+            on_proven=on_proven,
+        )
         self._streams[stream.key] = stream
         self._commands.put_nowait(pb.GroupCommand(submit=submit))
         return stream
@@ -167,26 +155,29 @@ class GroupClient:
                 await asyncio.sleep(pause_s * self._jitter(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._config.max_backoff_s)
         finally:
-            self._detach("the gateway is closing")
+            self._detach(Ending("the gateway is closing"))
 
-    async def _attach_once(self) -> str:
+    async def _attach_once(self) -> Ending:
         """Returns why the stream ended, or why there was none."""
+        self._pulse = self._new_pulse()
         try:
             await self._attach()
-            reason = "the group ended the stream"
+            ending = Ending("the group ended the stream")
         except GroupMismatch as error:
-            reason = str(error)
+            ending = Ending(str(error))
         except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+            # With DEADLINE_EXCEEDED it is the group that gave us up.
+            is_death = error.code() != grpc.StatusCode.DEADLINE_EXCEEDED
+            ending = Ending(f"{error.code().name}: {error.details()}", is_death=is_death)
         except TimeoutError:
-            reason = f"no frame for {self._config.silence_timeout_s} s"
+            ending = self._trouble
         except Exception as error:
             # Whatever one group sends, the gateway goes on with the others.
             _log.exception("the connection to the group at %s failed", self.address)
-            reason = repr(error)
-        if reason != self.last_error:
-            _log.warning("group at %s is not attached: %s", self.address, reason)
-        return reason
+            ending = Ending(repr(error))
+        if ending.reason != self.last_error:
+            _log.warning("group at %s is not attached: %s", self.address, ending.reason)
+        return ending
 
     async def _attach(self) -> None:
         async with self._connect(self.address) as link:
@@ -197,12 +188,12 @@ class GroupClient:
             call = link.Attach()
             helpers = [asyncio.create_task(self._write_commands(call))]
             try:
-                async with asyncio.timeout(self._config.silence_timeout_s) as deadline:
+                async with asyncio.timeout(None) as deadline:
+                    helpers.append(asyncio.create_task(self._watch(deadline)))
                     async for frame in call:
-                        now = asyncio.get_running_loop().time()
-                        deadline.reschedule(now + self._config.silence_timeout_s)
                         if not self.is_attached:
                             self._description, self.last_error = description, ""
+                            self._refute_death()
                             self._listener.attached(self)
                             helpers.append(asyncio.create_task(self._follow_events(link)))
                         self._take(frame)
@@ -215,7 +206,19 @@ class GroupClient:
         while True:
             await call.write(await self._commands.get())
 
+    async def _watch(self, deadline: asyncio.Timeout) -> None:
+        """Tells the group that we are here, and lets ``deadline`` pass where it is not."""
+        pulse = self._pulse
+        ending: Ending | None = None
+        while ending is None:
+            self._commands.put_nowait(_PING)
+            await asyncio.sleep(pulse.beat_s)
+            ending = pulse.beat(is_owed=any(s.is_owed for s in self._streams.values()))
+        self._trouble = ending
+        deadline.reschedule(asyncio.get_running_loop().time())
+
     def _take(self, frame: pb.StepFrame) -> None:
+        self._pulse.frame(frame.step)
         load = (frame.step, frame.load)
         if load != self._last_load:
             # A heartbeat during a long step repeats what the last step said. Routing must not
@@ -231,9 +234,21 @@ class GroupClient:
             stream = self._streams.get(key)
             if stream is None:
                 continue  # Aborted here while the group was still at it.
-            if delta.finish_reason or delta.HasField("error"):
+            if not stream.push(delta):
+                stream.abort()
+            elif delta.finish_reason or delta.HasField("error"):
                 del self._streams[key]
-            stream.push(delta)
+        if frame.phase:
+            self._drain(frame.phase)
+
+    def _drain(self, phase: pb.StepFrame.Phase) -> None:
+        if not self._phase:
+            self._listener.turned_away(self)
+        self._phase = phase
+        if phase == pb.StepFrame.HANDING_OVER and self._listener.has_other(self):
+            for stream in list(self._streams.values()):
+                stream.lose(HandedOver(f"the group at {self.address} drains"))
+                stream.abort()
 
     async def _follow_events(self, link: GroupLink) -> None:
         """Feeds the listener, from where it left off; a broken or odd stream is begun again.
@@ -251,6 +266,12 @@ class GroupClient:
                         break
             await asyncio.sleep(self._config.min_backoff_s)
 
+    def _new_pulse(self) -> Pulse:
+        return Pulse(
+            silence_timeout_s=self._config.silence_timeout_s,
+            step_deadline_s=self._config.step_deadline_s,
+        )
+
     def _abort(self, stream: GroupStream) -> None:
         if self._streams.pop(stream.key, None) is None:
             return
@@ -258,13 +279,28 @@ class GroupClient:
         abort = pb.Abort(request_id=request_id, attempt=attempt)
         self._commands.put_nowait(pb.GroupCommand(abort=abort))
 
-    def _detach(self, reason: str) -> None:
-        self.last_error = reason
+    def _give_credit(self, stream: GroupStream, token_limit: int) -> None:
+        if stream.key in self._streams:
+            request_id, attempt = stream.key
+            credit = pb.Credit(request_id=request_id, attempt=attempt, token_limit=token_limit)
+            self._commands.put_nowait(pb.GroupCommand(credit=credit))
+
+    def _detach(self, ending: Ending) -> None:
+        self.last_error = ending.reason
+        self._commands = asyncio.Queue()  # What it still held was meant for the broken stream.
         if not self.is_attached:
             return
+        death = Death(self.description.group_id, self.description.epoch)
+        self._death = death if ending.is_refutable else None
         self._listener.detached(self)
         self._description = self._last_load = None
-        self._commands = asyncio.Queue()  # What it still held was meant for the broken stream.
+        self._phase = pb.StepFrame.SERVING
+        message = f"the group at {self.address} is lost: {ending.reason}"
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.lose(GroupLost(f"the group at {self.address} is lost: {reason}"))
+            stream.lose(GroupDied(message, death) if ending.is_death else GroupLost(message))
+
+    def _refute_death(self) -> None:
+        death, self._death = self._death, None
+        if death is not None and death.epoch == self.description.epoch:
+            death.is_refuted = True

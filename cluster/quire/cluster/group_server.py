@@ -23,6 +23,16 @@ from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta
 from quire.worker.sampling_params import SamplingParams
 
+_HEARTBEATS = 8
+"""In the time after which a gateway takes a silent group for lost."""
+_GATEWAY_PATIENCE = 3
+"""How many times as long a silent gateway is waited for: to be wrong about a gateway costs all its
+streams here, and to be late only the blocks that they hold."""
+_OPTIONS = [
+    # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
 _CLOSE_S = 1.0
 """What a stopping server gives streams that have nothing left to say."""
 _WARM_UP = Request(
@@ -41,8 +51,14 @@ class GroupServer:
         self._engine = engine
         self._engine_loop = EngineLoop(engine)
         description = _describe(config, facts, engine, group_id=group_id)
-        self._service = GroupService(self._engine_loop, description)
-        self._server = grpc.aio.server()
+        self._config = config
+        self._service = GroupService(
+            self._engine_loop,
+            description,
+            heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
+            gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
+        )
+        self._server = grpc.aio.server(options=_OPTIONS)
         group_pb2_grpc.add_ReplicaGroupServicer_to_server(self._service, self._server)
         port = self._server.add_insecure_port(f"{config.group_host}:0")
         self.address = f"{config.group_host}:{port}"
@@ -67,6 +83,7 @@ class GroupServer:
             # What is broken shows now, and what is slow the first time is behind us.
             async for _ in self.generate(_WARM_UP):
                 pass
+            self._engine_loop.watch(step_deadline_s=config.step_deadline_s)
             await self._server.start()
         except BaseException:
             await self.stop(drain_timeout_s=0)
@@ -98,9 +115,10 @@ class GroupServer:
             raise self._engine_loop.failed.result()
 
     async def stop(self, *, drain_timeout_s: float) -> None:
-        """Takes no new request, lets those at hand end, then ends everything that it started."""
+        """Takes no new request, lets those at hand end or go on elsewhere, then ends everything
+        that it started."""
         if not self._engine_loop.failed.done():
-            await self._service.drain(timeout_s=drain_timeout_s)
+            await self._service.drain(timeout_s=drain_timeout_s, handover_s=self._config.handover_s)
         await self._server.stop(_CLOSE_S)
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)

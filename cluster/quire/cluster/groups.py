@@ -10,8 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from quire.cluster.errors import GroupLost
-from quire.cluster.group_client import GroupClient, GroupClientConfig, GroupStream
+from quire.cluster.group_client import GroupClient, GroupClientConfig
 from quire.cluster.group_link import Connect, grpc_connect
+from quire.cluster.group_stream import GroupStream
 from quire.cluster.model_card import Expectation, ModelCard
 from quire.router.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
@@ -84,12 +85,18 @@ class Groups:
             if not client.is_attached
         ]
 
-    def submit(self, group_id: GroupId, submit: pb.Submit) -> GroupStream:
-        """Raises GroupLost: the group is not attached any longer."""
+    def submit(
+        self,
+        group_id: GroupId,
+        submit: pb.Submit,
+        *,
+        on_proven: Callable[[], None] | None = None,
+    ) -> GroupStream:
+        """As `GroupClient.submit`. Raises GroupLost: the group is not attached any longer."""
         client = self._attached.get(group_id)
         if client is None:
             raise GroupLost(f"group {group_id} is not attached")
-        return client.submit(submit)
+        return client.submit(submit, on_proven=on_proven)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
@@ -143,6 +150,9 @@ class Groups:
 
     def turned_away(self, client: GroupClient) -> None:
         self._retire(client)
+
+    def has_other(self, client: GroupClient) -> bool:
+        return any(self._attached[group_id] is not client for group_id in self._routable())
 
     def load(self, client: GroupClient, load: pb.Load) -> None:
         group_id = GroupId(client.description.group_id)

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.auth import ApiKeys, GrpcAuth
-from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.errors import ModelNotFound, Quarantined, Unavailable
 from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
 from quire.cluster.wire import params_from_proto
 from quire.v1 import inference_pb2 as pb
@@ -33,6 +33,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Quarantined: grpc.StatusCode.ABORTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from quire.cluster.errors import ModelNotFound, Unauthenticated, Unavailable
+from quire.cluster.errors import ModelNotFound, Quarantined, Unauthenticated, Unavailable
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     BodyTooLarge: _Kind(413, "invalid_request_error"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
+    Quarantined: _Kind(500, "server_error", "quarantined"),
     Unavailable: _Kind(503, "service_unavailable_error", "unavailable"),
 }
 _INTERNAL = _Kind(500, "server_error", "internal_error")
@@ -63,6 +64,8 @@ def error_body(error: Exception) -> dict[str, object]:
 async def _handle(request: Request, error: Exception) -> Response:
     kind, body = _describe(error)
     headers = {"Retry-After": "1"} if kind.status in (429, 503) else None
+    if isinstance(error, Quarantined):  # OpenAI's clients try again after a 500, unless told.
+        headers = {"x-should-retry": "false"}
     return JSONResponse(body, status_code=kind.status, headers=headers)
 
 

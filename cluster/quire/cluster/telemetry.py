@@ -42,8 +42,21 @@ class Telemetry:
         )
         self.resumes = Counter(
             "quire_resumes",
-            "Times that a completion was sent on to another group, or to the same anew.",
+            "Times that a completion went on elsewhere, or there anew, as its group was lost.",
             registry=registry,
+        )
+        self.handovers = Counter(
+            "quire_handovers",
+            "Times that a completion went elsewhere since its group drained or put it off.",
+            registry=registry,
+        )
+        self.quarantined = Counter(
+            "quire_quarantined_completions",
+            "Completions refused since too many groups had died under them.",
+            registry=registry,
+        )
+        self.retry_budget = Gauge(
+            "quire_retry_budget", "Resumes that could be done at once now.", registry=registry
         )
         self.inflight = Gauge(
             "quire_inflight_completions", "Completions under way.", registry=registry
@@ -87,6 +100,11 @@ class _ClusterCollector(Collector):
         ("num_free_blocks", "quire_group_free_blocks", "KV blocks that hold nothing."),
         ("num_cached_blocks", "quire_group_cached_blocks", "KV blocks kept as known prefixes."),
         ("num_held_blocks", "quire_group_held_blocks", "KV blocks that running requests read."),
+        (
+            "num_unsent_tokens",
+            "quire_group_unsent_tokens",
+            "Output tokens that a group keeps for readers that are behind.",
+        ),
     )
     _COUNTERS = (
         ("num_prompt_tokens", "quire_group_prompt_tokens", "Prompt tokens that a group began."),

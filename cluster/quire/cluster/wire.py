@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # A gateway has no engine.
     from quire.worker.engine import EngineStats
 
 _REPEATED = ("stop", "stop_token_ids")
+_LOAD = [
+    field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name != "num_unsent_tokens"
+]
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | TokenIds) -> bytes:
@@ -76,8 +79,8 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprob
 
 
 def stats_to_proto(stats: "EngineStats") -> group_pb.Load:
-    names = [field.name for field in group_pb.Load.DESCRIPTOR.fields]
-    return group_pb.Load(**{name: getattr(stats, name) for name in names})
+    """All of `Load` but what the engine does not know of."""
+    return group_pb.Load(**{name: getattr(stats, name) for name in _LOAD})
 
 
 def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:

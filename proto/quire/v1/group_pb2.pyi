@@ -40,28 +40,36 @@ class GroupDescription(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GroupCommand(_message.Message):
-    __slots__ = ("submit", "abort")
+    __slots__ = ("submit", "abort", "credit")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    credit: Credit
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "resumed_token_ids", "sampling", "cache_salt")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "resumed_token_ids", "sampling", "cache_salt", "priority", "token_limit", "probation_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PROBATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
     resumed_token_ids: bytes
     sampling: _inference_pb2.SamplingParams
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resumed_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    priority: int
+    token_limit: int
+    probation_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resumed_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -71,15 +79,35 @@ class Abort(_message.Message):
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class Credit(_message.Message):
+    __slots__ = ("request_id", "attempt", "token_limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    token_limit: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_limit: _Optional[int] = ...) -> None: ...
+
 class StepFrame(_message.Message):
-    __slots__ = ("step", "load", "deltas")
+    __slots__ = ("step", "load", "deltas", "phase")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        SERVING: _ClassVar[StepFrame.Phase]
+        DRAINING: _ClassVar[StepFrame.Phase]
+        HANDING_OVER: _ClassVar[StepFrame.Phase]
+    SERVING: StepFrame.Phase
+    DRAINING: StepFrame.Phase
+    HANDING_OVER: StepFrame.Phase
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     step: int
     load: Load
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
-    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ...) -> None: ...
+    phase: StepFrame.Phase
+    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., phase: _Optional[_Union[StepFrame.Phase, str]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "error")
@@ -110,11 +138,13 @@ class GroupError(_message.Message):
         QUEUE_FULL: _ClassVar[GroupError.Code]
         GROUP_FAILED: _ClassVar[GroupError.Code]
         DRAINING: _ClassVar[GroupError.Code]
+        PROBATION: _ClassVar[GroupError.Code]
     CODE_UNSPECIFIED: GroupError.Code
     INVALID_REQUEST: GroupError.Code
     QUEUE_FULL: GroupError.Code
     GROUP_FAILED: GroupError.Code
     DRAINING: GroupError.Code
+    PROBATION: GroupError.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     code: GroupError.Code
@@ -122,7 +152,7 @@ class GroupError(_message.Message):
     def __init__(self, code: _Optional[_Union[GroupError.Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions")
+    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions", "num_unsent_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +163,7 @@ class Load(_message.Message):
     NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pending_prefill_tokens: int
@@ -143,7 +174,8 @@ class Load(_message.Message):
     num_hit_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    num_unsent_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("epoch", "next_seq", "buckets")

@@ -63,7 +63,7 @@ class ReplicaGroupServicer(object):
 
     def Attach(self, request_iterator, context):
         """One multiplexed stream per gateway: requests down, one frame per engine step up. When it
-        breaks, the group aborts what came over it.
+        breaks, or the gateway falls silent, the group aborts what came over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -111,7 +111,7 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
 
     Attach: _ReplicaGroupAttachType
     """One multiplexed stream per gateway: requests down, one frame per engine step up. When it
-    breaks, the group aborts what came over it.
+    breaks, or the gateway falls silent, the group aborts what came over it.
     """
 
     Events: _ReplicaGroupEventsType
@@ -151,7 +151,7 @@ class ReplicaGroupServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[quire.v1.group_pb2.StepFrame], collections.abc.AsyncIterator[quire.v1.group_pb2.StepFrame]]:
         """One multiplexed stream per gateway: requests down, one frame per engine step up. When it
-        breaks, the group aborts what came over it.
+        breaks, or the gateway falls silent, the group aborts what came over it.
         """
 
     @abc.abstractmethod

@@ -57,7 +57,8 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
         and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-        UNAVAILABLE (no replica group). Cancelling the call frees everything it held.
+        UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
+        send it again). Cancelling the call frees everything it held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -109,7 +109,8 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
     Generate: _InferenceGenerateType
     """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
     and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-    UNAVAILABLE (no replica group). Cancelling the call frees everything it held.
+    UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
+    send it again). Cancelling the call frees everything it held.
     """
 
     Tokenize: _InferenceTokenizeType
@@ -140,7 +141,8 @@ class InferenceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[quire.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[quire.v1.inference_pb2.GenerateResponse]]:
         """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
         and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-        UNAVAILABLE (no replica group). Cancelling the call frees everything it held.
+        UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
+        send it again). Cancelling the call frees everything it held.
         """
 
     @abc.abstractmethod

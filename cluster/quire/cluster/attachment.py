@@ -1,0 +1,280 @@
+"""One gateway's requests at a group, and what it has not been sent of them yet.
+
+A request's tokens are sent as far as its reader has given credit for, and wait here beyond that:
+a reader that stalls costs four bytes a token, and neither KV nor anybody else's time, since the
+engine goes on and lets go of the blocks. What waits is merged, so that a frame has at most one
+delta with tokens for each request, however long the last frame took to write.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from quire.cluster.engine_loop import EngineLoop
+from quire.cluster.wire import (
+    logprobs_to_proto,
+    params_from_proto,
+    stats_to_proto,
+    tokens_from_bytes,
+)
+from quire.v1 import group_pb2 as pb
+from quire.v1 import inference_pb2
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.request import Request, TokenDelta
+
+_FINISH_REASONS = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+    "abort": inference_pb2.FINISH_REASON_ABORT,
+}
+_LISTENS_IN = 4  # Times in a gateway's timeout that it is listened for.
+
+Key = tuple[str, int]
+"""Request and attempt."""
+
+
+@dataclass(slots=True, eq=False)
+class Door:
+    """Whom a group lets in: what its attachments share."""
+
+    phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
+    on_probation: "_Work | None" = None
+    """The one request on probation, of whichever gateway."""
+
+
+class Attachment:
+    """Belongs to one `Attach` stream, and is closed with it."""
+
+    def __init__(self, engine_loop: EngineLoop, door: Door, *, name: str) -> None:
+        self.num_unsent_tokens = 0
+        """Output that waits, for its reader or for the next frame."""
+        self._engine_loop = engine_loop
+        self._door = door
+        self._name = name
+        self._works: dict[Key, _Work] = {}
+        self._sendable: dict[Key, _Work] = {}
+        self._refusals: list[pb.TokenDelta] = []
+        self._changed = asyncio.Event()
+        self._is_heard = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end the gateway has not been sent."""
+        return len(self._works)
+
+    async def read(self, commands: AsyncIterator[pb.GroupCommand]) -> None:
+        """Does what the gateway says, until it says no more."""
+        async for command in commands:
+            self._is_heard = True
+            kind = command.WhichOneof("command")
+            if kind == "submit":
+                self._submit(command.submit)
+            elif kind == "abort":
+                self._forget((command.abort.request_id, command.abort.attempt))
+            elif kind == "credit":
+                self._extend(command.credit)
+
+    async def listen(self, timeout_s: float) -> None:
+        """Returns once the gateway has said nothing for ``timeout_s``.
+
+        Counted in parts: where this process itself was stopped, no time has passed.
+        """
+        num_silent = 0
+        while num_silent < _LISTENS_IN:
+            self._is_heard = False
+            await asyncio.sleep(timeout_s / _LISTENS_IN)
+            num_silent = 0 if self._is_heard else num_silent + 1
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when there is something to send, or after ``timeout_s``, for a heartbeat."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def wake(self) -> None:
+        """Has a frame sent, whether or not there is anything in it."""
+        self._changed.set()
+
+    def take_frame(self) -> pb.StepFrame:
+        self._changed.clear()
+        deltas = []
+        sendable, self._sendable = self._sendable, {}
+        for key, work in sendable.items():
+            delta = work.take()
+            self.num_unsent_tokens -= len(delta.token_ids)
+            deltas.append(delta)
+            if delta.finish_reason:
+                del self._works[key]
+        refusals, self._refusals = self._refusals, []
+        return pb.StepFrame(
+            step=self._engine_loop.num_steps,
+            load=stats_to_proto(self._engine_loop.stats),
+            deltas=deltas + refusals,
+            phase=self._door.phase,
+        )
+
+    def hand_back(self, message: str) -> None:
+        """Ends every request here and asks the gateway to go on with it elsewhere."""
+        for key in list(self._works):
+            self._end(key, pb.GroupError.DRAINING, message)
+
+    def close(self) -> None:
+        for key in list(self._works):
+            self._forget(key)
+
+    def _submit(self, submit: pb.Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        if self._door.phase != pb.StepFrame.SERVING:
+            self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
+            return
+        if key in self._works:
+            message = f"request {key[0]!r}, attempt {key[1]}, is running already"
+            self._refuse(key, pb.GroupError.INVALID_REQUEST, message)
+            return
+        if submit.probation_tokens and self._door.on_probation is not None:
+            message = "another request is on probation"
+            self._refuse(key, pb.GroupError.PROBATION, message)
+            return
+        engine_id = f"{self._name}/{key[0]}/{key[1]}"
+        try:
+            request = _request(submit, engine_id=engine_id)
+        except InvalidRequest as error:
+            self._refuse(key, pb.GroupError.INVALID_REQUEST, str(error))
+            return
+        work = _Work(engine_id, submit.token_limit)
+        if submit.probation_tokens:
+            self._door.on_probation = work
+            work.proven_at = len(request.resumed_token_ids) + submit.probation_tokens
+        self._works[key] = work
+        self._engine_loop.submit(request, lambda output: self._take(key, work, output))
+
+    def _extend(self, credit: pb.Credit) -> None:
+        key = (credit.request_id, credit.attempt)
+        work = self._works.get(key)
+        if work is not None:
+            work.token_limit = max(work.token_limit, credit.token_limit)
+            self._offer(key, work)
+
+    def _take(self, key: Key, work: "_Work", output: TokenDelta | QuireError) -> None:
+        if isinstance(output, QuireError):
+            self._end(key, _error_code(output), str(output))
+            return
+        work.add(key, output)
+        self.num_unsent_tokens += len(output.token_ids)
+        if work.is_proven:
+            self._acquit(work)
+        self._offer(key, work)
+
+    def _offer(self, key: Key, work: "_Work") -> None:
+        if work.can_send:
+            self._sendable[key] = work
+            self._changed.set()
+
+    def _end(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
+        """Ends a request that the gateway has not ended; what was not sent is not sent."""
+        self._forget(key)
+        self._refuse(key, code, message)
+
+    def _forget(self, key: Key) -> None:
+        work = self._works.pop(key, None)
+        if work is None:
+            return
+        self._sendable.pop(key, None)
+        self.num_unsent_tokens -= work.num_unsent
+        self._acquit(work)
+        self._engine_loop.abort(work.engine_id)
+
+    def _acquit(self, work: "_Work") -> None:
+        if self._door.on_probation is work:
+            self._door.on_probation = None
+
+    def _refuse(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
+        error = pb.GroupError(code=code, message=message)
+        self._refusals.append(pb.TokenDelta(request_id=key[0], attempt=key[1], error=error))
+        self._changed.set()
+
+
+class _Work:
+    """One request, and those of its tokens that were not sent."""
+
+    __slots__ = ("_unsent", "engine_id", "is_proven", "proven_at", "token_limit")
+
+    def __init__(self, engine_id: str, token_limit: int) -> None:
+        self.engine_id = engine_id
+        self.token_limit = token_limit
+        self.proven_at = 0
+        self.is_proven = False
+        """It has had the tokens of its probation, or has ended."""
+        self._unsent: pb.TokenDelta | None = None
+
+    @property
+    def num_unsent(self) -> int:
+        return 0 if self._unsent is None else len(self._unsent.token_ids)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether `take` has anything to give: tokens within the limit, or an end without."""
+        delta = self._unsent
+        if delta is None:
+            return False
+        return (
+            not self.token_limit
+            or delta.token_offset < self.token_limit
+            or not delta.token_ids  # An end that brings none.
+        )
+
+    def add(self, key: Key, output: TokenDelta) -> None:
+        finish_reason = _FINISH_REASONS.get(output.finish_reason or "")
+        delta = self._unsent
+        if delta is None:
+            self._unsent = pb.TokenDelta(
+                request_id=key[0],
+                attempt=key[1],
+                token_offset=output.token_offset,
+                token_ids=output.token_ids,
+                logprobs=logprobs_to_proto(output.logprobs),
+                finish_reason=finish_reason,
+                num_cached_tokens=output.num_cached_tokens,
+            )
+        else:
+            delta.token_ids.extend(output.token_ids)
+            delta.logprobs.extend(logprobs_to_proto(output.logprobs))
+            if finish_reason is not None:
+                delta.finish_reason = finish_reason
+        num_output = output.token_offset + len(output.token_ids)
+        self.is_proven = num_output >= self.proven_at or finish_reason is not None
+
+    def take(self) -> pb.TokenDelta:
+        """What may be sent now. The finish reason comes with the last token."""
+        delta = self._unsent
+        assert delta is not None
+        room = max(0, self.token_limit - delta.token_offset)
+        if not self.token_limit or len(delta.token_ids) <= room:
+            self._unsent = None
+            return delta
+        head = pb.TokenDelta()
+        head.CopyFrom(delta)
+        head.ClearField("finish_reason")
+        del head.token_ids[room:], head.logprobs[room:]
+        del delta.token_ids[:room], delta.logprobs[:room]
+        delta.token_offset += room
+        return head
+
+
+def _request(submit: pb.Submit, *, engine_id: str) -> Request:
+    return Request(
+        request_id=engine_id,
+        prompt_token_ids=tokens_from_bytes(submit.prompt_token_ids),
+        resumed_token_ids=tokens_from_bytes(submit.resumed_token_ids),
+        params=params_from_proto(submit.sampling),
+        cache_salt=submit.cache_salt,
+        priority=submit.priority,
+    )
+
+
+def _error_code(error: QuireError) -> pb.GroupError.Code:
+    if isinstance(error, InvalidRequest):
+        return pb.GroupError.INVALID_REQUEST
+    return pb.GroupError.QUEUE_FULL if isinstance(error, QueueFull) else pb.GroupError.GROUP_FAILED

@@ -1,0 +1,215 @@
+"""One completion's attempts: to which group it goes next, and whether it may go anywhere.
+
+An attempt is routed, submitted, and ends: with the completion, or because its group was lost,
+drains or will not have it. Then the next one begins where it ended, unless what `resume` says has
+been reached. Each has a number of its own, by which group and gateway tell what belongs to it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from quire.cluster.errors import (
+    Death,
+    GroupDied,
+    GroupLost,
+    HandedOver,
+    Quarantined,
+    Unavailable,
+)
+from quire.cluster.group_stream import GroupStream
+from quire.cluster.groups import Groups
+from quire.cluster.resume import Losses, Resumes
+from quire.cluster.telemetry import Telemetry
+from quire.cluster.wire import params_to_proto, tokens_to_bytes
+from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+from quire.router.policy import Decision
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2 as pb
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+
+if TYPE_CHECKING:
+    from quire.cluster.completion import CompletionConfig, CompletionRequest
+
+
+class Attempts:
+    """Of one completion, one at a time."""
+
+    def __init__(
+        self,
+        request: "CompletionRequest",
+        *,
+        groups: Groups,
+        table: RoutingTable,
+        telemetry: Telemetry,
+        config: "CompletionConfig",
+        resumes: Resumes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._groups = groups
+        self._table = table
+        self._telemetry = telemetry
+        self._config = config
+        self._resumes = resumes
+        self._clock = clock
+        self._losses = Losses(config.resume)
+        self._number = 0
+        self._num_tokens = 0
+        self._num_refusals = 0
+        self._avoided: set[GroupId] = set()  # Groups that could not take it just now.
+        self._decision: Decision | None = None
+        self._stream: GroupStream | None = None
+        self._error: QuireError | None = None
+        self._leave_probation: Callable[[], None] = _do_nothing
+        resumes.budget.began()
+
+    @property
+    def decision(self) -> Decision:
+        """Where the last one went, and why."""
+        assert self._decision is not None
+        return self._decision
+
+    async def begin(self, token_ids: Sequence[int]) -> GroupStream:
+        """Routes the request, or what is left of it behind ``token_ids``, and sends it off.
+
+        Raises:
+            QueueFull: Every group that was asked has a full queue.
+            Unavailable: There is no group.
+        """
+        self._num_tokens = len(token_ids)
+        if self._losses.is_suspect:
+            self._leave_probation = await self._resumes.probation.enter()
+        try:
+            return await self._begin(token_ids)
+        except BaseException:
+            self._leave_probation()
+            raise
+
+    def end(self) -> None:
+        """Lets go of the last one, whatever became of it."""
+        if self._stream is not None:
+            self._stream.abort()
+        self._leave_probation()
+
+    def lose(self, error: QuireError) -> None:
+        """Counts that the last one ended with ``error``. Returns where there may be another.
+
+        Raises:
+            InvalidRequest: The group refused the request as it is.
+            QueueFull: Every group that was asked has a full queue.
+            Quarantined: Too many groups died under it.
+            Unavailable: Too many were lost on the way.
+        """
+        self._error = error
+        if isinstance(error, QueueFull):
+            self._num_refusals += 1
+            self._avoided.add(self.decision.group)
+            if self._is_new and self._num_refusals >= self._config.max_refusals:
+                raise error
+            return
+        if not isinstance(error, GroupLost):
+            raise error
+        assert self._stream is not None
+        self._losses.add(error, num_tokens=self._stream.num_tokens)
+        if self._losses.is_convicted:
+            self._telemetry.quarantined.inc()
+            raise Quarantined(
+                f"quarantined: {self._losses.num_deaths} replica groups died one after the other "
+                "while they ran this request, the last of them with no other suspect; it is not "
+                f"tried again. The last one: {error}"
+            )
+        if isinstance(error, HandedOver):
+            self._telemetry.handovers.inc()
+            return
+        if self._losses.is_hopeless:
+            raise self._unavailable()
+        if not self._resumes.budget.take():
+            raise Unavailable(
+                "groups are lost faster than this gateway may resume their requests, try again "
+                f"later: {error}"
+            )
+        self._telemetry.resumes.inc()
+        if not isinstance(error, GroupDied):
+            self._avoided.add(self.decision.group)
+
+    def refusal(self, error: pb.GroupError) -> QuireError:
+        """What a group's refusal means."""
+        if error.code == pb.GroupError.INVALID_REQUEST:
+            return InvalidRequest(error.message)
+        if error.code == pb.GroupError.QUEUE_FULL:
+            return QueueFull(error.message)
+        if error.code == pb.GroupError.DRAINING:
+            return HandedOver(error.message)
+        if error.code == pb.GroupError.PROBATION:
+            self._avoided.add(self.decision.group)
+            return HandedOver(error.message)
+        if error.code == pb.GroupError.GROUP_FAILED:
+            return GroupDied(error.message, Death(self.decision.group, epoch=0))
+        return GroupLost(error.message)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether nothing would be lost if it were refused."""
+        return not (self._num_tokens or self._losses.num_lost)
+
+    async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
+        deadline_s = self._clock() + self._config.group_wait_s
+        num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
+        while True:
+            if self._groups.card not in (None, self._request.model):
+                raise Unavailable("the model was replaced while the request was under way")
+            try:
+                self._decision = self._table.route(
+                    self._request.request_id,
+                    hashes=self._request.hashes,
+                    num_prompt_tokens=num_prompt_tokens,
+                    exclude=frozenset(self._avoided),
+                )
+                self._number += 1
+                self._stream = self._groups.submit(
+                    self._decision.group,
+                    self._submission(token_ids),
+                    on_proven=self._leave_probation,
+                )
+            except NoGroupAvailable as error:
+                await self._wait(error, deadline_s)
+            except GroupLost as error:
+                self._error = error
+                self._avoided.add(self.decision.group)
+            else:
+                return self._stream
+
+    async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
+        """Returns when it is time to look for a group again."""
+        full = self._error if isinstance(self._error, QueueFull) else None
+        timeout_s = deadline_s - self._clock()
+        if timeout_s <= 0 or (full is not None and self._is_new):
+            raise full or self._unavailable() from error
+        if self._avoided:
+            timeout_s = min(timeout_s, self._config.retry_pause_s)
+        await self._groups.wait_for_change(timeout_s=timeout_s)
+        self._avoided.clear()
+
+    def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
+        resume = self._config.resume
+        return pb.Submit(
+            request_id=self._request.request_id,
+            attempt=self._number,
+            prompt_token_ids=tokens_to_bytes(self._request.prompt_token_ids),
+            resumed_token_ids=tokens_to_bytes(token_ids),
+            sampling=params_to_proto(self._request.params),
+            cache_salt=self._request.cache_salt,
+            probation_tokens=resume.probation_tokens if self._losses.is_suspect else 0,
+        )
+
+    def _unavailable(self) -> Unavailable:
+        reasons = "; ".join(filter(None, [str(self._error or ""), *self._groups.troubles()]))
+        return Unavailable(
+            f"no replica group can take the request after {self._number} attempts and "
+            f"{self._num_tokens} tokens, try again later: {reasons or 'none is known'}"
+        )
+
+
+def _do_nothing() -> None:
+    pass

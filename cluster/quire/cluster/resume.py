@@ -1,0 +1,134 @@
+"""How a completion may go on after its group was lost, and when it may not any more.
+
+A group that drains, is full, or is merely cut off for a moment is nobody's fault. A group that
+*dies* may have died of one of its requests. All of them are resumed at once the first time, as
+they must be if a hundred streams are to survive one crash. A completion under which
+``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between, is a
+*suspect*: it is run again while no other suspect is on the same group, so that one more death is
+its own. What kills a group does so again where it did before, at the first token behind those that
+were received, or a few later where the last ones were lost on the way; who gets past that point is
+acquitted, and the next one's turn comes. So no more than ``max_group_deaths`` groups die of a
+request, and who only happened to be there is resumed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeConfig:
+    max_attempts: int = 5
+    """Attempts of a completion that may be lost, other than by draining, the last one included."""
+    max_group_deaths: int = 3
+    probation_tokens: int = 8
+    """A step's tokens may be lost with the group, and with steps ahead another's; frames that a
+    slow network held, some more."""
+    retry_burst: int = 4096
+    """Resumes that a gateway can do at once: as many as it has completions under way
+    (`GatewayConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
+    retry_share: float = 0.2
+    """What each new completion adds to that, up to it. In the long run, resumes are this share of
+    the traffic: each costs a prefill, and groups that die of load must not die of resumes."""
+    retry_per_s: float = 10.0
+    """What each second adds, for gateways with little traffic and long streams."""
+
+
+class Losses:
+    """What has become of one completion's attempts."""
+
+    def __init__(self, config: ResumeConfig) -> None:
+        self.num_lost = 0
+        """Attempts lost, but for those handed over."""
+        self._config = config
+        self._deaths: list[Death] = []
+
+    @property
+    def num_deaths(self) -> int:
+        """Groups that died under it in a row."""
+        return sum(not death.is_refuted for death in self._deaths)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_deaths >= self._config.max_group_deaths - 1
+
+    @property
+    def is_convicted(self) -> bool:
+        return self.num_deaths >= self._config.max_group_deaths
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.num_lost >= self._config.max_attempts
+
+    def add(self, error: GroupLost, *, num_tokens: int) -> None:
+        """Counts a lost attempt, which had brought ``num_tokens``."""
+        if isinstance(error, HandedOver):
+            return
+        self.num_lost += 1
+        if num_tokens >= self._config.probation_tokens:
+            self._deaths.clear()  # It got past where those groups died.
+        if isinstance(error, GroupDied):
+            self._deaths.append(error.death)
+
+
+class RetryBudget:
+    """A bucket of resumes, filled by traffic and time."""
+
+    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._level = float(config.retry_burst)
+        self._filled_s = clock()
+
+    @property
+    def level(self) -> float:
+        """Resumes that could be done now."""
+        now_s = self._clock()
+        self._add((now_s - self._filled_s) * self._config.retry_per_s)
+        self._filled_s = now_s
+        return self._level
+
+    def began(self) -> None:
+        """A new completion began."""
+        self._add(self._config.retry_share)
+
+    def take(self) -> bool:
+        """Whether there may be one more resume; if so, it counts."""
+        if self.level < 1:
+            return False
+        self._level -= 1
+        return True
+
+    def _add(self, number: float) -> None:
+        self._level = min(self._level + number, float(self._config.retry_burst))
+
+
+class Probation:
+    """The gateway's suspects, of which one at a time may be sent to a group."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def enter(self) -> Callable[[], None]:
+        """Waits for a turn, first come, first served; returns how to end it, also twice."""
+        await self._turn.acquire()
+        is_over = False
+
+        def leave() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._turn.release()
+
+        return leave
+
+
+class Resumes:
+    """What a gateway's completions share of all this."""
+
+    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.budget = RetryBudget(config, clock=clock)
+        self.probation = Probation()
