@@ -28,6 +28,8 @@ class Load:
 
     rate: float = 1.0
     """Requests a second."""
+    burst: int = 0
+    """Once a minute on average so many come within a second, whatever there is room for."""
     mean_output: int = 30
     num_documents: int = 4
     """Prompts begin with one of these, whose KV can be shared."""
@@ -66,6 +68,13 @@ class Ask:
     outcome: str = "running"
     error: grpc.aio.AioRpcError | None = None
 
+    def __str__(self) -> str:
+        where = f"at {self.gateway.name if self.gateway else '?'} via {self.groups}"
+        return (
+            f"request {self.number} {where} since {self.begin_s:.3f} s ({len(self.prompt)} prompt "
+            f"tokens, {len(self.tokens)} of {self.max_tokens} received, last {self.last_s:.3f} s)"
+        )
+
     @property
     def is_poison(self) -> bool:
         return POISON in self.prompt
@@ -97,14 +106,24 @@ class Clients:
             for _ in range(load.num_documents)
         ]
 
-    async def arrive(self, *, until_s: float, rate: float | None = None) -> None:
+    async def arrive(self, *, until_s: float) -> None:
         """Open loop: new ones come whatever became of the others."""
-        loop = self._cluster.loop
-        while True:
-            await asyncio.sleep(self._rng.expovariate(rate or self._load.rate))
-            if loop.time() >= until_s:
-                return
+        load, loop = self._load, self._cluster.loop
+        begin_s = loop.time()
+        steady = self._arrivals(load.rate, 1, begin_s, until_s)
+        bursts = self._arrivals(1 / 60, load.burst, begin_s, until_s)
+        for at_s in sorted(steady + bursts):
+            await asyncio.sleep(at_s - loop.time())
             self.ask(self.draw())
+
+    def _arrivals(self, rate: float, size: int, from_s: float, until_s: float) -> list[float]:
+        """Times of arrival, of ``size`` within each second that ``rate`` draws."""
+        times: list[float] = []
+        at_s = from_s + self._rng.expovariate(rate)
+        while at_s < until_s:
+            times += [at_s + (self._rng.random() if size > 1 else 0.0) for _ in range(size)]
+            at_s += self._rng.expovariate(rate)
+        return times
 
     def draw(self) -> Ask:
         """One as the load has them."""
@@ -176,12 +195,12 @@ class Clients:
             ask.outcome, ask.error = "error", error
             if not self._allows(ask):
                 raise Wrong(
-                    f"{_name(ask)} failed after {len(ask.tokens)} tokens with "
+                    f"{ask} failed after {len(ask.tokens)} tokens with "
                     f"{error.code().name}: {error.details()}"
                 ) from error
         else:
             if ask.outcome == "running":
-                raise Wrong(f"{_name(ask)} ended without an end, after {len(ask.tokens)} tokens")
+                raise Wrong(f"{ask} ended without an end, after {len(ask.tokens)} tokens")
 
     def _take(self, ask: Ask, chunk: pb.GenerateResponse) -> None:
         now_s = self._cluster.loop.time()
@@ -192,28 +211,28 @@ class Clients:
             ask.groups.append(chunk.start.routing.group)
             ask.seed = chunk.start.seed
         if ask.outcome != "running":
-            raise Wrong(f"{_name(ask)} went on after its end")
+            raise Wrong(f"{ask} went on after its end")
         if chunk.token_offset != len(ask.tokens):
-            raise Wrong(f"{_name(ask)}: token {chunk.token_offset} came as {len(ask.tokens)}")
+            raise Wrong(f"{ask}: token {chunk.token_offset} came as {len(ask.tokens)}")
         ask.tokens += chunk.token_ids
         ask.text += chunk.text
         expected = self._expected(ask)
         if ask.tokens != expected[: len(ask.tokens)]:
-            raise Wrong(f"{_name(ask)} has {ask.tokens}, not {expected}")
+            raise Wrong(f"{ask} has {ask.tokens}, not {expected}")
         if chunk.finish_reason:
             self._finish(ask, chunk, expected)
 
     def _finish(self, ask: Ask, chunk: pb.GenerateResponse, expected: list[int]) -> None:
         if len(ask.tokens) != len(expected):
-            raise Wrong(f"{_name(ask)} ended after {len(ask.tokens)} of {len(expected)} tokens")
+            raise Wrong(f"{ask} ended after {len(ask.tokens)} of {len(expected)} tokens")
         shown, reason = ask.tokens, pb.FINISH_REASON_LENGTH
         if ask.tokens[-1] == EOS and not ask.ignore_eos:
             shown, reason = ask.tokens[:-1], pb.FINISH_REASON_STOP
         if chunk.finish_reason != reason:
-            raise Wrong(f"{_name(ask)} ended with {chunk.finish_reason}, not {reason}")
+            raise Wrong(f"{ask} ended with {chunk.finish_reason}, not {reason}")
         text = self._model.tokenizer.decode(shown)
         if ask.text != text:
-            raise Wrong(f"{_name(ask)} has the text {ask.text!r}, not {text!r}")
+            raise Wrong(f"{ask} has the text {ask.text!r}, not {text!r}")
         ask.outcome = "done"
 
     def _expected(self, ask: Ask) -> list[int]:
@@ -223,11 +242,6 @@ class Clients:
                 ask.prompt, seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
             )
         return ask.answer
-
-
-def _name(ask: Ask) -> str:
-    gateway = ask.gateway.name if ask.gateway else "no gateway"
-    return f"request {ask.number} at {gateway} via {ask.groups} since {ask.begin_s:.3f} s"
 
 
 def _request(ask: Ask) -> pb.GenerateRequest:

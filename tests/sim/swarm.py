@@ -23,7 +23,9 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
     rng = random.Random(f"{seed} plan")
     num_groups = rng.choice([1, 2, 2, 3, 3, 4])
     max_num_seqs = rng.choice([2, 8, 16])
-    is_busy = rng.random() < 0.25
+    step_s = rng.choice([0.02, 0.05, 0.1])
+    mean_output = rng.choice([5, 20, 40])
+    capacity = num_groups * max_num_seqs / (step_s * mean_output)  # Requests a second.
     p_fault = rng.choice([0.15, 0.3, 0.6])
     return Plan(
         cluster=ClusterPlan(
@@ -33,7 +35,7 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.choice([16, 64, 256]),
             max_num_waiting=rng.choice([2, 20, 1000, 1000]),
-            cost=StepCost(step_s=rng.choice([0.02, 0.05, 0.1]), token_s=0.0005),
+            cost=StepCost(step_s=step_s, token_s=0.0005),
             handover_s=rng.choice([0.0, 1.0, 20.0]),
             client=GroupClientConfig(
                 silence_timeout_s=rng.choice([2.0, 5.0]),
@@ -50,8 +52,9 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             max_latency_s=rng.choice([0.001, 0.02]), window=rng.choice([2, 16, 64])
         ),
         load=Load(
-            rate=num_groups * (rng.uniform(2, 4) if is_busy else rng.uniform(0.05, 0.5)),
-            mean_output=rng.choice([5, 20, 40]),
+            rate=min(2.0, capacity * rng.uniform(0.05, 0.5)),
+            mean_output=mean_output,
+            burst=rng.choice([0, 0, 30, 100]),
             num_documents=rng.choice([1, 4, 20]),
             p_slow=rng.choice([0.0, 0.2]),
             p_cancel=rng.choice([0.0, 0.2]),
