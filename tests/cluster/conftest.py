@@ -282,6 +282,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         group_wait_s: float = 0.3,
         config: dict[str, Any] | None = None,
         expected: dict[str, Any] | None = None,
+        client: dict[str, Any] | None = None,
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
@@ -295,7 +296,9 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 expected=Expectation(
                     **{"model": MODEL, "block_size": BLOCK_SIZE, **(expected or {})}
                 ),
-                config=GroupClientConfig(silence_timeout_s=2, min_backoff_s=0.02),
+                config=GroupClientConfig(
+                    **{"silence_timeout_s": 2, "min_backoff_s": 0.02, **(client or {})}
+                ),
             )
             stack.push_async_callback(connections.close)
             connections.set_addresses(group.address for group in started)

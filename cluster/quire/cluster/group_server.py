@@ -6,6 +6,7 @@ It is ready when a request has gone through the model, not when a port is open.
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Self
 
 import grpc.aio
@@ -72,6 +73,9 @@ class GroupServer:
             ConfigError, CheckpointError: The model cannot run like this.
             RankFailure: A rank died on the way.
         """
+        # The executor's own deadline first: it knows which rank it is that does not answer.
+        step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
+        config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
         executor, facts = await asyncio.to_thread(make_executor, config.engine)
         try:
             engine = Engine(config.engine, facts, executor, epoch=time.time_ns())

@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+
+from quire.cluster.errors import GroupLost
+from quire.cluster.group_stream import GroupStream
+from quire.cluster.wire import tokens_to_bytes
+from quire.v1 import group_pb2 as pb
+from quire.v1 import inference_pb2
+
+pytestmark = pytest.mark.anyio
+
+WINDOW = 8
+
+
+class Wire:
+    """A stream, and what it told the group."""
+
+    def __init__(self, *, num_resumed: int = 0, probation_tokens: int = 0) -> None:
+        self.submit = pb.Submit(
+            request_id="r",
+            attempt=1,
+            resumed_token_ids=tokens_to_bytes([5] * num_resumed),
+            probation_tokens=probation_tokens,
+        )
+        self.credits: list[int] = []
+        self.num_proven = 0
+        self.stream = GroupStream(
+            self.submit,
+            window=WINDOW,
+            on_abort=lambda stream: None,
+            on_credit=lambda stream, limit: self.credits.append(limit),
+            on_proven=self._prove,
+        )
+
+    def _prove(self) -> None:
+        self.num_proven += 1
+
+    def push(self, offset: int, *token_ids: int, **fields: Any) -> bool:
+        return self.stream.push(pb.TokenDelta(token_offset=offset, token_ids=token_ids, **fields))
+
+
+def tokens(deltas: list[pb.TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_what_comes_a_second_time_is_dropped() -> None:
+    wire = Wire(num_resumed=3)
+    assert wire.push(3, 10, 11)
+    assert wire.push(4, 11)
+    assert wire.push(3, 10, 11)
+    assert wire.push(0, 5, 5)
+    assert wire.push(5, 12, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
+    assert tokens(await wire.stream.next()) == [10, 11, 12]
+    assert wire.stream.num_tokens == 3
+
+
+@pytest.mark.parametrize(("offset", "num"), [(3, 1), (1, 4), (9, 0)])
+async def test_a_gap_or_an_overlap_loses_the_stream_behind_what_was_good(
+    offset: int, num: int
+) -> None:
+    wire = Wire()
+    wire.push(0, 10, 11)
+    assert not wire.push(offset, *[12] * num)
+    assert tokens(await wire.stream.next()) == [10, 11]
+    with pytest.raises(GroupLost, match=f"sent token {offset}, expected 2"):
+        await wire.stream.next()
+
+
+async def test_more_than_there_is_credit_for_is_not_taken() -> None:
+    wire = Wire(num_resumed=2)
+    assert wire.submit.token_limit == 2 + WINDOW
+    assert wire.push(2, *range(WINDOW))
+    assert not wire.stream.is_owed
+    assert not wire.push(2 + WINDOW, 1)
+    assert wire.stream.num_buffered == WINDOW
+
+
+async def test_credit_comes_as_the_reader_goes_on_and_not_before() -> None:
+    wire = Wire()
+    wire.push(0, *range(WINDOW))
+    await wire.stream.next()
+    assert wire.credits == [], "what was taken is still in the reader's hands"
+    assert wire.stream.num_buffered == WINDOW
+    wire.stream.lose(GroupLost("end"))
+    with pytest.raises(GroupLost):
+        await wire.stream.next()
+    assert wire.credits == [2 * WINDOW]
+    assert wire.stream.num_buffered == 0
+
+
+async def test_a_steady_reader_gives_credit_twice_a_window() -> None:
+    wire = Wire()
+    for position in range(10 * WINDOW):
+        assert wire.push(position, 1)
+        await wire.stream.next()
+    assert len(wire.credits) <= 2 * 10
+    assert wire.stream.is_owed
+
+
+@pytest.mark.parametrize("how", ["tokens", "end"])
+async def test_a_suspect_is_proven_by_tokens_or_its_end_read_or_not(how: str) -> None:
+    wire = Wire(num_resumed=2, probation_tokens=3)
+    wire.push(2, 1, 1)
+    assert wire.num_proven == 0
+    if how == "tokens":
+        wire.push(4, 1)
+        wire.push(5, 1)
+    else:
+        wire.push(4, finish_reason=inference_pb2.FINISH_REASON_STOP)
+    assert wire.num_proven == 1

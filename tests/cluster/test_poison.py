@@ -1,0 +1,158 @@
+"""A request that kills every group that runs it, among a hundred that do not."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from quire.cluster.wire import tokens_to_bytes
+from quire.v1 import group_pb2, group_pb2_grpc
+from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import RankFailure
+
+pytestmark = pytest.mark.anyio
+
+NUM_INNOCENTS = 100
+MAX_GROUP_DEATHS = 3
+
+
+def generate(cluster: Any, prompt: list[int], *, seed: int, max_tokens: int) -> Any:
+    params = pb.SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
+    return cluster.inference.Generate(
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=params)
+    )
+
+
+def prompt_of(number: int) -> list[int]:
+    return [20 + number, *range(20, 40)]
+
+
+async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
+    chunks += [chunk async for chunk in call]
+    found: list[int] = []
+    for chunk in chunks:
+        assert chunk.token_offset == len(found)
+        found += chunk.token_ids
+    return found
+
+
+def make_deadly(group: Any, *, poison: int, at_length: int) -> None:
+    """From now on, ``group`` dies of a sequence that begins with ``poison`` and has got so long."""
+    execute = group.executor.execute
+
+    def check(step: Any) -> Any:
+        lengths = step.seq_lens_B
+        for row in range(len(lengths)):
+            if lengths[row] >= at_length and _begins(group, step, row, poison):
+                raise RankFailure("killed by a request")
+        return execute(step)
+
+    group.executor.execute = check
+
+
+def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
+    """Whether the sequence in ``row`` begins with ``poison``, which this very step may write."""
+    slot = int(step.block_tables_BM[row][0]) * 4
+    written = dict(zip(step.slot_mapping_T.tolist(), step.token_ids_T.tolist(), strict=True))
+    return bool(written.get(slot, group.executor._slots[slot]) == poison)
+
+
+@pytest.mark.parametrize("where", ["in its prompt", "behind 25 tokens"])
+@pytest.mark.parametrize("spread", [True, False], ids=["spread", "together"])
+async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
+    start_cluster: Any, spread: bool, where: str
+) -> None:
+    poison = [250, *range(20, 40)]
+    at_length = 10 if where == "in its prompt" else len(poison) + 25
+    async with start_cluster(
+        num_groups=6,
+        group_wait_s=30,
+        max_num_seqs=128,
+        max_num_batched_tokens=256,
+        num_blocks=4000,
+    ) as cluster:
+        groups = list(cluster.groups.values())
+        for group in groups:
+            group.executor.step_s = 0.005
+            make_deadly(group, poison=poison[0], at_length=at_length)
+        # All on one group, so that all are there when it dies.
+        cluster.connections.set_addresses([groups[0].address])
+        calls = [
+            generate(cluster, prompt_of(n), seed=n, max_tokens=120) for n in range(NUM_INNOCENTS)
+        ]
+        chunks = [[await anext(aiter(call))] for call in calls]
+        poisoned = generate(cluster, poison, seed=1, max_tokens=100)
+        reads = [asyncio.create_task(tokens_of(*each)) for each in zip(calls, chunks, strict=True)]
+        reading = asyncio.create_task(tokens_of(poisoned, []))
+        if spread:
+            await groups[0].engine_loop.failed
+            cluster.connections.set_addresses([group.address for group in groups])
+        else:  # Wherever the poison goes, all others go too.
+            for dying, following in pairwise(groups[:4]):
+                await dying.engine_loop.failed
+                cluster.connections.set_addresses([following.address])
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await reading
+        found = await asyncio.gather(*reads)
+        num_dead = sum(group.engine_loop.failed.done() for group in groups)
+        assert cluster.gateway.telemetry.quarantined._value.get() == 1
+    assert num_dead == MAX_GROUP_DEATHS
+    assert raised.value.code() == grpc.StatusCode.ABORTED
+    assert "quarantined: 3 replica groups died" in (raised.value.details() or "")
+    assert "killed by a request" in (raised.value.details() or "")
+    for number, tokens in enumerate(found):
+        expected = cluster.model.continuation(prompt_of(number), seed=number, max_tokens=120)
+        assert tokens == expected
+
+
+def suspect(name: str) -> group_pb2.GroupCommand:
+    return group_pb2.GroupCommand(
+        submit=group_pb2.Submit(
+            request_id=name,
+            attempt=3,
+            prompt_token_ids=tokens_to_bytes(prompt_of(0)),
+            sampling=pb.SamplingParams(seed=1, max_tokens=300, ignore_eos=True),
+            probation_tokens=8,
+        )
+    )
+
+
+async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.GroupError.Code:
+    """Reads until a request has so many tokens more, or is refused; the code of the refusal."""
+    num = 0
+    while num < num_tokens:
+        for delta in (await call.read()).deltas:
+            if delta.request_id == name and delta.HasField("error"):
+                return delta.error.code
+            num += len(delta.token_ids) if delta.request_id == name else 0
+    return group_pb2.GroupError.CODE_UNSPECIFIED
+
+
+@pytest.mark.parametrize("end", ["proven", "aborted", "gateway gone"])
+async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
+    start_group: Any, end: str
+) -> None:
+    refused, taken = group_pb2.GroupError.PROBATION, group_pb2.GroupError.CODE_UNSPECIFIED
+    async with start_group() as group, grpc.aio.insecure_channel(group.address) as channel:
+        stub = group_pb2_grpc.ReplicaGroupStub(channel)
+        first, second = stub.Attach(), stub.Attach()
+        group.executor.step_s = 0.2
+        await first.write(suspect("a"))
+        assert await read_tokens(first, "a", num_tokens=1) == taken
+        await second.write(suspect("b"))
+        assert await read_tokens(second, "b", num_tokens=1) == refused
+        group.executor.step_s = 0.005
+        if end == "proven":
+            assert await read_tokens(first, "a", num_tokens=7) == taken
+        elif end == "aborted":
+            abort = group_pb2.Abort(request_id="a", attempt=3)
+            await first.write(group_pb2.GroupCommand(abort=abort))
+            await group.settle()
+        else:
+            first.cancel()
+            await group.settle()
+        await second.write(suspect("c"))
+        assert await read_tokens(second, "c", num_tokens=1) == taken

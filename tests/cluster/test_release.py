@@ -1,0 +1,133 @@
+"""Clients that go away, a hundred at once: the engine lets go within a step, and says so."""
+
+import asyncio
+import re
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from quire.v1 import inference_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+
+NUM = 100
+OPTIONS = {
+    "num_groups": 1,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 512,
+    "num_blocks": 8000,
+}
+
+
+class Steps:
+    """Between being told that a request is not wanted and letting go of it."""
+
+    def __init__(self, group: Any) -> None:
+        self.waited: list[int] = []
+        self._told: dict[str, int] = {}
+        self._loop = group.engine_loop
+        abort_loop, abort_engine = self._loop.abort, group.engine.abort
+
+        def told(engine_id: str) -> None:
+            self._told.setdefault(engine_id, self._loop.num_steps)
+            abort_loop(engine_id)
+
+        def done(engine_id: str) -> bool:
+            self.waited.append(self._loop.num_steps - self._told[engine_id])
+            result: bool = abort_engine(engine_id)
+            return result
+
+        self._loop.abort, group.engine.abort = told, done
+
+
+def generate(cluster: Any, number: int, **options: Any) -> Any:
+    params = pb.SamplingParams(seed=number, max_tokens=300, ignore_eos=True)
+    ids = pb.TokenIds(ids=[20 + number, *range(20, 40)])
+    request = pb.GenerateRequest(token_ids=ids, sampling=params)
+    return cluster.inference.Generate(request, **options)
+
+
+async def held_blocks(cluster: Any) -> float:
+    """The gauge, as Prometheus would read it."""
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"{cluster.http_url}/metrics")).text
+    values = re.findall(r"^quire_group_held_blocks\{.*\} (.*)$", metrics, re.MULTILINE)
+    return sum(float(value) for value in values)
+
+
+async def check_released(cluster: Any, steps: Steps) -> None:
+    (group,) = cluster.groups.values()
+    await group.settle()
+    assert len(steps.waited) == NUM
+    assert max(steps.waited) <= 1
+    assert group.engine_loop.num_requests == 0
+    while await held_blocks(cluster):  # Until the next heartbeat, at most.
+        await asyncio.sleep(0.01)
+    # Whoever comes next finds everything as it should be.
+    tokens = [token async for chunk in generate(cluster, 7) for token in chunk.token_ids]
+    expected = cluster.model.continuation([27, *range(20, 40)], seed=7, max_tokens=300)
+    assert tokens == expected
+
+
+async def test_a_hundred_cancelled_calls(start_cluster: Any) -> None:
+    async with start_cluster(**OPTIONS) as cluster:
+        (group,) = cluster.groups.values()
+        group.executor.step_s = 0.01
+        steps = Steps(group)
+        calls = [generate(cluster, number) for number in range(NUM)]
+        for call in calls:
+            await anext(aiter(call))
+        assert await held_blocks(cluster) > NUM
+        for call in calls:
+            call.cancel()
+        group.executor.step_s = 0
+        await check_released(cluster, steps)
+
+
+async def test_a_hundred_calls_past_their_deadline(start_cluster: Any) -> None:
+    async with start_cluster(**OPTIONS) as cluster:
+        (group,) = cluster.groups.values()
+        group.executor.step_s = 0.05  # 300 tokens would take 15 s.
+        steps = Steps(group)
+        calls = [generate(cluster, number, timeout=4.0) for number in range(NUM)]
+        results = await asyncio.gather(
+            *[read_to_end(call) for call in calls], return_exceptions=True
+        )
+        codes = {error.code() for error in results if isinstance(error, grpc.aio.AioRpcError)}
+        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        group.executor.step_s = 0
+        await check_released(cluster, steps)
+
+
+async def test_a_hundred_http_clients_that_hang_up(start_cluster: Any) -> None:
+    async with start_cluster(**OPTIONS) as cluster:
+        (group,) = cluster.groups.values()
+        group.executor.step_s = 0.05
+        steps = Steps(group)
+        limits = httpx.Limits(max_connections=NUM)
+        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+            await asyncio.gather(*[hang_up(client, cluster, number) for number in range(NUM)])
+        group.executor.step_s = 0
+        await check_released(cluster, steps)
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() != grpc.aio.EOF:
+        pass
+
+
+async def hang_up(client: httpx.AsyncClient, cluster: Any, number: int) -> None:
+    body = {
+        "model": "hash",
+        "prompt": [20 + number, *range(20, 40)],
+        "max_tokens": 300,
+        "stream": True,
+        "seed": number,
+        "ignore_eos": True,
+    }
+    async with client.stream("POST", f"{cluster.http_url}/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        await anext(response.aiter_lines())

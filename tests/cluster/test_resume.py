@@ -1,0 +1,92 @@
+import asyncio
+
+import pytest
+
+from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
+from quire.cluster.resume import Losses, Probation, ResumeConfig, RetryBudget
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = ResumeConfig(max_attempts=5, max_group_deaths=3, probation_tokens=8)
+
+
+def died(*, is_refuted: bool = False) -> GroupDied:
+    return GroupDied("gone", Death("g", epoch=1, is_refuted=is_refuted))
+
+
+def test_three_deaths_in_a_row_convict_and_two_make_a_suspect() -> None:
+    losses = Losses(CONFIG)
+    seen = []
+    for _ in range(3):
+        losses.add(died(), num_tokens=7)
+        seen.append((losses.is_suspect, losses.is_convicted))
+    assert seen == [(False, False), (True, False), (True, True)]
+
+
+def test_who_got_past_the_place_of_earlier_deaths_is_acquitted_of_them() -> None:
+    losses = Losses(CONFIG)
+    losses.add(died(), num_tokens=0)
+    losses.add(died(), num_tokens=0)
+    losses.add(died(), num_tokens=8)
+    assert losses.num_deaths == 1
+    assert losses.num_lost == 3
+
+
+def test_draining_counts_for_nothing_and_a_broken_connection_as_no_death() -> None:
+    losses = Losses(CONFIG)
+    for _ in range(50):
+        losses.add(HandedOver("drains"), num_tokens=0)
+    assert (losses.num_lost, losses.num_deaths) == (0, 0)
+    losses.add(GroupLost("odd"), num_tokens=0)
+    assert (losses.num_lost, losses.num_deaths) == (1, 0)
+
+
+def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
+    losses = Losses(CONFIG)
+    cut_off = died()
+    losses.add(died(), num_tokens=0)
+    losses.add(cut_off, num_tokens=0)
+    assert losses.is_suspect
+    cut_off.death.is_refuted = True
+    assert not losses.is_suspect
+    assert losses.num_lost == 2
+
+
+def test_attempts_have_an_end_whatever_they_die_of() -> None:
+    losses = Losses(CONFIG)
+    for _ in range(4):
+        losses.add(died(), num_tokens=100)
+        assert not losses.is_hopeless
+    losses.add(died(), num_tokens=100)
+    assert losses.is_hopeless
+    assert not losses.is_convicted
+
+
+def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
+    now_s = [0.0]
+    config = ResumeConfig(retry_burst=100, retry_share=0.25, retry_per_s=2)
+    budget = RetryBudget(config, clock=lambda: now_s[0])
+    assert sum(budget.take() for _ in range(200)) == 100, "one crash, survived by all"
+    for _ in range(8):
+        budget.began()
+    assert sum(budget.take() for _ in range(200)) == 2
+    now_s[0] += 3
+    assert sum(budget.take() for _ in range(200)) == 6
+    now_s[0] += 1e6
+    assert budget.level == 100
+
+
+async def test_one_suspect_at_a_time_in_their_order() -> None:
+    probation = Probation()
+    order: list[int] = []
+
+    async def run(number: int) -> None:
+        leave = await probation.enter()
+        order.append(number)
+        await asyncio.sleep(0)
+        assert order[-1] == number, "nobody else came in"
+        leave()
+        leave()
+
+    await asyncio.gather(*[run(number) for number in range(5)])
+    assert order == [0, 1, 2, 3, 4]
