@@ -184,6 +184,7 @@ class Cluster:
         self.groups: list[SimGroup] = []
         """Those whose processes live, as far as operations know."""
         self.gateways: list[SimGateway] = []
+        self.num_replaced = 0
         self._lives = itertools.count(1)
         for number in range(plan.num_groups):
             self.start_group(f"g{number}")
@@ -238,6 +239,7 @@ class Cluster:
 
     def _later(self, gone: SimGroup | SimGateway) -> None:
         """Its successor bears its name; a group's may have its address too."""
+        self.num_replaced += 1
         delay_s = self.rng.uniform(0.2, 1.0) * self.plan.start_s
         if isinstance(gone, SimGateway):
             self.loop.call_later(delay_s, lambda: self.start_gateway(gone.name))

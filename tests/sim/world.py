@@ -57,6 +57,8 @@ class Result:
     num_callbacks: int
     outcomes: Counter[str]
     faults: Counter[str]
+    num_replaced: int
+    """Groups and gateways that operations replaced, for they had died or failed."""
     asks: list[Ask]
 
 
@@ -109,6 +111,7 @@ class World:
             num_callbacks=loop.num_callbacks,
             outcomes=outcomes,
             faults=Counter(fault.kind for fault in self.chaos.faults),
+            num_replaced=self.cluster.num_replaced,
             asks=self.clients.asks,
         )
 
