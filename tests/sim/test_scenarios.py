@@ -8,7 +8,7 @@ import grpc
 import pytest
 from tests.sim.clients import Ask, Load
 from tests.sim.cluster import ClusterPlan
-from tests.sim.faults import ChaosPlan
+from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
 from tests.sim.world import Plan, Result, World, run
 
@@ -149,6 +149,21 @@ def test_who_leaves_frees_its_blocks_within_a_step() -> None:
         assert [group.engine.stats().num_held_blocks for group in world.cluster.groups] == [0, 0]
 
     assert play(step).outcomes == {"running": NUM_STREAMS}
+
+
+@pytest.mark.parametrize(("resets", "within_s"), [(True, 0.5), (False, 8.0)])
+def test_a_gateway_that_is_gone_holds_no_blocks(resets: bool, within_s: float) -> None:
+    """What it asked for would go on for 40 s. Without a reset, it is its silence that tells."""
+
+    async def step(world: World) -> None:
+        (gateway,) = world.cluster.gateways
+        world.chaos.faults.append(Fault("gateway crash", gateway.place, world.loop.time()))
+        world.network.kill(gateway.process, resets=resets)
+        await asyncio.sleep(within_s)
+        assert [group.engine.stats().num_held_blocks for group in world.cluster.groups] == [0, 0]
+
+    plan = Plan(cluster=replace(CLUSTER, cost=StepCost(step_s=0.4)))
+    assert play(step, plan=plan).outcomes == {"error": NUM_STREAMS}
 
 
 def test_a_slow_reader_holds_nobody_up_but_itself() -> None:

@@ -17,7 +17,6 @@ from tests.sim.clients import Wrong
 from tests.sim.swarm import draw_plan
 from tests.sim.world import Result, run
 
-from quire.cluster.attachment import Attachment
 from quire.cluster.completion import Completion
 from quire.cluster.group_client import GroupClient
 from quire.cluster.group_stream import GroupStream
@@ -25,7 +24,7 @@ from quire.router.table import RoutingTable
 from quire.worker.blocks import BlockPool
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTH_S = 120.0
+LENGTH_S = 100.0
 
 
 @pytest.fixture(autouse=True)
@@ -43,19 +42,19 @@ def run_seed(seed: int, *, length_s: float = LENGTH_S) -> Result:
         raise
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_cluster_keeps_its_promise(seed: int) -> None:
     result = run_seed(seed)
     assert result.outcomes["done"] > 0
 
 
 def test_the_same_seed_gives_the_same_digest_in_any_process() -> None:
-    ours = run_seed(3, length_s=30).digest
-    assert ours == run_seed(3, length_s=30).digest
-    assert ours != run_seed(4, length_s=30).digest
+    ours = run_seed(3, length_s=10).digest
+    assert ours == run_seed(3, length_s=10).digest
+    assert ours != run_seed(4, length_s=10).digest
     program = (
         "from tests.sim.swarm import draw_plan; from tests.sim.world import run; "
-        "print(run(draw_plan(3, length_s=30), seed=3).digest)"
+        "print(run(draw_plan(3, length_s=10), seed=3).digest)"
     )
     path = os.pathsep.join([str(ROOT), *sys.path])
     for hash_seed in ("1", "2"):
@@ -81,10 +80,6 @@ def _resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
         return chunk
 
     monkeypatch.setattr(Completion, "_take", take)
-
-
-def _forgets_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attachment, "close", lambda self: None)
 
 
 def _believes_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +119,6 @@ def _loses_no_stream_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     "break_it",
     [
         _resumes_a_token_early,
-        _forgets_to_abort,
         _believes_any_attempt,
         _shares_blocks_that_are_not_full,
         _keeps_requests_in_the_table,
@@ -135,7 +129,11 @@ def test_what_is_broken_is_found(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulation is worth as much as what it finds."""
-    break_it(monkeypatch)
-    with pytest.raises((Wrong, AssertionError)):
+
+    def run_some() -> None:
         for seed in range(4):
             run_seed(seed, length_s=60)
+
+    break_it(monkeypatch)
+    with pytest.raises((Wrong, AssertionError)):
+        run_some()
