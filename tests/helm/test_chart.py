@@ -308,6 +308,7 @@ def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest])
             "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
         ),
         ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
+        (
             {"groups": {"tensorParallelSize": 8, "nodesPerGroup": 3}},
             "groups.nodesPerGroup=3 must divide groups.tensorParallelSize=8",
         ),

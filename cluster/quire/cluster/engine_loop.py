@@ -9,10 +9,11 @@ not heard any more.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,8 +65,7 @@ class EngineLoop:
         """As of the last step."""
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
         engine.events.subscribe(lambda _seq, event: self._events.append(event))
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._thread.start()
+        self._start()
 
     @property
     def num_steps(self) -> int:
@@ -149,17 +149,31 @@ class EngineLoop:
                 self._hung.set_result(None)
                 self._deliver_failure(RankFailure(message))
 
+    def _start(self) -> None:
+        """Begins to run the engine; the simulation in ``tests/sim`` does it without a thread."""
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread.start()
+
     # In the engine's thread.
 
     def _run(self) -> None:
-        try:
+        with self._failing():
             while self._take_inbox():
                 self._num_turns += 1
-                outputs: list[TokenDelta] = []
-                if self._engine.has_work:
-                    outputs = self._engine.step()
-                    self._num_steps += 1
-                self._report(outputs)
+                self._report(self._step())
+
+    def _step(self) -> list[TokenDelta]:
+        if not self._engine.has_work:
+            return []
+        outputs = self._engine.step()
+        self._num_steps += 1
+        return outputs
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What is raised inside is the end of the engine."""
+        try:
+            yield
         except RankFailure as error:
             self._fail(error)
         except Exception as error:

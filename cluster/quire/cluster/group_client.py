@@ -14,23 +14,20 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
+from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connect
 from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
-from quire.v1 import group_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
 _CLOSED = (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
 _PING = pb.GroupCommand()
-
-AttachCall = grpc.aio.StreamStreamCall[pb.GroupCommand, pb.StepFrame]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +58,16 @@ class GroupClient:
         listener: GroupListener,
         *,
         config: GroupClientConfig,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Connect = grpc_connect,
+        jitter: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self.address = address
         self.last_error = ""
         """Why the group is not attached, for the people who wonder."""
         self._listener = listener
         self._config = config
-        self._credentials = credentials
+        self._connect = connect
+        self._jitter = jitter
         self._description: pb.GroupDescription | None = None  # Set while attached.
         self._last_load: tuple[int, pb.Load] | None = None
         self._pulse = self._new_pulse()
@@ -125,7 +124,7 @@ class GroupClient:
                 if loop.time() - begin_s > self._config.max_backoff_s:
                     pause_s = self._config.min_backoff_s  # It was well for a while.
                 # Many gateways must not knock at a restarted group in the same instant.
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause_s * self._jitter(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._config.max_backoff_s)
         finally:
             self._detach(Ending("the gateway is closing"))
@@ -153,13 +152,12 @@ class GroupClient:
         return ending
 
     async def _attach(self) -> None:
-        async with self._channel() as channel:
-            stub = group_pb2_grpc.ReplicaGroupStub(channel)
-            description = await stub.Describe(
+        async with self._connect(self.address) as link:
+            description = await link.Describe(
                 pb.DescribeRequest(), timeout=self._config.describe_timeout_s
             )
             self._listener.check(description)
-            call = stub.Attach()
+            call = link.Attach()
             helpers = [asyncio.create_task(self._write_commands(call))]
             try:
                 async with asyncio.timeout(None) as deadline:
@@ -170,23 +168,12 @@ class GroupClient:
                             self._refute_death()
                             self._listener.attached(self)
                             if self._config.follow_events:
-                                helpers.append(asyncio.create_task(self._follow_events(stub)))
+                                helpers.append(asyncio.create_task(self._follow_events(link)))
                         self._take(frame)
             finally:
                 for helper in helpers:
                     helper.cancel()
                 await asyncio.gather(*helpers, return_exceptions=True)
-
-    def _channel(self) -> grpc.aio.Channel:
-        options = [
-            # A snapshot of a million blocks is 32 MB.
-            ("grpc.max_receive_message_length", 256 * 2**20),
-            # Connections of different attempts share nothing, least of all gRPC's own backoff.
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self.address, options=options)
-        return grpc.aio.secure_channel(self.address, self._credentials, options=options)
 
     async def _write_commands(self, call: AttachCall) -> None:
         while True:
@@ -237,7 +224,7 @@ class GroupClient:
                 stream.lose(HandedOver(f"the group at {self.address} drains"))
                 stream.abort()
 
-    async def _follow_events(self, stub: "group_pb2_grpc.ReplicaGroupAsyncStub") -> None:
+    async def _follow_events(self, link: GroupLink) -> None:
         """Feeds the listener, from where it left off; a broken or odd stream is begun again.
 
         Without events routing is worse but works, so their trouble never detaches the group.
@@ -248,7 +235,7 @@ class GroupClient:
                 epoch=position.epoch, next_seq=position.next_seq, buckets=position.drifted
             )
             with contextlib.suppress(grpc.aio.AioRpcError, ValueError):
-                async for message in stub.Events(request):
+                async for message in link.Events(request):
                     if not self._listener.events(self, events_from_proto(message)):
                         break
             await asyncio.sleep(self._config.min_backoff_s)

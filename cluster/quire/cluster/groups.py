@@ -6,13 +6,13 @@ One that has left the membership gets no new requests but keeps those it has unt
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterable, Mapping
-
-import grpc
 
 from quire.cluster.demand import Demand
 from quire.cluster.errors import GroupLost
 from quire.cluster.group_client import GroupClient, GroupClientConfig
+from quire.cluster.group_link import Connect, grpc_connect
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.model_card import Expectation, ModelCard
 from quire.router.directory import Applied, GroupId, Position
@@ -37,7 +37,8 @@ class Groups:
         table: RoutingTable,
         expected: Expectation,
         config: GroupClientConfig | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        connect: Connect = grpc_connect,
+        jitter: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self.card: ModelCard | None = None
         self.demand = Demand()
@@ -45,7 +46,8 @@ class Groups:
         self._table = table
         self._expected = expected
         self._config = config or GroupClientConfig()
-        self._credentials = credentials
+        self._connect = connect
+        self._jitter = jitter
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
@@ -58,12 +60,14 @@ class Groups:
     def set_addresses(self, addresses: Iterable[str]) -> None:
         """Makes ``host:port`` of each group that runs known; replaces the former ones."""
         wanted = set(addresses)
-        for address in self._clients.keys() - wanted:
+        for address in sorted(self._clients.keys() - wanted):
             client, task = self._clients.pop(address)
             self._leaving.append((client, task))
             self._retire(client)
-        for address in wanted - self._clients.keys():
-            client = GroupClient(address, self, config=self._config, credentials=self._credentials)
+        for address in sorted(wanted - self._clients.keys()):
+            client = GroupClient(
+                address, self, config=self._config, connect=self._connect, jitter=self._jitter
+            )
             self._clients[address] = (client, asyncio.create_task(client.run()))
 
     @property
@@ -127,6 +131,8 @@ class Groups:
             self.card.expectation().check(description)
 
     def attached(self, client: GroupClient) -> None:
+        if any(client is leaving for leaving, _ in self._leaving):
+            return  # To its address's next group, whom another client may have met already.
         if not self._attached:
             self.card = ModelCard.of(client.description)
         group_id = GroupId(client.description.group_id)
@@ -134,8 +140,6 @@ class Groups:
         self._attached.pop(group_id, None)
         self._update_members()
         self._attached[group_id] = client
-        if any(client is leaving for leaving, _ in self._leaving):
-            self._retired.add(client)
         self._update_members()
         _log.info("group %s at %s is attached", group_id, client.address)
 

@@ -1,0 +1,46 @@
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.cluster.group_client import GroupClient
+from quire.cluster.group_link import GroupLink
+from quire.cluster.groups import Groups
+from quire.cluster.model_card import Expectation
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2
+
+pytestmark = pytest.mark.anyio
+
+
+@contextlib.asynccontextmanager
+async def unreachable(address: str) -> AsyncIterator[GroupLink]:
+    raise OSError(f"{address} is not there")
+    yield
+
+
+def attach(groups: Groups, client: GroupClient, *, epoch: int) -> None:
+    client._description = group_pb2.GroupDescription(
+        group_id="g0", epoch=epoch, model="m", block_size=4
+    )
+    groups.attached(client)
+
+
+async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_client() -> None:
+    groups = Groups(
+        table=RoutingTable(block_size=4),
+        expected=Expectation(model="m", block_size=4),
+        connect=unreachable,
+    )
+    groups.set_addresses(["host:1"])
+    (former, _), *_ = groups._clients.values()
+    attach(groups, former, epoch=1)
+    groups.detached(former)
+    groups.set_addresses([])  # The group has crashed,
+    groups.set_addresses(["host:1"])  # and another is there. Both clients come to it.
+    (present, _), *_ = groups._clients.values()
+    attach(groups, present, epoch=2)
+    attach(groups, former, epoch=2)
+    groups.detached(former)
+    assert groups.num_ready == 1
+    await groups.close()

@@ -1,0 +1,245 @@
+"""Faults: what can happen to a cluster, drawn from the seed, and when it was.
+
+A run draws which kinds are enabled at all (a *swarm*: a mixture of everything, always, hides what
+needs the absence of something), then they come one after the other and overlap at times. Each is
+undone by itself; `Chaos.stop` undoes the rest.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+from tests.sim.cluster import Cluster, SimGateway, SimGroup
+from tests.sim.loop import Process
+from tests.sim.network import Pipe
+
+from quire.v1 import group_pb2
+
+GROUP_FAULTS = (
+    "crash",
+    "vanish",
+    "rank failure",
+    "hang",
+    "freeze",
+    "slow steps",
+    "drain",
+    "partition",
+    "half partition",
+    "reset",
+    "slow network",
+)
+GATEWAY_FAULTS = ("gateway crash", "gateway freeze")
+TAMPERINGS = ("events lost", "events repeated", "events exchanged", "frames repeated", "old frames")
+KINDS = (*GROUP_FAULTS, *GATEWAY_FAULTS, *TAMPERINGS)
+
+
+@dataclass
+class Fault:
+    """One that happened. ``end_s`` is None while it lasts."""
+
+    kind: str
+    target: str
+    begin_s: float
+    end_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosPlan:
+    kinds: tuple[str, ...] = ()
+    pause_s: float = 20.0
+    """Between the beginnings of faults, on average."""
+    max_length_s: float = 30.0
+    drain_s: float = 20.0
+
+
+class Chaos:
+    """Does to ``cluster`` what the plan allows."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rng: random.Random,
+        *,
+        plan: ChaosPlan,
+        trace: Callable[[str], None],
+    ) -> None:
+        self.faults: list[Fault] = []
+        self._cluster = cluster
+        self._network = cluster.network
+        self._rng = rng
+        self._plan = plan
+        self._trace = trace
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._stopping = asyncio.Event()
+        self._old: dict[tuple[Process | None, Process | None], list[Message]] = {}
+        self._withheld: dict[Pipe, Message] = {}
+        if set(plan.kinds) & set(TAMPERINGS):
+            self._network.tamper = self._tamper
+
+    async def run(self, *, until_s: float) -> None:
+        loop = self._cluster.loop
+        kinds = [kind for kind in self._plan.kinds if kind not in TAMPERINGS]
+        while kinds:
+            await asyncio.sleep(self._rng.expovariate(1 / self._plan.pause_s))
+            if loop.time() >= until_s:
+                return
+            self.begin(self._rng.choice(kinds))
+
+    def begin(
+        self, kind: str, *, group: SimGroup | None = None, length_s: float | None = None
+    ) -> Fault | None:
+        """Makes one happen, to a group or gateway that is there; None where there is none."""
+        length_s = length_s or self._rng.uniform(0.1, self._plan.max_length_s)
+        target: SimGroup | SimGateway | None = group
+        if target is None:
+            there = self._gateways() if kind in GATEWAY_FAULTS else self._groups()
+            target = self._rng.choice(there) if there else None
+        if target is None:
+            return None
+        fault = Fault(kind, target.place, self._cluster.loop.time())
+        self.faults.append(fault)
+        self._trace(f"{kind} {target.place} for {length_s:.3f}")
+        task = asyncio.get_running_loop().create_task(self._happen(fault, target, length_s))
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return fault
+
+    async def stop(self) -> None:
+        """Undoes what lasts."""
+        self._stopping.set()
+        self._network.tamper = lambda pipe, message: [message]
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    def _groups(self) -> list[SimGroup]:
+        return [group for group in self._cluster.groups if group.is_serving]
+
+    def _gateways(self) -> list[SimGateway]:
+        return [gateway for gateway in self._cluster.gateways if not gateway.process.is_dead]
+
+    async def _happen(self, fault: Fault, target: SimGroup | SimGateway, length_s: float) -> None:
+        if isinstance(target, SimGateway):
+            await self._to_gateway(fault.kind, target, length_s)
+        else:
+            await self._to_group(fault.kind, target, length_s)
+        fault.end_s = self._cluster.loop.time()
+        self._trace(f"{fault.kind} {fault.target} is over")
+
+    async def _to_gateway(self, kind: str, gateway: SimGateway, length_s: float) -> None:
+        if kind == "gateway crash":
+            self._network.kill(gateway.process, resets=self._rng.random() < 0.7)
+        else:
+            await self._freeze(gateway.process, length_s)
+
+    async def _to_group(self, kind: str, group: SimGroup, length_s: float) -> None:
+        match kind:
+            case "crash":
+                self._network.kill(group.process, resets=True)
+            case "vanish":
+                self._network.kill(group.process, resets=False)
+                await self._cut([(group.place, other) for other in self._places()], length_s)
+            case "rank failure":
+                group.executor.failure = "rank 1 died"
+            case "hang":
+                group.engine_loop.can_step.clear()
+                await self._wait(length_s)
+                group.engine_loop.can_step.set()
+            case "freeze":
+                await self._freeze(group.process, length_s)
+            case "slow steps":
+                group.engine_loop.slowness = self._rng.choice([3.0, 20.0])
+                await self._wait(length_s)
+                group.engine_loop.slowness = 1.0
+            case "drain":
+                await self._drain(group)
+            case "partition":
+                gateway = self._rng.choice([*self._places(), None])
+                places = self._places() if gateway is None else [gateway]
+                both = [(group.place, place) for place in places]
+                await self._cut(both + [pair[::-1] for pair in both], length_s)
+            case "half partition":
+                away = [(group.place, place) for place in self._places()]
+                if self._rng.random() < 0.5:
+                    away = [pair[::-1] for pair in away]
+                await self._cut(away, length_s)
+            case "reset":
+                for connection in tuple(self._network.connections):
+                    if connection.server is group.process and self._rng.random() < 0.7:
+                        connection.reset("connection reset by peer")
+            case "slow network":
+                slow_places, more_s = self._network.slow_places, self._rng.choice([0.05, 0.5])
+                slow_places[group.place] = slow_places.get(group.place, 0.0) + more_s
+                await self._wait(length_s)
+                slow_places[group.place] -= more_s
+            case _:
+                raise AssertionError(kind)
+
+    def _places(self) -> list[str]:
+        return [gateway.place for gateway in self._gateways()]
+
+    async def _freeze(self, process: Process, length_s: float) -> None:
+        process.freeze()
+        await self._wait(length_s)
+        process.thaw()
+
+    async def _cut(self, pairs: list[tuple[str, str]], length_s: float) -> None:
+        for pair in pairs:
+            self._network.cut(*pair)
+        await self._wait(length_s)
+        for pair in pairs:
+            self._network.heal(*pair)
+
+    async def _drain(self, group: SimGroup) -> None:
+        """As a scale-down or a rolling upgrade does it; another comes in its place."""
+        cluster = self._cluster
+        if group not in cluster.groups:
+            return
+        cluster.remove(group)
+        cluster.start_group(f"{group.name}")
+        drained = group.process.spawn(
+            group.service.drain(
+                timeout_s=self._plan.drain_s, handover_s=self._cluster.plan.handover_s
+            )
+        )
+        await asyncio.wait([drained])
+        self._network.kill(group.process, resets=True)
+
+    async def _wait(self, length_s: float) -> None:
+        try:
+            async with asyncio.timeout(length_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    def _tamper(self, pipe: Pipe, message: Message) -> list[Message]:
+        kinds = self._plan.kinds
+        if isinstance(message, group_pb2.EventBatch):
+            return list(self._tamper_events(pipe, message))
+        if not isinstance(message, group_pb2.StepFrame) or not message.deltas:
+            return [message]
+        if "frames repeated" in kinds and self._rng.random() < 0.005:
+            return [message, message]
+        if "old frames" in kinds:
+            # Of an earlier connection too, but of the same two processes.
+            connection = pipe.call.connection
+            old = self._old.setdefault((connection.server, connection.client), [])
+            if self._rng.random() < 0.02:
+                old.append(message)
+            if old and self._rng.random() < 0.01:
+                return [old.pop(self._rng.randrange(len(old))), message]
+        return [message]
+
+    def _tamper_events(self, pipe: Pipe, message: Message) -> Iterator[Message]:
+        kinds, rng = self._plan.kinds, self._rng
+        if "events lost" in kinds and rng.random() < 0.05:
+            return
+        if "events exchanged" in kinds and pipe not in self._withheld and rng.random() < 0.05:
+            self._withheld[pipe] = message
+            return
+        yield message
+        if "events repeated" in kinds and rng.random() < 0.05:
+            yield message
+        if pipe in self._withheld:
+            yield self._withheld.pop(pipe)

@@ -1,0 +1,164 @@
+"""A model too simple to be wrong, on an engine that is real, driven by the simulated clock.
+
+The KV of a token is the token itself, and the next token is a hash of all that is read back
+through the block table, and of the seed. So a block that was shared wrongly, lost or written twice
+shows as a wrong token, and `HashModel.continuation` says from the prompt alone what is right.
+"""
+
+import asyncio
+import hashlib
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from quire.cluster.engine_loop import EngineLoop
+from quire.worker.engine import Engine
+from quire.worker.errors import RankFailure
+from quire.worker.executor import DirectExecutor
+from quire.worker.step import StepInput, StepOutput
+from quire.worker.text import Tokenizer
+
+EOS = 256
+POISON = 255
+"""A prompt with this token kills the group that computes it."""
+
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz ."
+
+
+def make_tokenizer() -> Tokenizer:
+    """A token for each byte, in the order of the bytes, and an end token."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend)
+
+
+class HashModel:
+    """What comes after a context, by a seed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._letters = tokenizer.encode(_LETTERS.decode())
+
+    def next_token(self, context: np.ndarray[Any, np.dtype[np.int64]], *, seed: int) -> int:
+        data = context.tobytes() + seed.to_bytes(8, "little")
+        number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return EOS if number % 100 == 0 else self._letters[number % len(self._letters)]
+
+    def continuation(
+        self, prompt: Sequence[int], *, seed: int, max_tokens: int, ignore_eos: bool
+    ) -> list[int]:
+        """What a correct cluster answers, the end token included."""
+        context = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
+        context[: len(prompt)] = prompt
+        for end in range(len(prompt), len(context)):
+            context[end] = self.next_token(context[:end], seed=seed)
+            if context[end] == EOS and not ignore_eos:
+                return context[len(prompt) : end + 1].tolist()
+        return context[len(prompt) :].tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """How long a step takes."""
+
+    step_s: float = 0.02
+    token_s: float = 0.0005
+
+    def __call__(self, num_tokens: int) -> float:
+        return self.step_s + self.token_s * num_tokens
+
+
+class HashExecutor(DirectExecutor):
+    """The ranks: a KV cache of tokens."""
+
+    def __init__(self, model: HashModel, *, num_blocks: int, block_size: int) -> None:
+        super().__init__()
+        self.num_blocks = num_blocks
+        self.failure: str | None = None
+        """Where set, the next step raises it as a `RankFailure`."""
+        self._block_size = block_size
+        self._model = model
+        self._slots = np.zeros(num_blocks * block_size, dtype=np.int64)
+
+    def execute(self, step: StepInput) -> StepOutput:
+        if POISON in step.token_ids_T:
+            self.failure = "rank 0 died of what it computed"
+        if self.failure is not None:
+            raise RankFailure(self.failure)
+        self._slots[step.slot_mapping_T] = step.token_ids_T
+        token_ids = []
+        for index, row in enumerate(step.sample_rows_S.tolist()):
+            positions = np.arange(step.seq_lens_B[row])
+            blocks = step.block_tables_BM[row][positions // self._block_size].astype(np.int64)
+            context = self._slots[blocks * self._block_size + positions % self._block_size]
+            seed = int(step.sampling.seed_S[index])
+            token_ids.append(self._model.next_token(context, seed=seed))
+        return StepOutput(np.array(token_ids, dtype=np.int64))
+
+
+class _Inbox(queue.SimpleQueue[Callable[[], object] | None]):
+    """Tells when something was put in."""
+
+    def __init__(self) -> None:
+        self.filled = asyncio.Event()
+
+    def put(
+        self,
+        item: Callable[[], object] | None,
+        block: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        super().put(item)
+        self.filled.set()
+
+
+class SimEngineLoop(EngineLoop):
+    """An `EngineLoop` whose thread is a task, and whose steps take their time by the clock."""
+
+    def __init__(self, engine: Engine, *, cost: StepCost, max_step_tokens: int) -> None:
+        self.can_step = asyncio.Event()
+        """While it is not set, the engine hangs in the next step that it begins."""
+        self.can_step.set()
+        self.slowness = 1.0
+        """How many times as long as it should a step takes."""
+        self._cost = cost
+        self._max_step_tokens = max_step_tokens
+        super().__init__(engine)
+
+    async def close(self) -> None:
+        self._inbox.put(None)
+        await asyncio.wait([self._driver])
+
+    def _start(self) -> None:
+        self._inbox = self._filling = _Inbox()
+        self._driver = self._loop.create_task(self._drive())
+
+    async def _drive(self) -> None:
+        with self._failing():
+            while await self._take():
+                self._num_turns += 1
+                if self._engine.has_work:
+                    await self.can_step.wait()
+                    await asyncio.sleep(self.slowness * self._step_s())
+                self._report(self._step())
+
+    async def _take(self) -> bool:
+        while not self._engine.has_work and self._inbox.empty():
+            self._filling.filled.clear()
+            self._is_idle = True
+            await self._filling.filled.wait()
+            self._is_idle = False
+        return self._take_inbox()
+
+    def _step_s(self) -> float:
+        stats = self._engine.stats()
+        num_tokens = min(stats.num_pending_prefill_tokens, self._max_step_tokens)
+        return self._cost(num_tokens + stats.num_running)

@@ -1,0 +1,139 @@
+"""Clusters, loads and faults drawn from seeds; what is checked is in `tests.sim.world`.
+
+More of it: ``python -m tests.sim --seeds 0-1000 --seconds 3600``.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sim.__main__ import command
+from tests.sim.clients import Wrong
+from tests.sim.swarm import draw_plan
+from tests.sim.world import Result, run
+
+from quire.cluster.completion import Completion
+from quire.cluster.group_client import GroupClient
+from quire.cluster.group_stream import GroupStream
+from quire.router.table import RoutingTable
+from quire.worker.blocks import BlockPool
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH_S = 100.0
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Groups are lost all the time here."""
+    with caplog.at_level(logging.CRITICAL):
+        yield
+
+
+def run_seed(seed: int, *, length_s: float = LENGTH_S) -> Result:
+    try:
+        return run(draw_plan(seed, length_s=length_s), seed=seed)
+    except Exception as error:
+        error.add_note(f"seed {seed}; again: {command(seed, length_s)}")
+        raise
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_cluster_keeps_its_promise(seed: int) -> None:
+    result = run_seed(seed)
+    assert result.outcomes["done"] > 0
+
+
+def test_the_same_seed_gives_the_same_digest_in_any_process() -> None:
+    ours = run_seed(3, length_s=10).digest
+    assert ours == run_seed(3, length_s=10).digest
+    assert ours != run_seed(4, length_s=10).digest
+    program = (
+        "from tests.sim.swarm import draw_plan; from tests.sim.world import run; "
+        "print(run(draw_plan(3, length_s=10), seed=3).digest)"
+    )
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        theirs = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert theirs.strip() == ours
+
+
+def _resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Completion._take
+
+    def take(self: Completion, deltas: Any) -> Any:
+        chunk = original(self, deltas)
+        if len(self._token_ids) == 7:
+            self._token_ids.pop()
+        return chunk
+
+    monkeypatch.setattr(Completion, "_take", take)
+
+
+def _believes_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def push(self: GroupStream, delta: Any) -> bool:
+        self._deltas.append(delta)
+        self._changed.set()
+        return True
+
+    monkeypatch.setattr(GroupStream, "push", push)
+
+
+def _shares_blocks_that_are_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.match
+
+    def match(self: BlockPool, hashes: Any) -> Any:
+        found = original(self, hashes)
+        return found[:-1] + found[:1] if len(found) > 3 else found
+
+    monkeypatch.setattr(BlockPool, "match", match)
+
+
+def _keeps_requests_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoutingTable, "completed", lambda self, request_id: None)
+
+
+def _loses_no_stream_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = GroupClient._detach
+
+    def detach(self: GroupClient, ending: Any) -> None:
+        self._streams.clear()
+        original(self, ending)
+
+    monkeypatch.setattr(GroupClient, "_detach", detach)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _resumes_a_token_early,
+        _believes_any_attempt,
+        _shares_blocks_that_are_not_full,
+        _keeps_requests_in_the_table,
+        _loses_no_stream_with_its_group,
+    ],
+)
+def test_what_is_broken_is_found(
+    break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation is worth as much as what it finds."""
+
+    def run_some() -> None:
+        for seed in range(4):
+            run_seed(seed, length_s=60)
+
+    break_it(monkeypatch)
+    with pytest.raises((Wrong, AssertionError)):
+        run_some()

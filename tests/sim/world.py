@@ -1,0 +1,277 @@
+"""One run: a cluster, its clients and what befalls them, all of it drawn from one seed.
+
+While it runs, every chunk that a client gets is checked. Then the faults stop and the cluster is
+given time, after which nothing may be left over: no request under way, no block held, no
+reservation, no stream; and each gateway's directory says exactly what the groups' pools hold.
+
+Everything that happens goes into a hash, the *digest*, in order and with its time. Equal seeds
+have equal digests, or something depends on what it should not.
+"""
+
+import asyncio
+import hashlib
+import random
+import secrets
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import grpc
+from google.protobuf.message import Message
+from tests.sim.clients import Ask, Clients, Load, Wrong
+from tests.sim.cluster import Cluster, ClusterPlan, SimGateway
+from tests.sim.faults import Chaos, ChaosPlan
+from tests.sim.loop import SimLoop, simulate
+from tests.sim.model import HashModel, make_tokenizer
+from tests.sim.network import Network, NetworkConfig
+
+from quire.router.directory import GroupId
+from quire.v1 import group_pb2
+
+_TAIL = 60
+"""Lines of the trace that a failure shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run is made of."""
+
+    cluster: ClusterPlan = field(default_factory=ClusterPlan)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    load: Load = field(default_factory=Load)
+    chaos: ChaosPlan = field(default_factory=ChaosPlan)
+    length_s: float = 100.0
+    settle_s: float = 100.0
+    """After the last fault, for how long no client may see anything while one still waits."""
+    quiet_s: float = 60.0
+    """After that, until the directory must be exact and everything else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    digest: str
+    simulated_s: float
+    num_callbacks: int
+    outcomes: Counter[str]
+    faults: Counter[str]
+    num_replaced: int
+    """Groups and gateways that operations replaced, for they had died or failed."""
+    asks: list[Ask]
+
+
+class World:
+    """A run in progress."""
+
+    def __init__(self, loop: SimLoop, plan: Plan, *, seed: int) -> None:
+        self.loop, self.plan = loop, plan
+        self.tail: deque[str] = deque(maxlen=_TAIL)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.raised: list[BaseException] = []
+        loop.set_exception_handler(self._on_exception)
+
+        def rng(part: str) -> random.Random:
+            return random.Random(f"{seed} {part}")  # A string is hashed the same everywhere.
+
+        model = HashModel(make_tokenizer())
+        self.network = Network(loop, rng("network"), config=plan.network, trace=self._message)
+        self.cluster = Cluster(
+            loop, rng("cluster"), network=self.network, model=model, plan=plan.cluster
+        )
+        self.clients = Clients(
+            self.cluster, rng("clients"), load=plan.load, allows=self.allows, trace=self.note
+        )
+        self.chaos = Chaos(self.cluster, rng("chaos"), plan=plan.chaos, trace=self.note)
+        self._watcher = loop.create_task(self._watch())
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def note(self, text: str) -> None:
+        line = f"{self.loop.time():.9f} {text}"
+        self._hash.update(line.encode())
+        self.tail.append(line)
+
+    async def live(self) -> None:
+        """Clients come and faults happen, as the plan has it."""
+        until_s = self.plan.length_s
+        await asyncio.gather(self.clients.arrive(until_s=until_s), self.chaos.run(until_s=until_s))
+
+    async def run(self, script: "Script | None") -> Result:
+        loop = self.loop
+        await (self.live() if script is None else script(self))
+        await self.settle()
+        outcomes = Counter(ask.outcome for ask in self.clients.asks)
+        return Result(
+            digest=self.digest,
+            simulated_s=loop.time(),
+            num_callbacks=loop.num_callbacks,
+            outcomes=outcomes,
+            faults=Counter(fault.kind for fault in self.chaos.faults),
+            num_replaced=self.cluster.num_replaced,
+            asks=self.clients.asks,
+        )
+
+    async def settle(self) -> None:
+        """Lets the cluster recover, and checks what is left.
+
+        Raises:
+            Wrong: A request did not end, or something is left over.
+        """
+        await self.chaos.stop()
+        self.note("faults are over")
+        begin_s = self.loop.time()
+        while self.clients.running:
+            await asyncio.sleep(1)
+            self.check()
+            newest_s = max(ask.last_s for ask in self.clients.asks)
+            if self.loop.time() > max(newest_s, begin_s) + self.plan.settle_s:
+                ask = next(iter(self.clients.running.values()))
+                raise Wrong(f"nothing goes on any more, and {ask} has not ended")
+        await asyncio.sleep(self.plan.quiet_s)
+        self.check()
+        self._check_nothing_is_left()
+        self._check_directories()
+
+    def check(self) -> None:
+        """Raises what was found wrong so far."""
+        for error in (*self.clients.wrong, *self.network.failures, *self.raised):
+            raise error
+
+    def allows(self, ask: Ask) -> bool:
+        """Whether the scenario excuses the error that ``ask`` ended with."""
+        assert ask.error is not None
+        code, details = ask.error.code(), ask.error.details() or ""
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ask.deadline_s is not None
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return self.plan.cluster.max_num_waiting < 1000 or bool(self._faults_during(ask))
+        resume = self.plan.cluster.gateway.completion.resume
+        num_faults = self._faults_during(ask)
+        if code == grpc.StatusCode.ABORTED:  # Quarantined.
+            return ask.is_poison or num_faults >= resume.max_group_deaths
+        if code != grpc.StatusCode.UNAVAILABLE:
+            return False
+        if "no replica group" not in details:  # The gateway itself was not there.
+            return any("gateway" in fault.kind for fault in self.chaos.faults)
+        return num_faults >= min(resume.max_attempts, self.plan.cluster.num_groups)
+
+    def _faults_during(self, ask: Ask) -> int:
+        """Faults whose effects, recovery included, ``ask`` may have met."""
+        recovery_s = 30.0
+        return sum(
+            fault.end_s is None or fault.end_s + recovery_s > ask.begin_s
+            for fault in self.chaos.faults
+        )
+
+    async def _watch(self) -> None:
+        """What must hold at every moment, looked at every second."""
+        while True:
+            await asyncio.sleep(1)
+            self.check()
+            for group in self.cluster.groups:
+                stats = group.engine.stats()
+                parts = stats.num_free_blocks, stats.num_cached_blocks, stats.num_held_blocks
+                if sum(parts) != stats.num_total_blocks or min(parts) < 0:
+                    raise Wrong(f"the blocks of {group.address} do not add up: {stats}")
+
+    def _check_nothing_is_left(self) -> None:
+        if len(self.cluster.groups) != self.plan.cluster.num_groups:
+            raise Wrong(f"{len(self.cluster.groups)} groups are left")
+        for group in self.cluster.groups:
+            stats = group.engine.stats()
+            left = stats.num_held_blocks, stats.num_running, stats.num_waiting
+            if any(left) or group.engine_loop.num_requests or group.engine.has_work:
+                raise Wrong(f"{group.address} still has held blocks, running, waiting: {left}")
+        for gateway in self.cluster.gateways:
+            routing = gateway.table.stats()
+            left_there = routing.num_in_flight, routing.num_in_flight_blocks
+            if any((*left_there, routing.num_reserved_tokens)):
+                raise Wrong(f"{gateway.name} still has requests in its table: {routing}")
+            if gateway.groups.num_ready != len(self.cluster.groups):
+                raise Wrong(f"{gateway.name} lacks groups: {gateway.groups.troubles()}")
+            clients = [client for client, _ in gateway.groups._clients.values()]
+            if any(client.num_streams for client in clients) or gateway.groups._leaving:
+                raise Wrong(f"{gateway.name} still has streams")
+            if gateway.gateway._num_inflight:
+                raise Wrong(f"{gateway.name} still counts {gateway.gateway._num_inflight} requests")
+
+    def _check_directories(self) -> None:
+        for gateway in self.cluster.gateways:
+            self._check_directory(gateway)
+
+    def _check_directory(self, gateway: SimGateway) -> None:
+        """The directory against sets of what the pools have named."""
+        truth = {
+            GroupId(group.name): set(group.engine._pool._block_of) for group in self.cluster.groups
+        }
+        directory = gateway.table._directory
+        for block_hash in sorted(set().union(*truth.values())):
+            believed = set(directory.longest_prefix([block_hash]))
+            holders = {name for name, held in truth.items() if block_hash in held}
+            if believed != holders:
+                raise Wrong(
+                    f"{gateway.name} believes {block_hash.hex()} to be at {sorted(believed)}, "
+                    f"it is at {sorted(holders)}"
+                )
+        for name, held in truth.items():
+            if directory.num_blocks(name) != len(held):
+                raise Wrong(
+                    f"{gateway.name} believes {name} to hold {directory.num_blocks(name)} blocks, "
+                    f"it holds {len(held)}"
+                )
+
+    def _message(self, name: str, message: Message | None) -> None:
+        if isinstance(message, group_pb2.EventBatch) and message.HasField("snapshot"):
+            # Its blocks come in no particular order.
+            stored = message.snapshot.stored
+            blocks = sorted(stored[start : start + 32] for start in range(0, len(stored), 32))
+            data = b"".join(blocks) + str(message.first_seq).encode()
+        else:
+            data = b"" if message is None else message.SerializeToString(deterministic=True)
+        self.note(name)
+        self._hash.update(data)
+
+    def _on_exception(self, _loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.raised.append(error or RuntimeError(context["message"]))
+
+
+Script = Callable[[World], Awaitable[None]]
+
+
+def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
+    """Runs ``plan`` to its end: by itself, or by a ``script`` that says what happens.
+
+    Raises:
+        Wrong: The cluster broke its promise. The notes have the end of the trace.
+        Deadlock: Nothing could ever happen any more.
+    """
+    world: World | None = None
+
+    async def main(loop: SimLoop) -> Result:
+        nonlocal world
+        world = World(loop, plan, seed=seed)
+        return await world.run(script)
+
+    with _seeded_secrets(seed):
+        try:
+            return simulate(main, seed=seed)
+        except BaseException as error:
+            if world is not None:
+                error.add_note("\n".join(["the end of the trace:", *world.tail]))
+            raise
+
+
+@contextmanager
+def _seeded_secrets(seed: int) -> Iterator[None]:
+    """Names and seeds that gateways draw become those of the run."""
+    rng = random.Random(f"{seed} secrets")
+    with (
+        mock.patch.object(secrets, "token_hex", lambda size: rng.randbytes(size).hex()),
+        mock.patch.object(secrets, "randbelow", rng.randrange),
+    ):
+        yield
