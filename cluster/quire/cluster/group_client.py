@@ -24,6 +24,7 @@ from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
+from quire.worker.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ class GroupClientConfig:
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     """The pause before the next attempt doubles from the one to the other."""
+
+    def __post_init__(self) -> None:
+        for name in ("silence_timeout_s", "step_deadline_s", "describe_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.window_tokens < 2:
+            raise ConfigError(f"window_tokens={self.window_tokens!r}: must be 2 or more")
 
 
 class GroupClient:
