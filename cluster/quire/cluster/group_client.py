@@ -23,6 +23,7 @@ from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
+from quire.worker.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,13 @@ class GroupClientConfig:
     """The pause before the next attempt doubles from the one to the other."""
     follow_events: bool = True
     """Off, the listener is told of no block events."""
+
+    def __post_init__(self) -> None:
+        for name in ("silence_timeout_s", "step_deadline_s", "describe_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.window_tokens < 2:
+            raise ConfigError(f"window_tokens={self.window_tokens!r}: must be 2 or more")
 
 
 class GroupClient:

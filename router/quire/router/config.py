@@ -29,7 +29,6 @@ class RoutingConfig:
     """Requests remembered; past that the oldest is forgotten, as if it had ended."""
     max_in_flight_blocks: int = 1_000_000
     """Blocks of in-flight prefixes; past that a request's prefix is not counted as cached."""
-
     max_decisions_kept: int = 1024
     """Decisions whose explanation is kept, the newest ones; 0 keeps none."""
     max_candidates_kept: int = 32_768
