@@ -88,7 +88,7 @@ def test_memory_is_bounded_however_many_groups_there_are(num_groups: int) -> Non
     gc.collect()
     tracemalloc.start()
     try:
-        for number in range(3000 if num_groups < 10 else 150):
+        for number in range(1100 if num_groups < 10 else 70):
             add(log, f"request-{number}-0", num_groups=num_groups)
         gc.collect()
         num_bytes = tracemalloc.get_traced_memory()[0]

@@ -11,7 +11,7 @@ from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.hashing import BlockHash, hash_blocks, root_hash
+from quire.worker.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
 
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
 
@@ -51,6 +51,28 @@ def stored(*hashes: BlockHash, epoch: int = 1, first_seq: int = 0) -> EventBatch
 
 def held(directory: BlockDirectory, group: GroupId) -> set[BlockHash]:
     return {h for h in UNIVERSE if group in directory.longest_prefix([h])}
+
+
+def test_the_directory_says_how_it_fares(new: New) -> None:
+    directory = new(max_blocks=500, stale_after_s=10)
+    empty = directory.stats()
+    assert (empty.max_blocks, empty.num_sets, empty.num_stale_groups) == (500, 0, 0)
+    directory.apply(GROUPS[0], stored(*UNIVERSE[:6]), now_s=0)
+    directory.apply(GROUPS[1], stored(*UNIVERSE[:3]), now_s=5)
+    # Three blocks that both hold, three of the first group's alone.
+    assert directory.stats().num_sets == 2
+    snapshot = EventBatch(epoch=1, first_seq=7, events=(), snapshot=BlockHashes.of(UNIVERSE[:2]))
+    assert isinstance(
+        directory.apply(GROUPS[1], stored(UNIVERSE[3], first_seq=5), now_s=6), NeedsResync
+    )
+    directory.apply(GROUPS[1], snapshot, now_s=6)
+    stats = directory.stats()
+    assert (stats.num_gaps, stats.num_resyncs) == (1, 1)
+    assert directory.expire(now_s=12) == [GROUPS[0]]
+    assert directory.stats().num_stale_groups == 1
+    directory.apply(GROUPS[0], EventBatch(epoch=1, first_seq=0, events=()), now_s=13)
+    directory.expire(now_s=13)
+    assert directory.stats().num_stale_groups == 0
 
 
 def test_a_dead_groups_blocks_make_room_for_others(new: New) -> None:

@@ -1,6 +1,7 @@
 """Both indexes of holders against a dict of sets, on keys that crowd the same places."""
 
 import hashlib
+import random
 from collections import Counter
 
 import numpy as np
@@ -45,6 +46,16 @@ operations = st.tuples(
     st.integers(0, NUM_SLOTS - 1),
     spans,
 )
+
+
+def test_their_memory_is_what_their_blocks_take() -> None:
+    for index in indexes(max_blocks=200_000):
+        index.admit(0)
+        empty = index.num_bytes
+        index.add(random.Random(1).randbytes(32 * 100_000), slot=0)
+        # 16 to 24 bytes a key compiled, some 80 to 120 in Python's dict.
+        assert 14 < (index.num_bytes - empty) / 100_000 < 130
+        assert index.num_sets == 1
 
 
 @given(st.lists(operations, max_size=30))

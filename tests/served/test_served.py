@@ -20,6 +20,7 @@ from ray import serve
 
 from quire import demo_model
 from quire.cluster.app import APP_NAME, Endpoints
+from quire.cluster.cli import main
 from quire.cluster.client import chat_request, generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
@@ -176,6 +177,19 @@ def test_bad_input_is_refused_and_harms_nothing(
     assert re.search(details, error.value.details() or "")
     good = pb.GenerateRequest(text="A whale", sampling=pb.SamplingParams(max_tokens=2))
     assert list(generate(channel, good))[-1].usage.num_output_tokens == 2
+
+
+def test_a_request_is_explained_by_its_id(
+    channel: grpc.Channel, endpoints: Endpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = pb.GenerateRequest(text="A whale is", sampling=pb.SamplingParams(max_tokens=2))
+    start = next(iter(generate(channel, request))).start
+    assert main(["explain", start.request_id, "--address", endpoints.grpc]) == 0
+    shown = capsys.readouterr().out
+    assert f"went to {start.routing.group}: {start.routing.reason}" in shown
+    assert f"-> {start.routing.group}" in re.sub(" +", " ", shown)
+    everything = httpx.get(f"http://{endpoints.http}/v1/routing/decisions").json()["data"]
+    assert start.request_id in [decision["request_id"] for decision in everything]
 
 
 def test_text_becomes_tokens_and_text_again(channel: grpc.Channel) -> None:
