@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from quire.worker.model_config import read_model_config, resolve_max_model_len
 
 _CHANNELS = 8
 """Connections to each gateway that there is, so that the kernel spreads them about evenly."""
+_PROBE_TOKENS = (64, 256, 512, 1024)
 _SETTLE_S = 1.5
 """For gateways to attach to all groups: only one of them is waited for."""
 
 Record = dict[str, Any]
+Probe = tuple[int, float]
+"""Tokens of a cold prompt, and seconds until its first token came."""
 
 
 class Runs:
@@ -51,7 +54,8 @@ class Runs:
 
     def run(self, case: Case, round_: int, *, folder: Path) -> Record:
         """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints."""
-        streams, gateways = measure(case, folder=folder)
+        measured = measure(case, folder=folder)
+        streams = measured.streams
         rows = rows_of(streams)
         trace = self.trace_folder / f"{len(self.records):04}.jsonl"
         write_trace(streams, trace, block_size=EngineConfig.block_size)
@@ -61,7 +65,8 @@ class Runs:
             "commit": _commit(),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "trace": trace.name,
-            "gateways": gateways,
+            "gateways": measured.gateways,
+            "probes": measured.probes,
             "values": figures(rows, num_groups=case.num_groups),
             "rows": rows,
         }
@@ -75,22 +80,31 @@ class Runs:
         return self._state.with_name(f"{self._state.stem}-traces")
 
 
-def measure(case: Case, *, folder: Path) -> tuple[list[Stream], list[int]]:
-    """What came of each request, and how many each gateway completed, warming up included."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    streams: list[Stream]
+    probes: list[Probe]
+    gateways: list[int]
+    """How many requests each gateway completed, warming up included."""
+
+
+def measure(case: Case, *, folder: Path) -> Measured:
     config = cluster_config(case, folder=folder)
     if case.policy == SERVE:
         with groups_behind_serve(config) as target:
-            return asyncio.run(_apply_load(case, target, config)), []
+            streams, probes = asyncio.run(_apply_load(case, target, config))
+            return Measured(streams=streams, probes=probes, gateways=[])
     loss = Loss(batches=case.lose_batches, events=case.lose_events)
     gateway = lossy_gateway(loss) if loss.is_any else None
     with running_app(config, gateway=gateway) as endpoints:
 
-        async def load() -> list[Stream]:
+        async def load() -> tuple[list[Stream], list[Probe]]:
             async with Gateways([endpoints.grpc], num_channels=_CHANNELS * case.num_gateways) as to:
                 return await _apply_load(case, to, config)
 
-        streams = asyncio.run(load())
-        return streams, _completions(endpoints.http, case.num_gateways)
+        streams, probes = asyncio.run(load())
+        gateways = _completions(endpoints.http, case.num_gateways)
+        return Measured(streams=streams, probes=probes, gateways=gateways)
 
 
 def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
@@ -116,18 +130,24 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
     )
 
 
-async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> list[Stream]:
+async def _apply_load(
+    case: Case, target: Target, config: ClusterConfig
+) -> tuple[list[Stream], list[Probe]]:
     await asyncio.sleep(_SETTLE_S)
     load = case.load
     await run(_warm_up(case), target, limit_s=20)
+    probes = await _probe(target)
     if load.loop == "closed":
-        return await run_chats(load.chats(), target, num_users=load.num_users, limit_s=load.limit_s)
+        streams = await run_chats(
+            load.chats(), target, num_users=load.num_users, limit_s=load.limit_s
+        )
+        return streams, probes
     model = read_model_config(config.engine.model)
     requests = load.requests(
         vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
         max_tokens=resolve_max_model_len(config.engine, model),
     )
-    return await run(requests, target, limit_s=load.limit_s)
+    return await run(requests, target, limit_s=load.limit_s), probes
 
 
 def _warm_up(case: Case) -> Sequence[Request]:
@@ -143,6 +163,23 @@ def _warm_up(case: Case) -> Sequence[Request]:
         )
         for number in range(2 * _CHANNELS * case.num_gateways)
     ]
+
+
+async def _probe(target: Target) -> list[Probe]:
+    """What cold prompts take one after the other, when the cluster has nothing else to do."""
+    rng = random.Random(-2)
+    probes: list[Probe] = []
+    for number, num_tokens in enumerate(2 * _PROBE_TOKENS):
+        request = Request(
+            name=f"probe-{number}",
+            token_ids=[rng.randrange(3, 256) for _ in range(num_tokens)],
+            max_tokens=8,
+            cache_salt="probe",
+        )
+        (stream,) = await run([request], target, limit_s=20)
+        if stream.is_complete and stream.ttft_s is not None:
+            probes.append((num_tokens, stream.ttft_s))
+    return probes
 
 
 def _completions(http_address: str, num_gateways: int) -> list[int]:

@@ -2,7 +2,9 @@
 
 Each run's requests, with the times at which they were really sent, are replayed with the same
 policy, number of groups and gateways, cache and step budget; what a step costs was fitted to
-`quire bench step` on the same machine.
+`quire bench step` on the same machine. A few prompts that each run sent before its load, one after
+the other, say two things that steps do not: how many times as slow the machine was in that run,
+and what the way through client, gateway and back adds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,10 @@ class Pair:
     """One run: measured and predicted figures by name."""
 
     case: Case
+    slower: float
+    """Times that prompts took as long a token as `quire bench step` says."""
+    path_s: float
+    """From client to group and back, beside the step."""
     measured: dict[str, float]
     predicted: dict[str, float]
 
@@ -60,6 +66,8 @@ def _can_be_simulated(case: Case) -> bool:
 
 def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
     case = case_of(record["case"])
+    cost = fit_cost(list(fit), num_cache_tokens=case.num_blocks * WorkerConfig.block_size)
+    slower, path_s = _calibrated(cost, record["probes"])
     block_size = WorkerConfig.block_size
     trace = load_trace(trace_file, format="log", block_size=block_size)
     result = simulate(
@@ -68,7 +76,7 @@ def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
             num_groups=case.num_groups,
             num_gateways=case.num_gateways,
             policy=case.policy,
-            cost=_cost(case, fit, block_size),
+            cost=cost.slowed(slower),
             engine=EngineConfig(
                 chunk_tokens=case.max_num_batched_tokens, max_num_seqs=case.max_num_seqs
             ),
@@ -77,20 +85,35 @@ def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
             use_table=True,
         ),
     )
-    return Pair(case=case, measured=record["values"], predicted=_figures(result))
+    return Pair(
+        case=case,
+        slower=slower,
+        path_s=path_s,
+        measured=record["values"],
+        predicted=_figures(result, path_s=path_s),
+    )
 
 
-def _cost(case: Case, fit: Sequence[Path], block_size: int) -> CostModel:
-    return fit_cost(list(fit), num_cache_tokens=case.num_blocks * block_size)
+def _calibrated(cost: CostModel, probes: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """How many times slower the run was, and what the path took, by the line through the probes'
+    best times: what disturbed one of them is no property of the cluster."""
+    best: dict[float, float] = {}
+    for num_tokens, ttft_s in probes:
+        best[num_tokens] = min(ttft_s, best.get(num_tokens, ttft_s))
+    if len(best) < 2:
+        raise ConfigError(f"{len(best)} probes were answered: 2 of different lengths are needed")
+    per_token_s, base_s = np.polyfit(list(best), list(best.values()), 1).tolist()
+    slower = max(1000 * per_token_s / cost.per_token, 0.1)
+    return slower, max(base_s - slower * cost.base / 1000, 0.0)
 
 
-def _figures(result: Result) -> dict[str, float]:
+def _figures(result: Result, *, path_s: float) -> dict[str, float]:
     counted = result.after(WARM_UP)
     return {
         "hit_rate": counted.hit_rate,
-        "ttft_mean_s": float(counted.ttft_s.mean()),
-        "ttft_p50_s": counted.ttft_quantile_s(0.5),
-        "ttft_p90_s": counted.ttft_quantile_s(0.9),
+        "ttft_mean_s": float(counted.ttft_s.mean()) + path_s,
+        "ttft_p50_s": counted.ttft_quantile_s(0.5) + path_s,
+        "ttft_p90_s": counted.ttft_quantile_s(0.9) + path_s,
     }
 
 
@@ -107,14 +130,15 @@ def _table(title: str, pairs: Sequence[Pair]) -> Iterator[str]:
     )
     yield f"## {title}\n"
     yield "predicted / measured; times to first token in ms\n"
-    yield "| policy | runs | hits | mean | p50 | p90 | mean, predicted ÷ measured |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| policy | runs | slower | path | hits | mean | p50 | p90 | mean, predicted ÷ measured |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for label, mine in by_label.items():
         ours, theirs = predicted[label], measured[label]
         times = [f"{1000 * ours[name]:.1f} / {1000 * theirs[name]:.1f}" for name in _NAMES[1:]]
         yield (
-            f"| {label} | {len(mine)} | {ours['hit_rate']:.1%} / {theirs['hit_rate']:.1%} | "
-            + " | ".join(times)
+            f"| {label} | {len(mine)} | {median(p.slower for p in mine):.2f} | "
+            f"{1000 * median(p.path_s for p in mine):.1f} | "
+            f"{ours['hit_rate']:.1%} / {theirs['hit_rate']:.1%} | {' | '.join(times)}"
             + f" | {ours['ttft_mean_s'] / theirs['ttft_mean_s']:.2f} |"
         )
     yield ""

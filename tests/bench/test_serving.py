@@ -213,6 +213,8 @@ def test_a_run_is_tabled_and_replayed_in_the_simulator(
             rows = figures.rows_of(sent)
             record = {
                 **{"case": json.loads(case.key), "round": 0, "trace": "t.jsonl", "gateways": [40]},
+                # 10 ms, 0.08 a token; and half as much again of everything, and 3 ms of path.
+                **{"probes": [(100, 0.018), (200, 0.03), (200, 0.1)]},
                 **{"rows": rows, "values": figures.figures(rows, num_groups=1)},
             }
             file.write(json.dumps(record) + "\n")
@@ -233,5 +235,5 @@ def test_a_run_is_tabled_and_replayed_in_the_simulator(
     fit.write_text(json.dumps(data))
     text = "\n".join(bench_module("serving.validate").validation(runs, fit=[fit]))
     # Each tenant's 6 blocks are computed once, before what is counted: then one token is left.
-    assert "| prefix_aware | 1 | 99.0% / 99.0% | 2." in text
+    assert "| prefix_aware | 1 | 1.50 | 3.0 | 99.0% / 99.0% | 6." in text
     assert "Hit rates differ by 0.0 points" in text
