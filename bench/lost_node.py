@@ -8,6 +8,7 @@ Needs root, iproute2 and nftables: the nodes are network namespaces, and their l
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.namespaces import Network
@@ -31,7 +32,7 @@ def main() -> None:
         print(f"{label:10} {time_to_loss_s(settings):5.1f} s", flush=True)
 
 
-def time_to_loss_s(settings: dict[str, str | None]) -> float:
+def time_to_loss_s(settings: Mapping[str, str | None]) -> float:
     """Seconds from the cut to the news of it; ``None`` unsets a variable."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))
     try:

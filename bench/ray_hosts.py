@@ -15,15 +15,19 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from bench.namespaces import Host, Network
 
 PORT = 6379
 _OBJECT_STORE_BYTES = 80 * 2**20
+_STARTED = "Ray runtime started."
+_NUM_TRIES = 3
+"""Ray gives up on a node that is not there after 30 s, which on a busy machine may be too soon."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,14 +37,6 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
-
-_JOIN = """
-import sys, time, ray
-from quire.cluster.local import ray_session
-with ray_session(address=sys.argv[1]):
-    while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]):
-        time.sleep(0.1)
-"""
 
 _DEPLOY = """
 import json, sys
@@ -102,10 +98,6 @@ class RayHosts:
     def start_node(self, name: str, resources: Mapping[str, float]) -> "subprocess.Popen[Any]":
         return self._start(name, resources, f"--address={self.address}")
 
-    def wait_for_nodes(self, num_nodes: int) -> None:
-        """Until the cluster has so many."""
-        self.run_on_head(_JOIN, self.address, str(num_nodes))
-
     def deploy(self, settings: Mapping[str, Any]) -> tuple[str, str]:
         """Starts Quire and returns the addresses of a gateway, gRPC and HTTP."""
         printed = self.run_on_head(_DEPLOY, self.address, json.dumps(settings))
@@ -146,6 +138,21 @@ class RayHosts:
     def _start(
         self, name: str, resources: Mapping[str, float], *flags: str
     ) -> "subprocess.Popen[Any]":
+        """Returns when the node is there."""
+        for _ in range(_NUM_TRIES):
+            log = self._folder / f"{name}.log"
+            with log.open("w") as stdout:
+                process = self._launch(name, resources, flags, stdout)
+            while process.poll() is None:
+                if _STARTED in log.read_text():
+                    return process
+                time.sleep(0.1)
+            self._hosts[name].power_off()
+        raise RuntimeError(f"host {name}: no node after {_NUM_TRIES} tries:\n{log.read_text()}")
+
+    def _launch(
+        self, name: str, resources: Mapping[str, float], flags: Sequence[str], log: IO[str]
+    ) -> "subprocess.Popen[Any]":
         host = self._hosts[name]
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
@@ -155,14 +162,15 @@ class RayHosts:
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             f"--temp-dir={self._folder / name}",
             "--disable-usage-stats",
+            "--include-log-monitor=False",
             *flags,
         ]
         return host.start(
             command,
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=log,
+            stderr=log,
             cwd=self._folder,
         )
 

@@ -95,7 +95,6 @@ def cluster() -> Iterator[Cluster]:
             ray.start_node("front", {"quire_gateway": 1})
             for name in ("a", "b"):
                 ray.start_node(name, {"quire_group": 2})
-            ray.wait_for_nodes(4)
             grpc_address, _ = ray.deploy(
                 {
                     "engine": {

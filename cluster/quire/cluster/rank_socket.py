@@ -84,8 +84,7 @@ class Reception:
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listen(host)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
     def accept(self, *, wait_s: float, timeout_s: float) -> RemoteRank | None:
@@ -117,6 +116,12 @@ class Reception:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def listen(host: str) -> socket.socket:
+    """On a free port of one address, and no other."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
 
 def connect(address: tuple[str, int], key: bytes, hello: Hello) -> Connection:

@@ -101,6 +101,10 @@ class RemoteExecutor(LockstepExecutor):
                 reason = launcher.why_not(number)
                 if reason is not None:
                     raise RankFailure(f"rank {number} did not start: {reason}")
+            for rank in self.ranks:
+                death = rank.how_it_died()
+                if death is not None:
+                    raise RankFailure(f"{rank.describe()} {death} before the others had come")
             if time.monotonic() > deadline:
                 raise RankFailure(
                     f"ranks {sorted(missing)} did not come within {START_TIMEOUT_S:g} s"

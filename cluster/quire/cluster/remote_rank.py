@@ -11,11 +11,12 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from quire.cluster.rank_socket import Hello, connect
+from quire.cluster.rank_socket import Hello, connect, listen
 from quire.worker.config import EngineConfig
 from quire.worker.rank_loop import failed, run_steps
 from quire.worker.rank_messages import pack
@@ -49,7 +50,7 @@ def run_rank(task: RemoteRankTask, *, host: str) -> NoReturn:
     """Is rank ``task.rank`` until its executor leaves, then ends the process. ``host`` is the
     address of this node."""
     # Listens on the one address where torch's own store would listen on all.
-    listener = socket.create_server((host, 0)) if task.rank == 0 else None
+    listener = listen(host) if task.rank == 0 else None
     hello = Hello(
         rank=task.rank,
         pid=os.getpid(),
@@ -63,7 +64,8 @@ def run_rank(task: RemoteRankTask, *, host: str) -> NoReturn:
     except (EOFError, ConnectionError, TimeoutError):
         pass  # The executor has gone.
     except BaseException as error:
-        connection.send(failed(error))
+        with suppress(OSError):
+            connection.send(failed(error))
         # It hangs up when it has read that. Hanging up first, with steps unread, would reset
         # the connection, and the message could be lost.
         time.sleep(_FAREWELL_S)
