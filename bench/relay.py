@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, cast
 
+import grpc
 import grpc.aio
 
 from quire import demo_model
@@ -23,7 +24,7 @@ from quire.cluster.engine_loop import EngineLoop, Sink, StepResult
 from quire.cluster.gateway_service import Gateway
 from quire.cluster.group_service import GroupService
 from quire.cluster.groups import Groups
-from quire.cluster.grpc_server import build_grpc_server
+from quire.cluster.grpc_server import SERVICE, build_grpc_server
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
@@ -206,20 +207,23 @@ def _run_gateway(pipe: Connection, group_address: str) -> None:
     asyncio.run(run())
 
 
-class _Floor(inference_pb2_grpc.InferenceServicer):
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
-        for position in range(request.sampling.max_tokens):
-            token_id = 97 + position % 26
-            chunk = pb.GenerateResponse(
-                token_offset=position, token_ids=[token_id], text=chr(token_id)
-            )
-            await context.write(chunk)
+async def _write_chunks(request: pb.GenerateRequest, context: Any) -> None:
+    for position in range(request.sampling.max_tokens):
+        token_id = 97 + position % 26
+        chunk = pb.GenerateResponse(token_offset=position, token_ids=[token_id], text=chr(token_id))
+        await context.write(chunk)
 
 
 def _run_floor(pipe: Connection, _: object) -> None:
     async def run() -> None:
         server = grpc.aio.server()
-        inference_pb2_grpc.add_InferenceServicer_to_server(_Floor(), server)
+        generate = grpc.unary_stream_rpc_method_handler(
+            _write_chunks,
+            request_deserializer=pb.GenerateRequest.FromString,
+            response_serializer=pb.GenerateResponse.SerializeToString,
+        )
+        service = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
+        server.add_generic_rpc_handlers((service,))
         await _serve(pipe, server)
 
     asyncio.run(run())

@@ -50,7 +50,8 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
         slow = inference_pb2_grpc.InferenceStub(channel).Generate(
             request(seed=99, max_tokens=350, logprobs=20)
         )
-        found_slow = list((await slow.read()).token_ids)  # And no more for now.
+        chunks = aiter(slow)
+        found_slow = list((await anext(chunks)).token_ids)  # And no more for now.
         fast = [cluster.inference.Generate(request(seed=seed, max_tokens=60)) for seed in range(16)]
         first = [await anext(aiter(call)) for call in fast]
         begin_step = group.executor.num_steps
@@ -65,8 +66,7 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
         num_unsent = 350 - stream.num_tokens  # They wait at the group, which says so.
         while cluster.connections.loads["g0"].num_unsent_tokens != num_unsent:
             await asyncio.sleep(0.01)
-        while (chunk := await slow.read()) != grpc.aio.EOF:
-            found_slow += chunk.token_ids
+        found_slow += [token async for chunk in chunks for token in chunk.token_ids]
         assert not streams_of(cluster)
     assert found_slow == cluster.model.continuation(PROMPT, seed=99, max_tokens=350)
     for seed, (chunk, tokens) in enumerate(zip(first, rest, strict=True)):

@@ -32,7 +32,7 @@ async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
 async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> None:
     async with start_cluster(max_num_seqs=64, num_blocks=4000) as cluster:
         for group in cluster.groups.values():
-            group.executor.step_s = 0.01
+            group.executor.step_s = 0.05  # So that none has ended when all have begun.
         calls = [generate(cluster, seed=seed) for seed in range(20)]
         chunks = [await begin(call) for call in calls]
         draining = cluster.groups[chunks[0][0].start.routing.group]
@@ -40,6 +40,8 @@ async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> 
         # All of the grace is for handing over.
         num_left = await draining.service.drain(timeout_s=60, handover_s=60)
         assert num_left == 0
+        for group in cluster.groups.values():
+            group.executor.step_s = 0.002
         num_steps = draining.executor.num_steps
         found = [await tokens_of(*each) for each in zip(calls, chunks, strict=True)]
         telemetry = cluster.gateway.telemetry
@@ -90,7 +92,7 @@ async def test_one_group_after_the_other_is_replaced_under_load(
         running = list(cluster.groups.values())
         calls = [generate(cluster, seed=seed, max_tokens=300) for seed in range(16)]
         for group in running:
-            group.executor.step_s = 0.01
+            group.executor.step_s = 0.02
         chunks = [await begin(call) for call in calls]
         reads = [asyncio.create_task(tokens_of(*each)) for each in zip(calls, chunks, strict=True)]
         starts = []
@@ -98,7 +100,7 @@ async def test_one_group_after_the_other_is_replaced_under_load(
             start = start_group(f"new-{number}", max_num_seqs=64, num_blocks=4000)
             starts.append(start)
             new = await start.__aenter__()
-            new.executor.step_s = 0.01
+            new.executor.step_s = 0.02
             old = running.pop(0)
             running.append(new)
             cluster.connections.set_addresses([group.address for group in (old, *running)])
@@ -107,6 +109,8 @@ async def test_one_group_after_the_other_is_replaced_under_load(
             await old.server.stop(None)
             cluster.connections.set_addresses([group.address for group in running])
             await cluster.wait_ready(2)
+        for group in running:
+            group.executor.step_s = 0.002
         found = await asyncio.gather(*reads)
         assert cluster.gateway.telemetry.handovers._value.get() > 5
         for start in starts:

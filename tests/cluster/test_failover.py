@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
+from quire.cluster.resume import ResumeConfig, Resumes
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.sampling_params import SamplingParams
@@ -192,6 +193,42 @@ async def test_a_group_that_left_the_membership_ends_the_requests_it_has(
         while leaving in cluster.connections.loads:
             await cluster.connections.wait_for_change(timeout_s=5)
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
+
+
+async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
+    start_cluster: Any,
+) -> None:
+    async with start_cluster(max_num_waiting=1, max_num_seqs=1) as cluster:
+        for group in cluster.groups.values():
+            group.executor.step_s = 0.01
+        calls = [generate(cluster, max_tokens=60) for _ in range(2)]
+        begun = [await begin(call, num_chunks=1) for call in calls]  # One on each group.
+        killed, other = (cluster.groups[chunks[0].start.routing.group] for chunks in begun)
+        assert killed is not other
+        # Fill the other's queue, so that the lost stream finds no room.
+        cluster.connections.set_addresses([other.address])
+        waiting = generate(cluster, max_tokens=2)
+        while not other.engine_loop.stats.num_waiting:
+            await asyncio.sleep(0.01)
+        await killed.kill()
+        found = await read_rest(calls[0], begun[0])
+        assert await read_rest(waiting, []) == found[:2]
+        await read_rest(calls[1], begun[1])
+    assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=60)
+
+
+async def test_without_a_retry_budget_a_lost_stream_says_so(start_cluster: Any) -> None:
+    async with start_cluster() as cluster:
+        config = ResumeConfig(retry_burst=0, retry_share=0, retry_per_s=0)
+        cluster.gateway._resumes = Resumes(config, clock=lambda: 0.0)
+        for group in cluster.groups.values():
+            group.executor.step_s = 0.005
+        call = generate(cluster)
+        chunks = await begin(call, num_chunks=3)
+        await cluster.groups[chunks[0].start.routing.group].kill()
+        with pytest.raises(grpc.aio.AioRpcError, match="lost faster than") as raised:
+            await read_rest(call, chunks)
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_full_queues_are_said_to_be_full(start_cluster: Any) -> None:

@@ -103,6 +103,26 @@ async def test_a_resumed_request_goes_on_behind_what_is_there(start_group: Any, 
     assert deltas[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
 
 
+async def test_a_priority_reaches_the_engine(
+    start_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_group() as group, connect(group) as stub:
+        add, seen = group.engine.add_request, []
+
+        def see(request: Any) -> None:
+            seen.append(request.priority)
+            add(request)
+
+        monkeypatch.setattr(group.engine, "add_request", see)
+        call = stub.Attach()
+        for name, priority in (("a", 0), ("b", -3)):
+            command = submit(name, [20])
+            command.submit.priority = priority
+            await call.write(command)
+            await read_deltas(call, name)
+    assert seen == [0, -3]
+
+
 async def test_frames_carry_the_load_and_come_without_work_too(start_group: Any) -> None:
     async with start_group(num_blocks=50) as group, connect(group) as stub:
         call = stub.Attach()

@@ -163,6 +163,34 @@ async def test_a_gateway_that_falls_silent_has_its_requests_aborted(start_group:
             assert group.executor.num_steps < 300
 
 
+async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_group: Any) -> None:
+    """The group is in the midst of a write, which does not end."""
+    small_windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with start_group(service={"gateway_timeout_s": 2.0}) as group:
+        group.executor.step_s = 0.004
+        async with grpc.aio.insecure_channel(group.address, options=small_windows) as channel:
+            call = group_pb2_grpc.ReplicaGroupStub(channel).Attach()
+            sampling = pb.SamplingParams(seed=1, max_tokens=370, ignore_eos=True, logprobs=20)
+            for number in range(8):
+                submit = group_pb2.Submit(
+                    request_id=f"r{number}",
+                    attempt=1,
+                    prompt_token_ids=np.array(PROMPT, dtype="<u4").tobytes(),
+                    sampling=sampling,
+                )
+                await call.write(group_pb2.GroupCommand(submit=submit))
+            while not group.service._attachments:
+                await asyncio.sleep(0.01)
+            (attachment,) = group.service._attachments
+            while attachment.num_unsent_tokens < 100:  # A frame's write has not returned.
+                await asyncio.sleep(0.01)
+            while group.service.num_requests:
+                await asyncio.sleep(0.01)
+            await group.settle()
+            assert attachment.num_requests == attachment.num_unsent_tokens == 0
+            call.cancel()
+
+
 async def test_a_gateway_with_nothing_to_say_is_heard_all_the_same(start_cluster: Any) -> None:
     async with start_cluster(
         num_groups=1,

@@ -93,7 +93,7 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
     ):
         (near,) = cluster.groups.values()
         for group in (near, cut):
-            group.executor.step_s = 0.01
+            group.executor.step_s = 0.1  # So that none has ended when all have begun.
         cluster.connections.set_addresses([wire.address])
         await cluster.connections.wait_for_change(timeout_s=5)
         while "far" not in cluster.connections.loads:
@@ -108,6 +108,7 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
         # Cut off from its gateway, the group lets go of what it ran.
         await cut.settle()
         assert cut.executor.num_steps < NUM_TOKENS
+        near.executor.step_s = 0.002
         # All that was on the way arrives late, and the gateway attaches anew.
         wire.is_flowing.set()
         await cluster.wait_ready(2)
@@ -144,13 +145,15 @@ async def test_a_killed_group_loses_none_of_a_hundred_streams(start_cluster: Any
         num_groups=3, max_num_seqs=128, max_num_batched_tokens=256, num_blocks=8000
     ) as cluster:
         for group in cluster.groups.values():
-            group.executor.step_s = 0.005
+            group.executor.step_s = 0.1  # So that none has ended when all have begun.
         calls = [generate(cluster, seed=seed) for seed in range(100)]
         chunks = [[await anext(aiter(call))] for call in calls]
         killed = cluster.groups["g0"]
         num_there = sum(each[0].start.routing.group == "g0" for each in chunks)
         assert num_there >= 20
         await killed.kill()
+        for group in cluster.groups.values():
+            group.executor.step_s = 0.002
         found = await asyncio.gather(
             *[tokens_of(*each) for each in zip(calls, chunks, strict=True)]
         )

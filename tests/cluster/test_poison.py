@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import openai
 import pytest
 
 from quire.cluster.wire import tokens_to_bytes
@@ -108,6 +109,21 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
         assert tokens == expected
 
 
+async def test_a_quarantined_request_over_http_is_an_error_that_is_not_retried(
+    start_cluster: Any,
+) -> None:
+    poison = [250, *range(20, 40)]
+    async with start_cluster(num_groups=5) as cluster:
+        for group in cluster.groups.values():
+            make_deadly(group, poison=poison[0], at_length=10)
+        client = cluster.openai.with_options(max_retries=2)
+        with pytest.raises(openai.InternalServerError, match="quarantined: 3") as raised:
+            await client.completions.create(model="hash", prompt=poison, max_tokens=5)
+        num_dead = sum(group.engine_loop.failed.done() for group in cluster.groups.values())
+    assert num_dead == MAX_GROUP_DEATHS, "the client did not send it again"
+    assert raised.value.code == "quarantined"
+
+
 def suspect(name: str) -> group_pb2.GroupCommand:
     return group_pb2.GroupCommand(
         submit=group_pb2.Submit(
@@ -126,7 +142,8 @@ async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.Gro
     while num < num_tokens:
         for delta in (await call.read()).deltas:
             if delta.request_id == name and delta.HasField("error"):
-                return delta.error.code
+                code: group_pb2.GroupError.Code = delta.error.code
+                return code
             num += len(delta.token_ids) if delta.request_id == name else 0
     return group_pb2.GroupError.CODE_UNSPECIFIED
 

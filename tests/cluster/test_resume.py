@@ -4,6 +4,7 @@ import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.resume import Losses, Probation, ResumeConfig, RetryBudget
+from quire.worker.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 
@@ -76,6 +77,15 @@ def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
     assert budget.level == 100
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_group_deaths", 1), ("max_attempts", 0), ("probation_tokens", 0), ("retry_share", -1)],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={value}"):
+        ResumeConfig(**{field: value})
+
+
 async def test_one_suspect_at_a_time_in_their_order() -> None:
     probation = Probation()
     order: list[int] = []
@@ -90,3 +100,17 @@ async def test_one_suspect_at_a_time_in_their_order() -> None:
 
     await asyncio.gather(*[run(number) for number in range(5)])
     assert order == [0, 1, 2, 3, 4]
+    assert probation.num_suspects == 0
+
+
+async def test_a_suspect_that_gives_up_waiting_is_not_waited_for() -> None:
+    probation = Probation()
+    leave = await probation.enter()
+    waiting = asyncio.create_task(probation.enter())
+    await asyncio.sleep(0)
+    assert probation.num_suspects == 2
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    leave()
+    (await probation.enter())()
+    assert probation.num_suspects == 0

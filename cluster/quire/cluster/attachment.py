@@ -226,25 +226,21 @@ class _Work:
         )
 
     def add(self, key: Key, output: TokenDelta) -> None:
-        finish_reason = _FINISH_REASONS.get(output.finish_reason or "")
         delta = self._unsent
         if delta is None:
-            self._unsent = pb.TokenDelta(
-                request_id=key[0],
-                attempt=key[1],
-                token_offset=output.token_offset,
-                token_ids=output.token_ids,
-                logprobs=logprobs_to_proto(output.logprobs),
-                finish_reason=finish_reason,
-                num_cached_tokens=output.num_cached_tokens,
+            # Only what is not empty: this is done for every token.
+            self._unsent = delta = pb.TokenDelta(
+                request_id=key[0], attempt=key[1], token_offset=output.token_offset
             )
-        else:
-            delta.token_ids.extend(output.token_ids)
+            if output.num_cached_tokens:
+                delta.num_cached_tokens = output.num_cached_tokens
+        delta.token_ids.extend(output.token_ids)
+        if output.logprobs:
             delta.logprobs.extend(logprobs_to_proto(output.logprobs))
-            if finish_reason is not None:
-                delta.finish_reason = finish_reason
+        if output.finish_reason is not None:
+            delta.finish_reason = _FINISH_REASONS[output.finish_reason]
         num_output = output.token_offset + len(output.token_ids)
-        self.is_proven = num_output >= self.proven_at or finish_reason is not None
+        self.is_proven = num_output >= self.proven_at or output.finish_reason is not None
 
     def take(self) -> pb.TokenDelta:
         """What may be sent now. The finish reason comes with the last token."""

@@ -57,6 +57,7 @@ class Attempts:
         self._number = 0
         self._num_tokens = 0
         self._num_refusals = 0
+        self._full_since_s: float | None = None  # Since when nobody had room for it.
         self._avoided: set[GroupId] = set()  # Groups that could not take it just now.
         self._decision: Decision | None = None
         self._stream: GroupStream | None = None
@@ -105,12 +106,20 @@ class Attempts:
         if isinstance(error, QueueFull):
             self._num_refusals += 1
             self._avoided.add(self.decision.group)
-            if self._is_new and self._num_refusals >= self._config.max_refusals:
+            if self._full_since_s is None:
+                self._full_since_s = self._clock()
+            if self._is_new:
+                is_last = self._num_refusals >= self._config.max_refusals
+            else:
+                is_last = self._clock() - self._full_since_s >= self._config.full_wait_s
+            if is_last:
                 raise error
             return
         if not isinstance(error, GroupLost):
             raise error
         assert self._stream is not None
+        if self._stream.num_tokens:
+            self._full_since_s = None
         self._losses.add(error, num_tokens=self._stream.num_tokens)
         if self._losses.is_convicted:
             self._telemetry.quarantined.inc()
@@ -200,6 +209,7 @@ class Attempts:
             resumed_token_ids=tokens_to_bytes(token_ids),
             sampling=params_to_proto(self._request.params),
             cache_salt=self._request.cache_salt,
+            priority=self._request.priority,
             probation_tokens=resume.probation_tokens if self._losses.is_suspect else 0,
         )
 

@@ -33,6 +33,8 @@ class CompletionConfig:
     """Groups with a full queue that a new completion is offered to."""
     retry_pause_s: float = 0.1
     """Until one that is under way asks groups again that could not take it."""
+    full_wait_s: float = 60.0
+    """How long it does so, before it fails after all."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
 
 
@@ -53,6 +55,8 @@ class CompletionRequest:
     cache_salt: str
     arrival_s: float
     """On the completion's clock."""
+    priority: int = 0
+    """Less runs sooner."""
 
 
 class Completion:

@@ -181,7 +181,7 @@ class EngineLoop:
             failure = RankFailure(f"the engine raised {type(error).__name__}; its log has more")
             self._fail(failure)
         finally:
-            self._post(lambda: self._ended.done() or self._ended.set_result(None))
+            self._post(lambda: self._ended.set_result(None))
 
     def _take_inbox(self) -> bool:
         """Runs all that waits, and where the engine has no work, waits. False: time to end."""
@@ -221,7 +221,7 @@ class EngineLoop:
     def _fail(self, error: RankFailure) -> None:
         self._post(lambda: self._deliver_failure(error))
 
-    def _post(self, function: Callable[[], object]) -> None:
+    def _post(self, function: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:

@@ -83,6 +83,7 @@ class Gateway:
         self._clock = clock
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
+        self.telemetry.suspects.set_function(lambda: self._resumes.probation.num_suspects)
         self._num_inflight = 0
         self._is_draining = False
         self._watchers: list[Callable[[], None]] = []

@@ -13,18 +13,17 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc.aio
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
 from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connect
+from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.wire import events_from_proto
-from quire.router.directory import Position
 from quire.v1 import group_pb2 as pb
-from quire.worker.events import EventBatch
+from quire.worker.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -48,33 +47,12 @@ class GroupClientConfig:
     max_backoff_s: float = 5.0
     """The pause before the next attempt doubles from the one to the other."""
 
-
-class GroupListener(Protocol):
-    """Whom a `GroupClient` tells what it learns. Called from the event loop."""
-
-    def check(self, description: pb.GroupDescription) -> None:
-        """Raises GroupMismatch where this group must not be used."""
-
-    def attached(self, client: "GroupClient") -> None:
-        """Requests can be submitted from now on."""
-
-    def detached(self, client: "GroupClient") -> None:
-        """They cannot any longer. Those under way are told only after this."""
-
-    def turned_away(self, client: "GroupClient") -> None:
-        """The group takes no more requests, until it is attached anew."""
-
-    def has_other(self, client: "GroupClient") -> bool:
-        """Whether another group takes requests, so that this one's can go on there."""
-
-    def load(self, client: "GroupClient", load: pb.Load) -> None:
-        """The group has stepped since the last call."""
-
-    def events(self, client: "GroupClient", batch: EventBatch) -> bool:
-        """Takes events in. False: they do not follow on, begin again at `events_position`."""
-
-    def events_position(self, client: "GroupClient") -> Position:
-        """From where on to ask the group for events."""
+    def __post_init__(self) -> None:
+        for name in ("silence_timeout_s", "step_deadline_s", "describe_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.window_tokens < 2:
+            raise ConfigError(f"window_tokens={self.window_tokens!r}: must be 2 or more")
 
 
 class GroupClient:
@@ -226,7 +204,8 @@ class GroupClient:
             self._last_load = load
             self._listener.load(self, frame.load)
         for delta in frame.deltas:
-            if delta.error.code in _CLOSED:
+            is_error = delta.HasField("error")
+            if is_error and delta.error.code in _CLOSED:
                 # Now, not once the request's reader is awake: by then, another group may have
                 # the same name.
                 self._listener.turned_away(self)
@@ -236,7 +215,7 @@ class GroupClient:
                 continue  # Aborted here while the group was still at it.
             if not stream.push(delta):
                 stream.abort()
-            elif delta.finish_reason or delta.HasField("error"):
+            elif is_error or delta.finish_reason:
                 del self._streams[key]
         if frame.phase:
             self._drain(frame.phase)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
+from quire.worker.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,14 @@ class ResumeConfig:
     the traffic: each costs a prefill, and groups that die of load must not die of resumes."""
     retry_per_s: float = 10.0
     """What each second adds, for gateways with little traffic and long streams."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("probation_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {least} or more")
+        for name in ("retry_burst", "retry_share", "retry_per_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
 
 
 class Losses:
@@ -109,17 +118,25 @@ class Probation:
     """The gateway's suspects, of which one at a time may be sent to a group."""
 
     def __init__(self) -> None:
+        self.num_suspects = 0
+        """Those that wait for their turn, and the one that has it."""
         self._turn = asyncio.Lock()
 
     async def enter(self) -> Callable[[], None]:
         """Waits for a turn, first come, first served; returns how to end it, also twice."""
-        await self._turn.acquire()
+        self.num_suspects += 1
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            self.num_suspects -= 1
+            raise
         is_over = False
 
         def leave() -> None:
             nonlocal is_over
             if not is_over:
                 is_over = True
+                self.num_suspects -= 1
                 self._turn.release()
 
         return leave

@@ -58,6 +58,11 @@ class Telemetry:
         self.retry_budget = Gauge(
             "quire_retry_budget", "Resumes that could be done at once now.", registry=registry
         )
+        self.suspects = Gauge(
+            "quire_suspects",
+            "Completions under which groups died in a row, on probation or waiting for it.",
+            registry=registry,
+        )
         self.inflight = Gauge(
             "quire_inflight_completions", "Completions under way.", registry=registry
         )
