@@ -7,13 +7,13 @@ undone by itself; `Chaos.stop` undoes the rest.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
+from tests.sim.calls import Pipe
 from tests.sim.cluster import Cluster, SimGateway, SimGroup
 from tests.sim.loop import Process
-from tests.sim.network import Pipe
 
 from quire.v1 import group_pb2
 
@@ -94,7 +94,9 @@ class Chaos:
         length_s = length_s or self._rng.uniform(0.1, self._plan.max_length_s)
         target: SimGroup | SimGateway | None = group
         if target is None:
-            there = self._gateways() if kind in GATEWAY_FAULTS else self._groups()
+            there: Sequence[SimGroup | SimGateway] = self._groups()
+            if kind in GATEWAY_FAULTS:
+                there = self._gateways()
             target = self._rng.choice(there) if there else None
         if target is None:
             return None

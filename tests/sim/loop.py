@@ -48,7 +48,8 @@ class Process:
         return self._context.copy().run(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        return self._loop.create_task(coroutine, context=self._context.copy())
+        task: asyncio.Task[T] = self._loop.create_task(coroutine, context=self._context.copy())
+        return task
 
     def freeze(self) -> None:
         self.is_frozen = True
@@ -140,7 +141,7 @@ class SimLoop(asyncio.BaseEventLoop):
                 process.park(handle)
                 continue
             self.num_callbacks += 1
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It stays in the heap until its time has come."""

@@ -61,8 +61,10 @@ class HashModel:
         for end in range(len(prompt), len(context)):
             context[end] = self.next_token(context[:end], seed=seed)
             if context[end] == EOS and not ignore_eos:
-                return context[len(prompt) : end + 1].tolist()
-        return context[len(prompt) :].tolist()
+                context = context[: end + 1]
+                break
+        answer: list[int] = context[len(prompt) :].tolist()
+        return answer
 
 
 @dataclass(frozen=True, kw_only=True)

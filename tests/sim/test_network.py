@@ -5,8 +5,9 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.sim.calls import Call, Connection, RpcError, ServerContext
 from tests.sim.loop import Process, SimLoop, simulate
-from tests.sim.network import Call, Connection, Network, NetworkConfig, RpcError, ServerContext
+from tests.sim.network import Network, NetworkConfig
 
 from quire.v1 import group_pb2 as pb
 
