@@ -55,7 +55,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.validate:
         text = "\n".join(validation(runs, fit=arguments.fit))
     else:
-        text = "\n".join(tables(runs.records))
+        text = "\n".join(tables(runs.records, reference=arguments.reference))
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n")
@@ -154,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--report", action="store_true", help="run nothing, print what the state file has")
     add("--validate", action="store_true", help="run nothing, simulate what was run")
     add("--fit", type=Path, nargs="+", default=[], help="JSON of `quire bench step`, to simulate")
+    add("--reference", default="round_robin", help="the line that others are compared with")
     add("--budget", type=float, default=float("inf"), help="seconds")
     add("--cache", type=Path, default=Path.home() / ".cache/quire/serving", help="for checkpoints")
     return parser

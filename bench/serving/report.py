@@ -23,8 +23,8 @@ _COLUMNS = (
 )
 
 
-def tables(records: Sequence[Record], *, reference: str = "round_robin") -> Iterator[str]:
-    """``mean ÷`` is the reference's mean TTFT over the line's, in the same rounds."""
+def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
+    """``mean ÷`` is the ``reference`` line's mean TTFT over the line's, in the same rounds."""
     cases = [case_of(record["case"]) for record in records]
     pairs = sorted(zip(cases, records, strict=True), key=lambda pair: pair[0].title)
     for title, group in groupby(pairs, key=lambda pair: pair[0].title):

@@ -221,7 +221,7 @@ def test_a_run_is_tabled_and_replayed_in_the_simulator(
     runs = runs_module.Runs(state)
     assert runs.has(case, 0)
     assert not runs.has(case, 1)
-    table = "\n".join(bench_module("serving.report").tables(runs.records))
+    table = "\n".join(bench_module("serving.report").tables(runs.records, reference="round_robin"))
     assert "| prefix_aware | 1 | 99.0 % | 30.0 |" in table
     assert "40 requests were answered by several runs; 0 of them not" in table
 
