@@ -65,7 +65,7 @@ class ReplicaGroup:
         """
         self._demand[gateway] = time.monotonic(), num_tokens
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
+    def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller hears once a second, for `quire.cluster.autoscaling_serve`."""
         stats = self._server.stats
         now_s = time.monotonic()
