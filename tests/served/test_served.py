@@ -208,7 +208,7 @@ def test_nothing_listens_beyond_the_loopback(endpoints: Endpoints) -> None:
 
 
 def _listening_addresses() -> set[str]:
-    """Of the TCP sockets of all processes of the test cluster and of this one."""
+    """Of the TCP sockets of all processes of the test cluster."""
     mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
     inodes = set()
     for process in Path("/proc").glob("[0-9]*"):
