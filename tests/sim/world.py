@@ -154,9 +154,8 @@ class World:
         if code == grpc.StatusCode.ABORTED:  # Quarantined.
             # Beside a poison alone nobody else may be convicted; what happens by itself may make
             # a third death look like the request's.
-            return ask.is_poison or (
-                bool(self.chaos.faults) and num_faults >= resume.max_group_deaths
-            )
+            is_possible = bool(self.chaos.faults) and num_faults >= resume.max_group_deaths
+            return ask.is_poison or is_possible
         if code != grpc.StatusCode.UNAVAILABLE:
             return False
         if "no replica group" not in details:  # The gateway itself was not there.
