@@ -48,7 +48,7 @@ async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_
     await groups.close()
 
 
-async def test_what_a_former_group_of_a_name_still_tells_does_not_fence_off_the_present_one() -> (
+async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the_present_one() -> (
     None
 ):
     table = RoutingTable(block_size=4)

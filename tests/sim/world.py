@@ -91,9 +91,13 @@ class World:
         return self._hash.hexdigest()
 
     def note(self, text: str) -> None:
+        """Puts what happened into the digest, and into what a failure shows."""
+        self.tail.append(self._add(text))
+
+    def _add(self, text: str) -> str:
         line = f"{self.loop.time():.9f} {text}"
         self._hash.update(line.encode())
-        self.tail.append(line)
+        return line
 
     async def live(self) -> None:
         """Clients come and faults happen, as the plan has it."""
@@ -243,7 +247,7 @@ class World:
             data = b"".join(blocks) + str(message.first_seq).encode()
         else:
             data = b"" if message is None else message.SerializeToString(deterministic=True)
-        self.note(name)
+        self._add(name)
         self._hash.update(data)
 
     def _on_exception(self, _loop: Any, context: dict[str, Any]) -> None:
