@@ -171,5 +171,8 @@ async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
         else:
             first.cancel()
             await group.settle()
-        await second.write(suspect("c"))
-        assert await read_tokens(second, "c", num_tokens=1) == taken
+        for number in range(20):  # The group hears of the end in its own time.
+            await second.write(suspect(f"c{number}"))
+            if await read_tokens(second, f"c{number}", num_tokens=1) == taken:
+                return
+        pytest.fail("the group keeps the place for one who has left it")

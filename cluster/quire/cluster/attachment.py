@@ -54,6 +54,7 @@ class Attachment:
         self._works: dict[Key, _Work] = {}
         self._sendable: dict[Key, _Work] = {}
         self._refusals: list[pb.TokenDelta] = []
+        self._proven: _Work | None = None
         self._changed = asyncio.Event()
         self._is_heard = False
 
@@ -99,6 +100,11 @@ class Attachment:
 
     def take_frame(self) -> pb.StepFrame:
         self._changed.clear()
+        if self._proven is not None:
+            # Only now that what proves it was written: should the next suspect kill the group at
+            # once, the gateway must know that this one was past it.
+            self._acquit(self._proven)
+            self._proven = None
         deltas = []
         sendable, self._sendable = self._sendable, {}
         for key, work in sendable.items():
@@ -107,6 +113,9 @@ class Attachment:
             deltas.append(delta)
             if delta.finish_reason:
                 del self._works[key]
+            if work is self._door.on_probation and work.is_proven:
+                self._proven = work
+                self._changed.set()
         refusals, self._refusals = self._refusals, []
         return pb.StepFrame(
             step=self._engine_loop.num_steps,
@@ -163,8 +172,6 @@ class Attachment:
             return
         work.add(key, output)
         self.num_unsent_tokens += len(output.token_ids)
-        if work.is_proven:
-            self._acquit(work)
         self._offer(key, work)
 
     def _offer(self, key: Key, work: "_Work") -> None:
