@@ -9,6 +9,8 @@ from quire.cluster.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
+from quire.worker.events import BlocksStored, EventBatch
+from quire.worker.hashing import BlockHash
 
 pytestmark = pytest.mark.anyio
 
@@ -43,4 +45,21 @@ async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_
     attach(groups, former, epoch=2)
     groups.detached(former)
     assert groups.num_ready == 1
+    await groups.close()
+
+
+async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the_present_one() -> (
+    None
+):
+    table = RoutingTable(block_size=4)
+    groups = Groups(table=table, expected=Expectation(model="m", block_size=4), connect=unreachable)
+    groups.set_addresses(["host:1", "host:2"])
+    (former, _), (present, _) = groups._clients.values()
+    attach(groups, former, epoch=1)
+    attach(groups, present, epoch=2)
+    stored = BlocksStored([BlockHash(bytes(32))])
+    groups.events(present, EventBatch(epoch=2, first_seq=0))
+    groups.events(former, EventBatch(epoch=1, first_seq=0))  # It drains, and lives.
+    groups.events(present, EventBatch(epoch=2, first_seq=0, events=(stored,)))
+    assert table.stats().directory.num_blocks == 1
     await groups.close()

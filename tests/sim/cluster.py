@@ -156,8 +156,9 @@ class SimGateway:
         ) as connection:
             yield GroupLinkOver(connection)
 
-    async def set_addresses(self, addresses: list[str]) -> None:
-        self.groups.set_addresses(addresses)
+    async def hear_of_groups(self, groups: "list[SimGroup]") -> None:
+        """Of those that are there when it gets to it: news keep their order."""
+        self.groups.set_addresses([group.address for group in groups])
 
 
 class Cluster:
@@ -214,8 +215,7 @@ class Cluster:
 
         def tell() -> None:
             if not gateway.process.is_dead:
-                addresses = [group.address for group in self.groups]
-                gateway.process.spawn(gateway.set_addresses(addresses))
+                gateway.process.spawn(gateway.hear_of_groups(self.groups))
 
         delay_s = 0.0 if at_once else self.rng.uniform(0, self.plan.news_s)
         self.loop.call_later(delay_s, tell)

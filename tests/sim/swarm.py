@@ -59,6 +59,7 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             p_slow=rng.choice([0.0, 0.2]),
             p_cancel=rng.choice([0.0, 0.2]),
             p_deadline=rng.choice([0.0, 0.2]),
+            p_poison=rng.choice([0.0, 0.0, 0.01]),
         ),
         chaos=ChaosPlan(
             kinds=tuple(kind for kind in KINDS if rng.random() < p_fault),

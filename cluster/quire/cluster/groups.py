@@ -174,6 +174,8 @@ class Groups:
 
     def events(self, client: GroupClient, batch: EventBatch) -> bool:
         group_id = GroupId(client.description.group_id)
+        if self._attached.get(group_id) is not client:
+            return True  # Of a former group of that name, which still ends what it has.
         return isinstance(self._table.apply_events(group_id, batch), Applied)
 
     def events_position(self, client: GroupClient) -> Position:
