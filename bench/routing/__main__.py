@@ -5,9 +5,8 @@
 
 Simulated with the costs of an 8B model on an H100 and 1M tokens of KV cache per group. Other
 systems' policies run on engines that serve first come first served and evict the least recently
-used; so does ``ours, LRU``. ``ours`` evicts by utility, as our engine does; ``ours, SRPF`` also
-computes the shortest remaining prefill first, which it does not do yet. The first tenth of the
-requests warms caches up and is not counted.
+used; so does ``ours, LRU``. ``ours`` evicts by utility and computes the shortest remaining prefill
+first, as our engine does. The first tenth of the requests warms caches up and is not counted.
 
 A *load* is a share of the capacity of Dynamo's default: the fastest replay at which 99 % of
 requests wait no longer than the trace's target. More than 16 groups serve copies of the trace that

@@ -15,13 +15,13 @@ from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name, load_trace
 from quire.worker.hashing import BlockHash
 
-OURS, OURS_POLICY, OURS_SRPF = "ours", "ours, LRU", "ours, SRPF"
+OURS, OURS_POLICY = "ours", "ours, LRU"
 DYNAMO = "dynamo"
 BASELINES = (
     *("round_robin", "least_loaded", "power_of_two", "bounded_hash", "sglang", "sglang_events"),
     *("ray_prefix", "llmd", "preble", "mooncake", DYNAMO, "dynamo_20"),
 )
-ROWS = (OURS, OURS_POLICY, OURS_SRPF, *BASELINES)
+ROWS = (OURS, OURS_POLICY, *BASELINES)
 LOADS = (0.6, 0.78, 0.85, 0.92, 0.95)
 WARM_UP = 0.1
 
@@ -125,10 +125,8 @@ def _config(cell: Cell) -> SimulationConfig:
         seed=cell.seed,
     )
     config = replace(config, **DISTURBANCES[cell.disturbance])  # type: ignore[arg-type]
-    if cell.policy in (OURS, OURS_SRPF):
-        config = replace(config, eviction="utility")
-    if cell.policy == OURS_SRPF:
-        config = replace(config, engine=EngineConfig(order="srpf"))
+    if cell.policy == OURS:
+        config = replace(config, eviction="utility", engine=EngineConfig(order="srpf"))
     return config
 
 
