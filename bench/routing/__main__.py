@@ -5,14 +5,15 @@
 
 Simulated with the costs of an 8B model on an H100 and 1M tokens of KV cache per group. Other
 systems' policies run on engines that serve first come first served and evict the least recently
-used; so does ``ours, LRU``. ``ours`` evicts by utility, as our engine does; ``ours, SRPF`` also
-computes the shortest remaining prefill first, which it does not do yet. The first tenth of the
-requests warms caches up and is not counted.
+used; so does ``ours, LRU``. ``ours`` evicts by utility and computes the shortest remaining prefill
+first, as our engine does. The first tenth of the requests warms caches up and is not counted.
 
 A *load* is a share of the capacity of Dynamo's default: the fastest replay at which 99 % of
-requests wait no longer than the trace's target. More than 16 groups serve copies of the trace that
-share nothing. Each cell is written to the state file when it is done, and not computed again: to
-stop and go on is to run the same command again. ``--report`` only prints what is there.
+requests wait no longer than the trace's target. Beside the recorded traces, which are the default,
+there are made-up ones (`bench.routing.synthetic`) that no policy was tuned on. More than 16 groups
+serve copies of the trace that share nothing. Each cell is written to the state file when it is
+done, and not computed again: to stop and go on is to run the same command again. ``--report`` only
+prints what is there.
 """
 
 import argparse
@@ -31,7 +32,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--data", type=Path, default=Path("../shared/data"), help="has traces/ in it")
-    add("--trace", nargs="+", choices=SOURCES, default=list(SOURCES))
+    recorded = [name for name, source in SOURCES.items() if source.file]
+    add("--trace", nargs="+", choices=SOURCES, default=recorded)
     add("--groups", type=int, nargs="+", default=[16, 4, 64])
     add("--load", type=float, nargs="+", default=LOADS)
     add("--policy", nargs="+", default=list(ROWS))
@@ -45,8 +47,9 @@ def main() -> None:
     bench = Bench(data=arguments.data, state=arguments.state)
     if not arguments.report:
         for cell in _wanted(arguments):
-            file = arguments.data / "traces" / SOURCES[cell.trace].file
-            if file.exists():
+            name = SOURCES[cell.trace].file
+            file = arguments.data / "traces" / (name or ".")
+            if file.exists() or name is None:
                 bench.run(cell)
             else:
                 print(f"{cell.trace}: skipped, {file} does not exist (say --data FOLDER)")

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.routing.synthetic import SYNTHETIC, synthetic_trace
+
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.group import EngineConfig
 from quire.router.simulate.result import Result
@@ -15,19 +17,20 @@ from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name, load_trace
 from quire.worker.hashing import BlockHash
 
-OURS, OURS_POLICY, OURS_SRPF = "ours", "ours, LRU", "ours, SRPF"
+OURS, OURS_POLICY = "ours", "ours, LRU"
 DYNAMO = "dynamo"
 BASELINES = (
     *("round_robin", "least_loaded", "power_of_two", "bounded_hash", "sglang", "sglang_events"),
     *("ray_prefix", "llmd", "preble", "mooncake", DYNAMO, "dynamo_20"),
 )
-ROWS = (OURS, OURS_POLICY, OURS_SRPF, *BASELINES)
+ROWS = (OURS, OURS_POLICY, *BASELINES)
 LOADS = (0.6, 0.78, 0.85, 0.92, 0.95)
 WARM_UP = 0.1
 
 
 class Source(NamedTuple):
-    file: str
+    file: str | None
+    """None where it is made up."""
     target_s: float
     """For the 99th percentile of TTFT."""
     spread_ms: float
@@ -38,6 +41,7 @@ SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
+    **{name: Source(None, 2.0, 0.0) for name in SYNTHETIC},
 }
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},
@@ -112,7 +116,10 @@ class Bench:
 
     def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:
         source = SOURCES[name]
-        trace = load_trace(self._data / "traces" / source.file)
+        if source.file is None:
+            trace = synthetic_trace(name, seed=seed)
+        else:
+            trace = load_trace(self._data / "traces" / source.file)
         rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
         trace = Trace.of(rows, name=name, block_size=trace.block_size)
         return trace.spread(seed=seed, within_ms=source.spread_ms)
@@ -125,10 +132,8 @@ def _config(cell: Cell) -> SimulationConfig:
         seed=cell.seed,
     )
     config = replace(config, **DISTURBANCES[cell.disturbance])  # type: ignore[arg-type]
-    if cell.policy in (OURS, OURS_SRPF):
-        config = replace(config, eviction="utility")
-    if cell.policy == OURS_SRPF:
-        config = replace(config, engine=EngineConfig(order="srpf"))
+    if cell.policy == OURS:
+        config = replace(config, eviction="utility", engine=EngineConfig(order="srpf"))
     return config
 
 

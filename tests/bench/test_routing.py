@@ -65,6 +65,23 @@ def test_a_trace_that_is_not_there_is_skipped_with_its_path(
     assert "multitenant: skipped" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["agents", "rag", "few_shot", "bursts"])
+def test_a_made_up_trace_depends_on_its_seed_only_and_shares_prefixes(
+    bench_module: BenchModule, name: str
+) -> None:
+    make = bench_module("routing.synthetic").synthetic_trace
+    trace, again, other = make(name, seed=0), make(name, seed=0), make(name, seed=1)
+    assert trace == again
+    assert trace.num_input != other.num_input
+    seen: set[bytes] = set()
+    num_shared = 0
+    for chain in trace.chains:
+        assert len(set(chain)) == len(chain)
+        num_shared += bool(chain) and chain[0] in seen
+        seen.update(chain)
+    assert num_shared > 0.9 * len(trace)
+
+
 @needs_traces
 @pytest.mark.slow
 def test_a_real_trace_gains_by_prefixes(bench_module: BenchModule, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from quire.cluster.cli_help import DefaultsFormatter
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
 
@@ -53,7 +54,7 @@ def _add_kind(
         name,
         help=what,
         description=what[0].upper() + what[1:] + ".",
-        formatter_class=_DefaultsFormatter,
+        formatter_class=DefaultsFormatter,
     )
     parser.add_argument(
         "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
@@ -73,19 +74,6 @@ def _add_kind(
         help="prepare the next step while one runs; `step` shows both if absent",
     )
     return parser
-
-
-class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults as one would type them, and none where there is none."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if default is None:
-            return action.help
-        if isinstance(default, (list, tuple)):
-            shown = " ".join(map(str, default)).replace("%", "%%")
-            return f"{action.help} (default: {shown})"
-        return super()._get_help_string(action)
 
 
 def _add_sweep_flags(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cluster.cli_help import DefaultsFormatter
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
         description="Replays a request trace against simulated groups: how long requests wait for "
         "their first token, by routing policy, number of groups and speed. No model runs; the "
         "routing and the cache are the real ones. docs/simulator.md says more.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     parser.add_argument("trace", type=Path, help="a trace, or a log of your own")
     add = parser.add_argument_group("trace").add_argument
@@ -44,7 +45,12 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     add("--cache-tokens", type=int, help="KV cache of a group; the preset's if absent")
     add("--chunk-tokens", type=int, default=8192, help="tokens in a step")
     add("--max-num-seqs", type=int, default=1024, help="sequences that run at the same time")
-    add("--order", choices=("fcfs", "srpf"), default="fcfs", help="first come, or least left first")
+    add(
+        "--order",
+        choices=("fcfs", "srpf"),
+        default="fcfs",
+        help="first come, or the shortest remaining prefill first, as our engine does",
+    )
     add(
         "--eviction",
         choices=("plain-lru", "lru", "s3fifo", "utility"),
@@ -60,9 +66,9 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
     add = parser.add_argument_group("run").add_argument
     add("--exact", action="store_true", help="route with the real table and event protocol: slower")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of what is drawn: losses, and by how much to put off")
     add("--output", type=Path, help="path and stem of a JSON file and a plot")
-    add("--plot-format", choices=("png", "svg"), default="png")
+    add("--plot-format", choices=("png", "svg"), default="png", help="of the plot")
     parser.set_defaults(run=_simulate)
 
 
@@ -99,6 +105,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         if arguments.num_requests < 1:
             raise ConfigError(f"num_requests={arguments.num_requests}: must be 1 or more")
         trace = trace.first(arguments.num_requests)
+    if arguments.spread_ms < 0:
+        raise ConfigError(f"spread_ms={arguments.spread_ms}: must not be negative")
     if arguments.spread_ms:
         trace = trace.spread(seed=arguments.seed, within_ms=arguments.spread_ms)
     return run_command(sweep, trace, output=arguments.output, plot_format=arguments.plot_format)

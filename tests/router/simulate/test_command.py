@@ -67,9 +67,25 @@ def test_a_wrong_value_is_named_with_a_remedy(
         (["--num-requests", "0"], "num_requests=0: must be 1 or more"),
         (["--ttft-target-s", "0.000001"], "does not reach it at any speed"),
         (["--chunk-tokens", "0"], "chunk_tokens=0: must be 1 or more"),
+        (["--num-groups", "4", "0"], "num_groups=0: must be above 0"),
+        (["--block-size", "0"], "block_size=0: must be 1 or more"),
+        (["--spread-ms", "-1"], "spread_ms=-1.0: must not be negative"),
+        (["--output", "no/such/stem"], "output=no/such/stem: no/such is no folder; make it first"),
     ):
         assert main(["simulate", str(log), "--format", "log", *flags]) == 2
-        assert message in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert message in printed.err
+        # Nothing was replayed first, but where only a replay shows that it cannot be.
+        assert "policy" not in printed.out or "--ttft-target-s" in flags
+
+
+def test_help_shows_defaults_as_one_would_type_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: prefix_aware)" in text
+    for word in ("default: None", "default: False", "default: ["):
+        assert word not in text
 
 
 def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:

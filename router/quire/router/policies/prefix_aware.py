@@ -1,37 +1,47 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost = queued + (2 + pressure) * missing + RUNNING_TOKENS * requests
+    cost = queued + (1.25 + pressure) * missing + 32 * requests
 
 all in tokens, the time in which a group prefills one:
 
     queued    prompt tokens that the group must compute first
     missing   the prompt's own tokens that it has not cached, and will not have when it gets there
-              Twice, or waiting for a prefix that a group just computes would cost as much as
-              computing it again elsewhere
-    pressure  what a token computed costs others: where prefill keeps groups busy a share ``busy``
-              of the time, work puts off what comes later by ``busy / (1 - busy)`` times itself.
-              With time to spare a prefix is copied to where the queue is short, without it stays
+              A quarter more than once, or waiting for a prefix that a group just computes would
+              cost as much as computing it again elsewhere
+    pressure  what a token computed costs others: the more is queued, the more requests wait
+              behind it. With time to spare a prefix is copied to where the queue is short, without
+              it stays: 4 * busy / (1 - busy), where a group with q queued tokens is busy by
+              q / (q + 8,192), so that 4 q / 8,192 where all queues are alike
     requests  that share the group's steps
 
-It needs no rates: every term scales with the speed of the hardware. ``busy`` is learned from what
-each request finds. docs/decisions/0014-simulator.md says what else was tried.
+It needs no rates: every term scales with the speed of the hardware. ``busy`` is the average over
+all groups and the last seconds: long enough to ride out one long prompt, and short enough to see
+that caches are cold and queues grow. What keeps a group busy is counted in tokens and not in time,
+for most of a short step's time is not the prompts'. docs/decisions/0014-simulator.md and
+0018-policy.md say what else was tried.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 
-from quire.router.policies.simple import RUNNING_TOKENS, Forgetful
+from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixAwareConfig:
+    missing: float = 1.25
+    """Weight of a missing token where nobody waits."""
+    request_tokens: float = 32.0
+    """What a request slows others by, in tokens of prefill."""
     pressure: float = 4.0
     """Weight of ``busy / (1 - busy)``."""
     max_pressure: float = 12.0
     """Near saturation that would have no end."""
-    window_s: float = 10.0
+    busy_tokens: float = 8192.0
+    """A group with a queue of so many tokens is half busy. About what one step computes."""
+    window_s: float = 2.0
     """Over which ``busy`` is averaged."""
 
 
@@ -50,17 +60,19 @@ class PrefixAware(Forgetful):
     ) -> list[float]:
         config = self._config
         queues = [s.num_pending_prefill_tokens + s.num_reserved_tokens for s in groups]
-        busy = self._average(1 - queues.count(0) / len(queues), request.now_s)
+        half = config.busy_tokens
+        busy = sum([queued / (queued + half) for queued in queues]) / len(queues)
+        busy = self._average(busy, request.now_s)
         self.pressure = min(config.max_pressure, config.pressure * busy / (1.0001 - busy))
-        weight = 2 + self.pressure
+        weight = config.missing + self.pressure
         num_tokens = request.num_prompt_tokens
         return [
-            queued + weight * (num_tokens - hit) + RUNNING_TOKENS * state.num_requests
+            queued + weight * (num_tokens - hit) + config.request_tokens * state.num_requests
             for state, queued, hit in zip(groups, queues, hits, strict=True)
         ]
 
     def _average(self, sample: float, now_s: float) -> float:
-        """The share of busy groups over about the last ``window_s``, this sample included.
+        """How busy groups were over about the last ``window_s``, this sample included.
 
         A clock that goes back changes nothing.
         """

@@ -37,6 +37,8 @@ class Sweep:
             raise ConfigError(f"ttft_target_s={self.ttft_target_s}: must be above 0")
         for policy in self.policies:
             replace(self.base, policy=policy)
+        for num_groups in self.group_counts:
+            replace(self.base, num_groups=num_groups)
 
     @property
     def configs(self) -> Iterator[SimulationConfig]:
@@ -46,7 +48,13 @@ class Sweep:
 
 
 def run_command(sweep: Sweep, trace: Trace, *, output: Path | None, plot_format: str) -> int:
-    """Prints a line per replay; writes ``output`` + ".json" and a plot if there is a stem."""
+    """Prints a line per replay; writes ``output`` + ".json" and a plot if there is a stem.
+
+    Raises:
+        ConfigError: ``output`` is in no folder that there is, or a replay is not possible.
+    """
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"output={output}: {output.parent} is no folder; make it first")
     print(f"{trace.name}: {len(trace):,} requests, {sum(trace.num_input):,} prompt tokens\n")
     print(report.HEADER)
     began_s = time.process_time()

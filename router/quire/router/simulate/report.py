@@ -10,6 +10,7 @@ from quire.router.simulate.result import Result
 from quire.worker.errors import ConfigError
 
 _COLOURS = ("#1f5fa8", "#d1661a", "#2f8a4c", "#8a4fa0", "#8c6d1f", "#5b6770")
+_LINES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,7 @@ def plot(rows: Sequence[Row], file: Path, *, title: str) -> None:
     """
     try:
         module: Any = import_module("matplotlib.figure")
+        ticker: Any = import_module("matplotlib.ticker")
     except ImportError:
         raise ConfigError("a plot needs matplotlib: pip install 'quire[bench]'") from None
     figure = module.Figure(figsize=(12, 4.2), layout="constrained")
@@ -87,6 +89,7 @@ def plot(rows: Sequence[Row], file: Path, *, title: str) -> None:
         mine = [r for r in rows if (r.policy, r.num_groups) == (policy, num_groups)]
         mine.sort(key=lambda row: row.speed)
         style = {"color": _COLOURS[index % len(_COLOURS)], "marker": "o", "markersize": 4}
+        style["linestyle"] = _LINES[index // len(_COLOURS) % len(_LINES)]
         style["label"] = f"{policy}, {num_groups} groups" if several else policy
         speeds = [row.speed for row in mine]
         panels[0].plot(speeds, [row.ttft_mean_s for row in mine], **style)
@@ -96,7 +99,11 @@ def plot(rows: Sequence[Row], file: Path, *, title: str) -> None:
         axes.set_xlabel("speed of the replay")
         axes.set_ylabel("s")
         axes.set_yscale("log")
-        axes.grid(alpha=0.25)
+        # Seconds as one says them, and not as powers of ten.
+        axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 3, 5)))
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(ticker.FormatStrFormatter("%g"))
+        axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(fontsize=9)
+    figure.legend(handles=panels[0].get_lines(), fontsize=9, loc="outside right upper")
     figure.savefig(file)

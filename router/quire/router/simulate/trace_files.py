@@ -20,12 +20,14 @@ def load_trace(path: Path, *, format: str | None = None, block_size: int | None 
     """Reads a file of the format that its name ends in, or of ``format``.
 
     Raises:
-        ConfigError: There is no such file or format, or a line is not of it.
+        ConfigError: There is no such file or format, a line is not of it, or the size is not one.
     """
     name = format or {".csv": "azure", ".jsonl": "mooncake"}.get(path.suffix, "")
     if name not in FORMATS:
         raise ConfigError(f"{path}: say its format, which is one of {', '.join(FORMATS)}")
     read, usual_block_size = FORMATS[name]
+    if block_size is not None and block_size < 1:
+        raise ConfigError(f"block_size={block_size}: must be 1 or more")
     size = block_size or usual_block_size
     try:
         with path.open(newline="") as lines:

@@ -1,0 +1,111 @@
+"""Workloads made up from a seed, which no policy here was tuned on: to be run last, and not often.
+
+    agents     loops of 3 to 25 calls on 12 long tool prompts, each with what the call before gave
+    rag        a short instruction and four of 2,000 documents, popular ones more often, any order
+    few_shot   jobs of 20 to 150 short questions behind the same 8,000 to 24,000 tokens of examples
+    bursts     chats of several turns, five times as many in the first ten seconds of each minute
+
+The sizes are guesses of what such programs send; what matters is that they differ from each other
+and from the recorded traces.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from random import Random
+
+from quire.router.simulate.trace import Row, Trace
+from quire.router.simulate.trace_files import block_name
+from quire.worker.hashing import BlockHash
+
+BLOCK_SIZE = 128
+NUM_REQUESTS = 8_000
+
+Chain = tuple[BlockHash, ...]
+
+
+def synthetic_trace(name: str, *, seed: int) -> Trace:
+    """`NUM_REQUESTS` of workload ``name``, or a few more; a seed gives one trace."""
+    rows = list(_GENERATORS[name](Random(f"{name}/{seed}")))
+    return Trace.of(rows, name=name, block_size=BLOCK_SIZE)
+
+
+def _agents(rng: Random) -> Iterator[Row]:
+    tools = [_blocks(("tools", i), rng.randint(4_000, 16_000)) for i in range(12)]
+    num_rows, start_ms = 0, 0.0
+    for session in count():
+        start_ms += rng.expovariate(1 / 1_000)
+        at_ms, chain = start_ms, tools[_popular(rng, len(tools))]
+        for step in range(rng.randint(3, 25)):
+            chain += _blocks((session, step), rng.randint(200, 2_000))
+            yield _row(at_ms, chain, rng.randint(30, 300), rng)
+            num_rows += 1
+            at_ms += 1_000 + rng.expovariate(1 / 3_000)
+        if num_rows >= NUM_REQUESTS:
+            return
+
+
+def _rag(rng: Random) -> Iterator[Row]:
+    instructions = [_blocks(("instruction", i), 512) for i in range(8)]
+    lengths = [rng.randint(500, 2_000) for _ in range(2_000)]
+    at_ms = 0.0
+    for _ in range(NUM_REQUESTS):
+        at_ms += rng.expovariate(1 / 100)
+        instruction = _popular(rng, len(instructions))
+        chain, path = instructions[instruction], (instruction,)
+        for _ in range(4):
+            # A document behind another one has other blocks than behind a third.
+            document = _popular(rng, len(lengths))
+            path += (document,)
+            chain += _blocks(path, lengths[document])
+        yield _row(at_ms, chain, rng.randint(50, 400), rng)
+
+
+def _few_shot(rng: Random) -> Iterator[Row]:
+    num_rows, start_ms = 0, 0.0
+    for job in count():
+        start_ms += rng.expovariate(1 / 8_000)
+        examples = _blocks(("examples", job), rng.randint(8_000, 24_000))
+        for _ in range(rng.randint(20, 150)):
+            yield _row(start_ms + rng.random() * 5_000, examples, rng.randint(2, 30), rng)
+            num_rows += 1
+        if num_rows >= NUM_REQUESTS:
+            return
+
+
+def _bursts(rng: Random) -> Iterator[Row]:
+    systems = [_blocks(("system", i), rng.randint(300, 3_000)) for i in range(50)]
+    num_rows, start_ms = 0, 0.0
+    for chat in count():
+        is_burst = start_ms % 60_000 < 10_000
+        start_ms += rng.expovariate((5 if is_burst else 1) / 500)
+        at_ms, chain = start_ms, systems[_popular(rng, len(systems))]
+        for turn in range(rng.randint(1, 8)):
+            chain += _blocks((chat, turn), rng.randint(50, 1_500))
+            yield _row(at_ms, chain, rng.randint(50, 600), rng)
+            num_rows += 1
+            at_ms += 5_000 + rng.expovariate(1 / 20_000)
+        if num_rows >= NUM_REQUESTS:
+            return
+
+
+_GENERATORS: Mapping[str, Callable[[Random], Iterator[Row]]] = {
+    "agents": _agents,
+    "rag": _rag,
+    "few_shot": _few_shot,
+    "bursts": _bursts,
+}
+SYNTHETIC = tuple(_GENERATORS)
+
+
+def _popular(rng: Random, size: int) -> int:
+    """The i-th of ``size`` with a probability that falls as 1/i."""
+    return int(size ** rng.random()) - 1
+
+
+def _blocks(name: object, num_tokens: int) -> Chain:
+    return tuple(block_name((name, i)) for i in range(num_tokens // BLOCK_SIZE))
+
+
+def _row(at_ms: float, chain: Chain, num_output: int, rng: Random) -> Row:
+    """A prompt of ``chain`` and a few tokens of its own."""
+    return Row(at_ms, len(chain) * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE - 1), num_output, chain)
