@@ -53,6 +53,8 @@ class CompletionRequest:
     cache_salt: str
     arrival_s: float
     """On the completion's clock."""
+    priority: int = 0
+    """Less runs sooner."""
 
 
 class Completion:
@@ -158,6 +160,7 @@ class Completion:
             resumed_token_ids=tokens_to_bytes(self._token_ids),
             sampling=params_to_proto(self._request.params),
             cache_salt=self._request.cache_salt,
+            priority=self._request.priority,
         )
 
     def _unavailable(self) -> Unavailable:

@@ -7,10 +7,16 @@ QuireError (quire.worker.errors)
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
 ├── StartFailed                  the application did not come up; nothing of it is left
 ├── GroupLost                    a group's stream broke; its requests can go on elsewhere
+├── Overloaded(QueueFull)        the request would wait for too long; when to try again is said
+├── DeadlineExceeded             the request's time is over; what it had reached the client
 └── Unavailable                  no replica group can take the request now; try again later
 """
 
-from quire.worker.errors import QuireError
+from typing import Literal
+
+from quire.worker.errors import QueueFull, QuireError
+
+RefusalReason = Literal["wait", "deadline", "queue_full", "displaced", "timeout", "inflight"]
 
 
 class Unauthenticated(QuireError):
@@ -32,6 +38,19 @@ class StartFailed(QuireError):
 class GroupLost(QuireError):
     """The stream to a group broke, or the group refused to go on. Nothing is known to be lost
     but time: the tokens received so far stay valid."""
+
+
+class Overloaded(QueueFull):
+    """The request is refused so that those that were taken keep their latency."""
+
+    def __init__(self, message: str, *, reason: RefusalReason, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(QuireError):
+    """The request's deadline has passed. Nothing of it runs any longer."""
 
 
 class Unavailable(QuireError):

@@ -233,6 +233,7 @@ def _request(submit: pb.Submit, *, engine_id: str) -> Request:
         resumed_token_ids=tokens_from_bytes(submit.resumed_token_ids),
         params=params_from_proto(submit.sampling),
         cache_salt=submit.cache_salt,
+        priority=submit.priority,
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from math import ceil
 
 import grpc
 import grpc.aio
@@ -16,8 +17,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.auth import ApiKeys, GrpcAuth
-from quire.cluster.errors import ModelNotFound, Unavailable
-from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
+from quire.cluster.errors import DeadlineExceeded, ModelNotFound, Overloaded, Unavailable
+from quire.cluster.gateway_service import Gateway
+from quire.cluster.generation import Chat, GenerationRequest
 from quire.cluster.wire import params_from_proto
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
@@ -33,6 +35,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFound: grpc.StatusCode.NOT_FOUND,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 
@@ -55,9 +58,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     params=params_from_proto(request.sampling),
                     model=request.model,
                     cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    timeout_s=_remaining_s(context),
                 )
             )
-            async with aclosing(generation.stream()) as chunks:
+            async with aclosing(self._gateway.stream([generation])) as chunks:
                 async for chunk in chunks:
                     await context.write(chunk)
 
@@ -134,10 +139,29 @@ async def _statuses(context: Context) -> AsyncIterator[None]:
     except Exception as error:
         for kind, code in _CODES.items():
             if isinstance(error, kind):
-                await context.abort(code, str(error))
+                await context.abort(code, str(error), _trailing_metadata(error))
         incident = secrets.token_hex(4)
         _log.exception("incident %s", incident)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+
+
+def _remaining_s(context: Context) -> float | None:
+    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the call came after its deadline")
+    return remaining_s
+
+
+def _trailing_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
+    """When to try again: for those who read HTTP's header, and for gRPC's own retries (A6)."""
+    if not isinstance(error, Overloaded):
+        return ()
+    pushback_ms = round(error.retry_after_s * 1000)
+    return (
+        ("retry-after", str(ceil(error.retry_after_s))),
+        ("grpc-retry-pushback-ms", str(pushback_ms)),
+    )
 
 
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | list[int] | Chat:

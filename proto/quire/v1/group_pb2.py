@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import inference_pb2 as quire_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/group.proto\x12\x08quire.v1\x1a\x18quire/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x8d\x02\n\x10GroupDescription\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\"_\n\x0cGroupCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xa2\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11resumed_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"]\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.quire.v1.TokenDelta\"\xf4\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x14.quire.v1.GroupError\"\xa9\x01\n\nGroupError\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.quire.v1.GroupError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x0e\n\nQUEUE_FULL\x10\x02\x12\x10\n\x0cGROUP_FAILED\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\"\x88\x02\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\"A\n\rEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\x0c\"\x9a\x01\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.quire.v1.BlockEvent\x12$\n\x08snapshot\x18\x04 \x01(\x0b\x32\x12.quire.v1.Snapshot\x12\x13\n\x06\x64igest\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_digest\"-\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"<\n\x08Snapshot\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x14\n\x07\x62uckets\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\n\n\x08_buckets2\xc7\x01\n\x0cReplicaGroup\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.GroupDescription\x12\x39\n\x06\x41ttach\x12\x16.quire.v1.GroupCommand\x1a\x13.quire.v1.StepFrame(\x01\x30\x01\x12\x39\n\x06\x45vents\x12\x17.quire.v1.EventsRequest\x1a\x14.quire.v1.EventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/group.proto\x12\x08quire.v1\x1a\x18quire/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x8d\x02\n\x10GroupDescription\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\"_\n\x0cGroupCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x42\t\n\x07\x63ommand\"\xb4\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11resumed_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"]\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.quire.v1.TokenDelta\"\xf4\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x14.quire.v1.GroupError\"\xa9\x01\n\nGroupError\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.quire.v1.GroupError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x0e\n\nQUEUE_FULL\x10\x02\x12\x10\n\x0cGROUP_FAILED\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\"\x88\x02\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\"A\n\rEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\x0c\"\x9a\x01\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.quire.v1.BlockEvent\x12$\n\x08snapshot\x18\x04 \x01(\x0b\x32\x12.quire.v1.Snapshot\x12\x13\n\x06\x64igest\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_digest\"-\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"<\n\x08Snapshot\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x14\n\x07\x62uckets\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\n\n\x08_buckets2\xc7\x01\n\x0cReplicaGroup\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.GroupDescription\x12\x39\n\x06\x41ttach\x12\x16.quire.v1.GroupCommand\x1a\x13.quire.v1.StepFrame(\x01\x30\x01\x12\x39\n\x06\x45vents\x12\x17.quire.v1.EventsRequest\x1a\x14.quire.v1.EventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROUPCOMMAND']._serialized_start=351
   _globals['_GROUPCOMMAND']._serialized_end=446
   _globals['_SUBMIT']._serialized_start=449
-  _globals['_SUBMIT']._serialized_end=611
-  _globals['_ABORT']._serialized_start=613
-  _globals['_ABORT']._serialized_end=657
-  _globals['_STEPFRAME']._serialized_start=659
-  _globals['_STEPFRAME']._serialized_end=752
-  _globals['_TOKENDELTA']._serialized_start=755
-  _globals['_TOKENDELTA']._serialized_end=999
-  _globals['_GROUPERROR']._serialized_start=1002
-  _globals['_GROUPERROR']._serialized_end=1171
-  _globals['_GROUPERROR_CODE']._serialized_start=1074
-  _globals['_GROUPERROR_CODE']._serialized_end=1171
-  _globals['_LOAD']._serialized_start=1174
-  _globals['_LOAD']._serialized_end=1438
-  _globals['_EVENTSREQUEST']._serialized_start=1440
-  _globals['_EVENTSREQUEST']._serialized_end=1505
-  _globals['_EVENTBATCH']._serialized_start=1508
-  _globals['_EVENTBATCH']._serialized_end=1662
-  _globals['_BLOCKEVENT']._serialized_start=1664
-  _globals['_BLOCKEVENT']._serialized_end=1709
-  _globals['_SNAPSHOT']._serialized_start=1711
-  _globals['_SNAPSHOT']._serialized_end=1771
-  _globals['_REPLICAGROUP']._serialized_start=1774
-  _globals['_REPLICAGROUP']._serialized_end=1973
+  _globals['_SUBMIT']._serialized_end=629
+  _globals['_ABORT']._serialized_start=631
+  _globals['_ABORT']._serialized_end=675
+  _globals['_STEPFRAME']._serialized_start=677
+  _globals['_STEPFRAME']._serialized_end=770
+  _globals['_TOKENDELTA']._serialized_start=773
+  _globals['_TOKENDELTA']._serialized_end=1017
+  _globals['_GROUPERROR']._serialized_start=1020
+  _globals['_GROUPERROR']._serialized_end=1189
+  _globals['_GROUPERROR_CODE']._serialized_start=1092
+  _globals['_GROUPERROR_CODE']._serialized_end=1189
+  _globals['_LOAD']._serialized_start=1192
+  _globals['_LOAD']._serialized_end=1456
+  _globals['_EVENTSREQUEST']._serialized_start=1458
+  _globals['_EVENTSREQUEST']._serialized_end=1523
+  _globals['_EVENTBATCH']._serialized_start=1526
+  _globals['_EVENTBATCH']._serialized_end=1680
+  _globals['_BLOCKEVENT']._serialized_start=1682
+  _globals['_BLOCKEVENT']._serialized_end=1727
+  _globals['_SNAPSHOT']._serialized_start=1729
+  _globals['_SNAPSHOT']._serialized_end=1789
+  _globals['_REPLICAGROUP']._serialized_start=1792
+  _globals['_REPLICAGROUP']._serialized_end=1991
 # @@protoc_insertion_point(module_scope)

@@ -32,6 +32,8 @@ class Request:
     """Cached prefixes are shared only among requests of the same salt."""
     arrival_s: float | None = None
     """On the engine's clock; ``None`` is now."""
+    priority: int = 0
+    """Less runs sooner; 0 is the usual."""
 
 
 class TokenDelta(NamedTuple):
