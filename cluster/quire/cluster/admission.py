@@ -35,9 +35,14 @@ class AdmissionConfig:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    max_queue_wait_s: float = 2.0
-    """A request that is predicted to wait for longer until a group begins it is refused. Whatever
-    the prediction, one request for each group may wait."""
+    max_queue_wait_s: float = 10.0
+    """A request that is predicted to wait for longer until a group begins it is refused. This is
+    for bursts: it holds while requests did not have to wait a moment ago."""
+    standing_wait_s: float = 1.0
+    """The same, once everyone has had to wait for as long as this: a queue that stands makes
+    requests wait and nothing faster."""
+    min_queued_per_group: int = 2
+    """So many requests for each group may wait in any case, be they as long as they may."""
     max_group_wait_s: float = 0.25
     """How long what is sent to a group may wait there: longer than the time between its frames,
     or it falls idle; and not much, since nothing of higher priority can overtake it any more."""
@@ -49,15 +54,19 @@ class AdmissionConfig:
     """Gateways that send to the same groups; each counts on its share of what is free."""
 
     def __post_init__(self) -> None:
-        if not self.max_queue_wait_s >= 0:
-            raise ConfigError(
-                f"max_queue_wait_s={self.max_queue_wait_s!r}: must be 0 or more seconds"
-            )
+        for name in ("max_queue_wait_s", "standing_wait_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
         if not 0 < self.max_group_wait_s < inf:
             raise ConfigError(
                 f"max_group_wait_s={self.max_group_wait_s!r}: must be above 0 seconds and finite"
             )
-        for name in ("max_queued_requests", "max_queued_tokens", "num_gateways"):
+        for name in (
+            "min_queued_per_group",
+            "max_queued_requests",
+            "max_queued_tokens",
+            "num_gateways",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1 or more")
 
@@ -74,6 +83,8 @@ class Admission:
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
+        self._wait_bound_s = config.max_queue_wait_s
+        self._free_s: float | None = None  # When a request last did not have to wait.
 
     @property
     def queued(self) -> Sequence[Ticket]:
@@ -90,6 +101,7 @@ class Admission:
         Raises:
             Overloaded: It is refused; nothing has changed.
         """
+        self._set_bound(now_s)
         ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
         displaced: list[Ticket] = []
         if self._ahead_of(ticket).num_requests or not self._can_begin(ticket, states):
@@ -104,6 +116,7 @@ class Admission:
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
         if self._queue[0] is ticket and self._can_begin(ticket, states):
             self._release(ticket)
+            self._free_s = now_s
         return displaced
 
     def release(self, states: Sequence[GroupState]) -> list[Ticket]:
@@ -138,6 +151,14 @@ class Admission:
         if ticket.stage is not Stage.BEGUN:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
+
+    def _set_bound(self, now_s: float) -> None:
+        config = self._config
+        if self._free_s is None:
+            self._free_s = now_s
+        self._wait_bound_s = config.max_queue_wait_s
+        if now_s - self._free_s > config.standing_wait_s:
+            self._wait_bound_s = min(config.standing_wait_s, config.max_queue_wait_s)
 
     def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
         """Whether a group begins it soon, after all that was released but is in no state yet."""
@@ -181,10 +202,14 @@ class Admission:
         self, ticket: Ticket, states: Sequence[GroupState], ahead: WaitingLoad
     ) -> bool:
         """Whether one request behind ``ahead`` waits for no longer than the bound."""
-        num_waiting = sum(state.num_waiting + state.num_reserved_requests for state in states)
-        if num_waiting + ahead.num_requests < len(states):
+        config = self._config
+        num_reserved = sum(state.num_reserved_requests for state in states)
+        num_waiting = sum(state.num_waiting for state in states) + config.num_gateways * (
+            num_reserved + ahead.num_requests
+        )
+        if num_waiting < len(states) * config.min_queued_per_group:
             return True
-        return self._begins_within(self._config.max_queue_wait_s, ticket, states, ahead=ahead)
+        return self._begins_within(self._wait_bound_s, ticket, states, ahead=ahead)
 
     def _begins_within(
         self, wait_s: float, ticket: Ticket, states: Sequence[GroupState], *, ahead: WaitingLoad
@@ -212,20 +237,24 @@ class Admission:
             need = ahead.num_requests * config.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
             predicted_s = max(0.0, need - room) / per_s
-            allowed_s = config.max_queue_wait_s if reason != "deadline" else 0.0
+            allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
         waits = (
             f"{ahead.num_requests} requests with {ahead.num_tokens:.0f} prompt tokens to compute "
             "wait here"
         )
+        name = (
+            "standing_wait_s"
+            if self._wait_bound_s < config.max_queue_wait_s
+            else ("max_queue_wait_s")
+        )
+        bound = f"{name} is {self._wait_bound_s:g}"
         why = {
-            "wait": f"{waits}, and this one would begin in about {predicted_s:.1f} s: "
-            f"max_queue_wait_s is {config.max_queue_wait_s:g}",
+            "wait": f"{waits}, and this one would begin in about {predicted_s:.1f} s: {bound}",
             "deadline": f"{waits}, and this one would begin in about {predicted_s:.1f} s, after "
             "its deadline: give it more time",
             "queue_full": f"{waits}: max_queued_requests is {config.max_queued_requests}, "
-            f"max_queued_tokens {config.max_queued_tokens}, max_queue_wait_s "
-            f"{config.max_queue_wait_s:g}",
+            f"max_queued_tokens {config.max_queued_tokens}, {bound}",
         }[reason]
         return Overloaded(
             f"{why}; try again in {retry_after_s:.0f} s", reason=reason, retry_after_s=retry_after_s
