@@ -37,9 +37,9 @@ class AdmissionConfig:
 
     max_queue_wait_s: float = 10.0
     """A request that is predicted to wait for longer until a group begins it is refused. This is
-    for bursts: it holds while requests did not have to wait a moment ago."""
+    for bursts: it holds while a request found free groups a moment ago."""
     standing_wait_s: float = 1.0
-    """The same, once everyone has had to wait for as long as this: a queue that stands makes
+    """The same, once none has found them free for as long as this: a queue that stands makes
     requests wait and nothing faster."""
     min_queued_per_group: int = 2
     """So many requests for each group may wait in any case, be they as long as they may."""
@@ -84,7 +84,7 @@ class Admission:
         self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
         self._wait_bound_s = config.max_queue_wait_s
-        self._free_s: float | None = None  # When a request last did not have to wait.
+        self._free_s: float | None = None  # When a request last found the groups free.
 
     @property
     def queued(self) -> Sequence[Ticket]:
@@ -101,7 +101,7 @@ class Admission:
         Raises:
             Overloaded: It is refused; nothing has changed.
         """
-        self._set_bound(now_s)
+        self._set_bound(states, now_s)
         ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
         displaced: list[Ticket] = []
         if self._ahead_of(ticket).num_requests or not self._can_begin(ticket, states):
@@ -116,7 +116,6 @@ class Admission:
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
         if self._queue[0] is ticket and self._can_begin(ticket, states):
             self._release(ticket)
-            self._free_s = now_s
         return displaced
 
     def release(self, states: Sequence[GroupState]) -> list[Ticket]:
@@ -152,9 +151,17 @@ class Admission:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
 
-    def _set_bound(self, now_s: float) -> None:
+    def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
         config = self._config
-        if self._free_s is None:
+        # Room for one is what each departure leaves for a moment, and all gateways see it.
+        room = self._capacity.room(
+            states,
+            wait_s=0,
+            tokens_each=1,
+            enough=config.num_gateways + self._unrouted.num_requests,
+        )
+        is_free = room >= config.num_gateways + self._unrouted.num_requests
+        if self._free_s is None or (is_free and not self._queue):
             self._free_s = now_s
         self._wait_bound_s = config.max_queue_wait_s
         if now_s - self._free_s > config.standing_wait_s:

@@ -27,7 +27,9 @@ _MEMORY_S = 10.0
 """Busy seconds after which an observation counts for a third (1/e) of a new one."""
 _MEMORY_OUTPUTS = 100
 _PRIOR_S = 0.1
-"""So long is a speed assumed that nothing was seen of: what was seen soon outweighs it."""
+"""So long is a speed assumed that nothing was seen of."""
+_PRIOR_MEMORY_S = 1.0
+"""Busy seconds after which that counts for a third."""
 _PRIOR_PREFILL_PER_S = 16_384.0
 _PRIOR_OUTPUT_PER_S = 20.0
 """Per slot."""
@@ -218,15 +220,17 @@ def _begun(load: pb.Load) -> int:
 class _Rate:
     def __init__(self) -> None:
         self._amount = self._time_s = 0.0
+        self._prior_s = _PRIOR_S
 
     def add(self, amount: float, time_s: float) -> None:
+        self._prior_s *= exp(-time_s / _PRIOR_MEMORY_S)
         kept = exp(-time_s / _MEMORY_S)
         self._amount = self._amount * kept + amount
         self._time_s = self._time_s * kept + time_s
 
     def per_s(self, prior: float) -> float:
-        rate = (self._amount + prior * _PRIOR_S) / (self._time_s + _PRIOR_S)
-        return max(rate, _MIN_PER_S)
+        time_s = self._time_s + self._prior_s
+        return max((self._amount + prior * self._prior_s) / time_s, _MIN_PER_S) if time_s else prior
 
 
 class _OutputLength:

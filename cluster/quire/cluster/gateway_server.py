@@ -8,7 +8,7 @@ import uvicorn
 
 from quire.cluster.auth import ApiKeys
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway
+from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import build_grpc_server
 from quire.cluster.model_card import Expectation
@@ -29,7 +29,11 @@ class GatewayServer:
             expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
         )
         self.gateway = Gateway(
-            model=config.model_name, tokenizer=tokenizer, groups=self.groups, table=self.table
+            model=config.model_name,
+            tokenizer=tokenizer,
+            groups=self.groups,
+            table=self.table,
+            config=GatewayConfig(admission=config.admission()),
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""

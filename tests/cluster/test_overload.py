@@ -12,7 +12,10 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import quantiles
+
+import pytest
 
 from quire.cluster.admission import Admission, AdmissionConfig
 from quire.cluster.capacity import Capacity
@@ -309,3 +312,66 @@ def simulate(
         world.after(arrival_s, lambda gateway=gateway, client=client: gateway.arrive(client))
     world.run()
     return Outcome([client for client in clients if client.arrival_s >= begin_s])
+
+
+HARDWARE = {
+    "slots": Hardware(),
+    "prefill": Hardware(num_slots=64, prefill_token_s=0.0005),
+    "blocks": Hardware(num_slots=64, num_blocks=300),
+}
+SIZES = {
+    "slots": {},
+    "prefill": {"prompt": (200, 800), "output": (5, 30)},
+    "blocks": {"prompt": (50, 600), "output": (20, 200)},
+}
+LIMITS = sorted(HARDWARE)
+
+
+def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
+    load = Load(per_s=per_s, **SIZES[limit])  # type: ignore[arg-type]
+    return simulate(
+        load, hardware=HARDWARE[limit], num_gateways=num_gateways, warm_up_per_s=per_s / 3
+    )
+
+
+@cache
+def capacity_per_s(limit: str) -> float:
+    """What it completes when there is always more to do."""
+    return run(limit, per_s=40.0).completed_per_s
+
+
+@cache
+def at(limit: str, factor: float, *, num_gateways: int = 1) -> Outcome:
+    """The outcome at a multiple of capacity."""
+    return run(limit, per_s=factor * capacity_per_s(limit), num_gateways=num_gateways)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: str) -> None:
+    at_capacity, over = at(limit, 1.0), at(limit, 3.0)
+    assert over.ttft_s(99) <= 2 * at_capacity.ttft_s(99)
+    assert over.completed_per_s > 0.9 * capacity_per_s(limit), "groups do not fall idle"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("num_gateways", [1, 4])
+def test_every_request_is_completed_or_refused_on_arrival(limit: str, num_gateways: int) -> None:
+    over = at(limit, 3.0, num_gateways=num_gateways)
+    assert over.num_lost == 0
+    assert len(over.completed) + len(over.refused) == len(over.clients)
+    assert all(client.refused_s == client.arrival_s for client in over.refused)
+    assert all(client.first_token_s is None for client in over.refused)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_below_capacity_nearly_nothing_is_refused(limit: str) -> None:
+    below = at(limit, 0.7)
+    assert len(below.refused) <= 0.02 * len(below.clients)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_four_gateways_do_not_admit_four_times_as_much(limit: str) -> None:
+    one, four = at(limit, 3.0), at(limit, 3.0, num_gateways=4)
+    assert four.ttft_s(50) < 2 * one.ttft_s(50)
+    assert four.ttft_s(99) < 2 * one.ttft_s(99)
+    assert four.completed_per_s > 0.9 * one.completed_per_s
