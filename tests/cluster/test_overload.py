@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from statistics import quantiles
 
 import pytest
@@ -167,7 +167,7 @@ class ModelGroup:
                 self._tell_token(sequence, is_last=is_last)
         load = self.load()
         for gateway in self.gateways:
-            self._world.after(LATENCY_S, lambda gateway=gateway: gateway.frame(self, load))
+            self._world.after(LATENCY_S, partial(gateway.frame, self, load))
         self._step()
 
     def _tell_token(self, sequence: _Sequence, *, is_last: bool) -> None:
@@ -309,7 +309,7 @@ def simulate(
         client = Client(ticket, num_output, arrival_s)
         clients.append(client)
         gateway = rng.choice(gateways[: active_gateways or num_gateways])
-        world.after(arrival_s, lambda gateway=gateway, client=client: gateway.arrive(client))
+        world.after(arrival_s, partial(gateway.arrive, client))
     world.run()
     return Outcome([client for client in clients if client.arrival_s >= begin_s])
 
@@ -328,7 +328,7 @@ LIMITS = sorted(HARDWARE)
 
 
 def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
-    load = Load(per_s=per_s, **SIZES[limit])  # type: ignore[arg-type]
+    load = Load(per_s=per_s, **SIZES[limit])
     return simulate(
         load, hardware=HARDWARE[limit], num_gateways=num_gateways, warm_up_per_s=per_s / 3
     )
