@@ -23,6 +23,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--grpc-port", "8000"], "both 8000: they must differ"),
         (["serve", "-tp", "3"], "3"),
         (["serve", "--routing-policy", "fastest"], "'fastest' (choose from 'prefix_aware', "),
+        (["serve", "--max-queue-wait-s", "-1"], "max_queue_wait_s=-1.0: must be 0 or more"),
         (["serve", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs (9)"),
         (["serve", "--quantization", "int8", "--device", "cuda"], "set device='cpu'"),
         (["serve", "--kv-cache-dtype", "int4"], "kv-cache-dtype"),

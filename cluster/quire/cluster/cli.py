@@ -121,6 +121,18 @@ def _add_cluster_flags(
     add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
     _add_routing_flags(parser)
     add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
+    add(
+        "--max-queue-wait-s",
+        type=float,
+        default=10.0,
+        help="a request that would wait for longer for its turn is refused",
+    )
+    add(
+        "--standing-wait-s",
+        type=float,
+        default=1.0,
+        help="the same, once no request has found a free group for as long as this",
+    )
     add("--drain-timeout-s", type=float, default=30.0, help="for running requests at the stop")
     add("--dtype", choices=get_args(DType), default="auto")
     add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
@@ -235,6 +247,8 @@ def _cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,
         api_keys_file=arguments.api_keys_file,
+        max_queue_wait_s=arguments.max_queue_wait_s,
+        standing_wait_s=arguments.standing_wait_s,
         drain_timeout_s=arguments.drain_timeout_s,
     )
 

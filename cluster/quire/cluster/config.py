@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.cluster.admission import AdmissionConfig
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
@@ -56,6 +57,14 @@ class ClusterConfig:
     tls_key: Path | None = None
     api_keys_file: Path | None = None
     """One API key a line; clients must show one. ``None`` lets everyone in."""
+    max_queue_wait_s: float = 10.0
+    """A request that is predicted to wait for longer until a group begins it is refused at once."""
+    standing_wait_s: float = 1.0
+    """The same once no request has found a free group for as long as this."""
+    max_queued_requests: int = 1024
+    """Completions that may wait at a gateway."""
+    max_queued_tokens: int = 1_000_000
+    """Prompt tokens of these."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
     handover_s: float = 5.0
@@ -97,6 +106,7 @@ class ClusterConfig:
             if self.tls_certificate is None:
                 given, missing = missing, given
             raise ConfigError(f"{given} is set and {missing} is not: set both or neither")
+        self.admission()  # Checks its own part.
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
@@ -121,6 +131,16 @@ class ClusterConfig:
     @property
     def max_groups(self) -> int:
         return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
+
+    def admission(self) -> AdmissionConfig:
+        """For each gateway."""
+        return AdmissionConfig(
+            max_queue_wait_s=self.max_queue_wait_s,
+            standing_wait_s=self.standing_wait_s,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            num_gateways=self.num_gateways,
+        )
 
     @property
     def model_name(self) -> str:

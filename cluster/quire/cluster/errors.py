@@ -10,12 +10,17 @@ QuireError (quire.worker.errors)
 │   ├── GroupDied                the group is gone, failed, silent or hangs
 │   └── HandedOver               the group is well, and asks to go on elsewhere
 ├── Quarantined                  too many groups died under the request; it is not tried again
+├── Overloaded(QueueFull)        the request would wait for too long; when to try again is said
+├── DeadlineExceeded             the request's time is over; what it had reached the client
 └── Unavailable                  no replica group can take the request now; try again later
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from quire.worker.errors import QuireError
+from quire.worker.errors import QueueFull, QuireError
+
+RefusalReason = Literal["wait", "deadline", "queue_full", "displaced", "timeout", "inflight"]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +68,19 @@ class HandedOver(GroupLost):
 
 class Quarantined(QuireError):
     """Too many groups died under the request, and at the last it alone was suspected."""
+
+
+class Overloaded(QueueFull):
+    """The request is refused so that those that were taken keep their latency."""
+
+    def __init__(self, message: str, *, reason: RefusalReason, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(QuireError):
+    """The request's deadline has passed. Nothing of it runs any longer."""
 
 
 class Unavailable(QuireError):

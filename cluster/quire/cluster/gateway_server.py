@@ -116,10 +116,12 @@ def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
     settings = config.autoscaling
     if settings is None or settings.min_groups:
-        return GatewayConfig(completion=CompletionConfig(resume=resume))
+        return GatewayConfig(
+            completion=CompletionConfig(resume=resume), admission=config.admission()
+        )
     # The first group's start may be what a request waits for.
     completion = CompletionConfig(group_wait_s=settings.start_wait_s, resume=resume)
-    return GatewayConfig(wakes_groups=True, completion=completion)
+    return GatewayConfig(wakes_groups=True, completion=completion, admission=config.admission())
 
 
 def _listen(host: str, port: int) -> socket.socket:

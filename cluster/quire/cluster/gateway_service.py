@@ -7,24 +7,29 @@ from the groups.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import inf
 
+from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_queue import AdmissionQueue, unavailable
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
-from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.deadline import late, until
+from quire.cluster.errors import ModelNotFound, Overloaded
+from quire.cluster.generation import Chat, Generation, GenerationRequest, numbered
 from quire.cluster.groups import Groups
 from quire.cluster.merge import merge
 from quire.cluster.model_card import ModelCard
 from quire.cluster.resume import Resumes
 from quire.cluster.telemetry import Telemetry
+from quire.cluster.ticket import Ticket
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import InvalidRequest, QueueFull
+from quire.worker.errors import InvalidRequest
 from quire.worker.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
 from quire.worker.request import Request, RequestLimits, check_request
-from quire.worker.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.sampling_params import MAX_SEED
 from quire.worker.text import Tokenizer
 
 # Encoding a long text holds up every other stream for milliseconds, unless a thread does it.
@@ -40,28 +45,7 @@ class GatewayConfig:
     wakes_groups: bool = False
     """Groups are started for requests that wait here: it takes them although no group is there."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chat:
-    """A prompt made of messages, for the model's chat template."""
-
-    messages: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
-    """What a client asks for."""
-
-    prompt: str | Sequence[int] | Chat
-    params: SamplingParams
-    model: str = ""
-    """Empty is the only one."""
-    cache_salt: str = ""
-    client_id: str = ""
-    """What the client calls it; explanations of its routing can be asked for by that name."""
-    explain_routing: bool = False
-    """Tell of every group that it could have gone to."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
 
 
 class Gateway:
@@ -86,6 +70,14 @@ class Gateway:
         self.table = table
         self.telemetry = Telemetry(groups=groups, table=table)
         self.config = config or GatewayConfig()
+        self.admission = AdmissionQueue(
+            self.config.admission,
+            groups=groups,
+            table=table,
+            registry=self.telemetry.registry,
+            start_wait_s=self.config.completion.group_wait_s,
+            clock=clock,
+        )
         self._table = table
         self._clock = clock
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
@@ -118,13 +110,16 @@ class Gateway:
             ModelNotFound: Another model is served here.
             InvalidRequest: The message names what is wrong with the request.
             Unavailable: No group was ever here, so nothing is known of the model.
+            Overloaded: The same, and too many wait for one already.
+            DeadlineExceeded: The same, and the request cannot wait any longer.
         """
         arrival_s = self._clock()
+        deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
         self.check_model(request.model)
         if request.prompt == "":  # Though a tokenizer may put a begin token there.
             raise InvalidRequest("prompt is empty: at least one token")
-        card = await self.card()
         token_ids = as_token_ids(await self.tokenize(request.prompt))
+        card = await self.card(num_prompt_tokens=len(token_ids), deadline_s=deadline_s)
         limits = RequestLimits(
             vocab_size=card.vocab_size,
             max_model_len=card.max_model_len,
@@ -136,7 +131,6 @@ class Gateway:
         )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         return Generation(
-            gateway=self,
             request_id=secrets.token_hex(12),
             card=card,
             token_ids=token_ids,
@@ -146,6 +140,8 @@ class Gateway:
             ),
             cache_salt=request.cache_salt,
             arrival_s=arrival_s,
+            deadline_s=deadline_s,
+            priority=request.priority,
             client_id=request.client_id,
             explain_routing=request.explain_routing,
         )
@@ -195,28 +191,58 @@ class Gateway:
                 "allowed in one request: send several"
             )
 
-    async def card(self) -> ModelCard:
+    async def card(self, *, num_prompt_tokens: int = 0, deadline_s: float = inf) -> ModelCard:
         """What the groups say of their model; waits for a first one as long as requests do.
+
+        ``num_prompt_tokens``: of the request that waits, for those who start groups.
 
         Raises:
             Unavailable: None came.
-            QueueFull: Too many wait already.
+            Overloaded: Too many wait already.
+            DeadlineExceeded: The request's deadline passed.
         """
-        deadline_s = self._clock() + self.config.completion.group_wait_s
-        while self.groups.card is None:
-            num_waiting = self.groups.demand.num_requests
-            if num_waiting >= self.config.max_inflight:
-                raise QueueFull(
-                    f"{num_waiting} requests wait for a first group, the gateway's limit is "
-                    f"{self.config.max_inflight}: try again later"
-                )
-            remaining_s = deadline_s - self._clock()
-            with self.groups.demand.waiting(1):
-                changed = await self.groups.wait_for_change(timeout_s=remaining_s)
-            if not changed:
-                reasons = "; ".join(self.groups.troubles()) or "none is known"
-                raise Unavailable(f"no replica group is ready, try again later: {reasons}")
+        if self.groups.card is not None:
+            return self.groups.card
+        give_up_s = self._clock() + self.config.completion.group_wait_s
+        with self.admission.starting(num_prompt_tokens):
+            while self.groups.card is None:
+                remaining_s = min(give_up_s, deadline_s) - self._clock()
+                if not await self.groups.wait_for_change(timeout_s=remaining_s):
+                    raise late() if self._clock() >= deadline_s else unavailable(self.groups)
         return self.groups.card
+
+    async def stream(
+        self, generations: Sequence[Generation]
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the chunks of all completions of one client's request as they come.
+
+        The completions are numbered through. They are admitted together, and share the first
+        one's priority and deadline. Closing the generator aborts whatever still runs.
+
+        Raises:
+            Overloaded: They are refused; later, if something of higher priority took their place.
+            DeadlineExceeded: The deadline has passed; what it left undone was aborted.
+            And what `Completion.stream` does.
+        """
+        first = generations[0]
+        num_completions = sum(generation.params.n for generation in generations)
+        ticket = Ticket(
+            num_requests=num_completions,
+            num_prompt_tokens=sum(len(generation.token_ids) for generation in generations),
+            max_tokens=first.params.max_tokens or 0,
+            priority=first.priority,
+            deadline_s=first.deadline_s,
+        )
+        with self._inflight(num_completions):
+            async with self.admission.admit(ticket):
+                chunks = merge([self.completion(each).stream() for each in numbered(generations)])
+                if first.deadline_s < inf:
+                    chunks = until(first.deadline_s, chunks, clock=self._clock)
+                self.admission.sending(ticket)
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        self.admission.took(ticket, num_tokens=len(chunk.token_ids))
+                        yield chunk
 
     def completion(self, request: CompletionRequest) -> Completion:
         return Completion(
@@ -231,13 +257,16 @@ class Gateway:
         )
 
     @contextmanager
-    def admit(self, num_completions: int) -> Iterator[None]:
-        """Counts completions as under way. Raises QueueFull: they are too many."""
+    def _inflight(self, num_completions: int) -> Iterator[None]:
+        """Counts completions as under way. Raises Overloaded: they are too many."""
         limit = self.config.max_inflight
         if self._num_inflight + num_completions > limit:
-            raise QueueFull(
+            self.admission.refused("inflight")
+            raise Overloaded(
                 f"{self._num_inflight} completions are under way, {num_completions} more exceed "
-                f"the gateway's limit of {limit}: try again later"
+                f"the gateway's limit of {limit}: try again later",
+                reason="inflight",
+                retry_after_s=1.0,
             )
         self._num_inflight += num_completions
         self.telemetry.inflight.set(self._num_inflight)
@@ -250,51 +279,6 @@ class Gateway:
     def _notify(self) -> None:
         for on_change in self._watchers:
             on_change()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """A request that was found good: ``params.n`` completions, ready to stream."""
-
-    gateway: Gateway
-    request_id: str
-    card: ModelCard
-    token_ids: TokenIds
-    hashes: BlockHashes
-    params: SamplingParams
-    cache_salt: str
-    arrival_s: float
-    client_id: str
-    explain_routing: bool
-
-    async def stream(self, *, first_index: int = 0) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields the chunks of all completions as they come, numbered from ``first_index``.
-
-        Closing the generator aborts whatever still runs. Raises what `Completion.stream` does.
-        """
-        with self.gateway.admit(self.params.n):
-            completions = [self._completion(i, first_index) for i in range(self.params.n)]
-            chunks = merge([completion.stream() for completion in completions])
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-
-    def _completion(self, number: int, first_index: int) -> Completion:
-        assert self.params.seed is not None
-        seed = (self.params.seed + number) % (MAX_SEED + 1)
-        request = CompletionRequest(
-            request_id=f"{self.request_id}-{number}",
-            index=first_index + number,
-            model=self.card,
-            prompt_token_ids=self.token_ids,
-            hashes=self.hashes,
-            params=replace(self.params, n=1, seed=seed),
-            cache_salt=self.cache_salt,
-            arrival_s=self.arrival_s,
-            client_id=self.client_id,
-            explain_routing=self.explain_routing,
-        )
-        return self.gateway.completion(request)
 
 
 def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> BlockHashes:

@@ -55,6 +55,7 @@ class Groups:
         self._loads: dict[GroupId, pb.Load] = {}
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
+        self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
         self._housekeeper = asyncio.create_task(self._keep_house())
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
@@ -104,6 +105,10 @@ class Groups:
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
         self._watchers.append(on_change)
+
+    def watch_loads(self, on_load: Callable[[pb.GroupDescription, pb.Load], None]) -> None:
+        """Calls ``on_load`` with every load that a group reports, once the table has it."""
+        self._load_watchers.append(on_load)
 
     async def wait_for_change(self, *, timeout_s: float) -> bool:
         """Returns true once a group became ready or ceased to be, false after ``timeout_s``."""
@@ -171,6 +176,8 @@ class Groups:
                 num_available_blocks=load.num_free_blocks + load.num_cached_blocks,
             ),
         )
+        for on_load in self._load_watchers:
+            on_load(client.description, load)
 
     def events(self, client: GroupClient, batch: EventBatch) -> bool:
         group_id = GroupId(client.description.group_id)

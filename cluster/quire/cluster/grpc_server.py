@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from math import ceil
 
 import grpc
 import grpc.aio
@@ -16,9 +17,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.auth import ApiKeys, GrpcAuth
-from quire.cluster.errors import ModelNotFound, Quarantined, Unavailable
+from quire.cluster.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    Overloaded,
+    Quarantined,
+    Unavailable,
+)
 from quire.cluster.explanations import explain
-from quire.cluster.gateway_service import Chat, Gateway, GenerationRequest
+from quire.cluster.gateway_service import Gateway
+from quire.cluster.generation import Chat, GenerationRequest
 from quire.cluster.http_streams import sane_client_id
 from quire.cluster.wire import params_from_proto
 from quire.router.errors import UnknownDecision
@@ -38,6 +46,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     UnknownDecision: grpc.StatusCode.NOT_FOUND,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Quarantined: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 
@@ -62,9 +71,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     cache_salt=request.cache_salt,
                     client_id=_client_id(context),
                     explain_routing=request.explain_routing,
+                    priority=request.priority,
+                    timeout_s=_remaining_s(context),
                 )
             )
-            async with aclosing(generation.stream()) as chunks:
+            async with aclosing(self._gateway.stream([generation])) as chunks:
                 async for chunk in chunks:
                     await context.write(chunk)
 
@@ -149,7 +160,7 @@ async def _statuses(context: Context) -> AsyncIterator[None]:
     except Exception as error:
         for kind, code in _CODES.items():
             if isinstance(error, kind):
-                await context.abort(code, str(error))
+                await context.abort(code, str(error), _trailing_metadata(error))
         incident = secrets.token_hex(4)
         _log.exception("incident %s", incident)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
@@ -161,6 +172,25 @@ def _client_id(context: Context) -> str:
         if name == "x-request-id" and isinstance(value, str):
             return sane_client_id(value)
     return ""
+
+
+def _remaining_s(context: Context) -> float | None:
+    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the call came after its deadline")
+    return remaining_s
+
+
+def _trailing_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
+    """When to try again: for those who read HTTP's header, and for gRPC's own retries (A6)."""
+    if not isinstance(error, Overloaded):
+        return ()
+    pushback_ms = round(error.retry_after_s * 1000)
+    return (
+        ("retry-after", str(ceil(error.retry_after_s))),
+        ("grpc-retry-pushback-ms", str(pushback_ms)),
+    )
 
 
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> str | list[int] | Chat:

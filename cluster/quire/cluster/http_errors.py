@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping
+from math import ceil
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -14,7 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from quire.cluster.errors import ModelNotFound, Quarantined, Unauthenticated, Unavailable
+from quire.cluster.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    Overloaded,
+    Quarantined,
+    Unauthenticated,
+    Unavailable,
+)
 from quire.router.errors import UnknownDecision
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 
@@ -40,8 +48,10 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     UnknownDecision: _Kind(404, "invalid_request_error", "decision_not_found"),
     BodyTooLarge: _Kind(413, "invalid_request_error"),
+    Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
     QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
     Quarantined: _Kind(500, "server_error", "quarantined"),
+    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
     Unavailable: _Kind(503, "service_unavailable_error", "unavailable"),
 }
 _INTERNAL = _Kind(500, "server_error", "internal_error")
@@ -65,7 +75,8 @@ def error_body(error: Exception) -> dict[str, object]:
 
 async def _handle(request: Request, error: Exception) -> Response:
     kind, body = _describe(error)
-    headers = {"Retry-After": "1"} if kind.status in (429, 503) else None
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1
+    headers = {"Retry-After": str(ceil(retry_after_s))} if kind.status in (429, 503) else None
     if isinstance(error, Quarantined):  # OpenAI's clients try again after a 500, unless told.
         headers = {"x-should-retry": "false"}
     return JSONResponse(body, status_code=kind.status, headers=headers)

@@ -19,7 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.cluster.auth import ApiKeys, HttpAuth
-from quire.cluster.gateway_service import Chat, Gateway, Generation, GenerationRequest
+from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.gateway_service import Gateway
+from quire.cluster.generation import Chat, GenerationRequest
 from quire.cluster.http_errors import BodyTooLarge, error_body, error_handlers
 from quire.cluster.http_streams import (
     EventStream,
@@ -27,13 +29,16 @@ from quire.cluster.http_streams import (
     client_id,
     unless_disconnected,
 )
-from quire.cluster.merge import merge
 from quire.cluster.openai_format import ChatFormat, CompletionFormat, Format
 from quire.cluster.openai_schema import ChatBody, CompletionBody, GenerationBody
 from quire.cluster.routing_api import routing_route
 from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import InvalidRequest
+from quire.worker.sampling_params import SamplingParams
 
 MAX_BODY_BYTES = 32 * 2**20
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 Chunks = AsyncGenerator[pb.GenerateResponse, None]
@@ -92,26 +97,14 @@ class _Api:
         prompts = body.prompts()
         self._gateway.check_num_completions(len(prompts) * params.n)
         requests = [
-            GenerationRequest(
-                prompt=prompt,
-                params=params,
-                model=body.model,
-                cache_salt=body.cache_salt or "",
-                client_id=client_id(request.headers),
-            )
-            for prompt in prompts
+            _generation_request(request, body, prompt=prompt, params=params) for prompt in prompts
         ]
         return await self._respond(request, body, requests, CompletionFormat, prefix="cmpl")
 
     async def chat_completions(self, request: Request) -> Response:
         body = await _read(request, ChatBody)
-        generation_request = GenerationRequest(
-            prompt=Chat(messages=[turn.message() for turn in body.messages]),
-            params=body.params(),
-            model=body.model,
-            cache_salt=body.cache_salt or "",
-            client_id=client_id(request.headers),
-        )
+        prompt = Chat(messages=[turn.message() for turn in body.messages])
+        generation_request = _generation_request(request, body, prompt=prompt, params=body.params())
         return await self._respond(
             request, body, [generation_request], ChatFormat, prefix="chatcmpl"
         )
@@ -135,9 +128,9 @@ class _Api:
             logprobs=params.logprobs is not None,
             tokenizer=self._gateway.tokenizer,
         )
-        chunks = _merged(generations)
+        chunks = self._gateway.stream(generations)
         if not body.stream:
-            return JSONResponse(await unless_disconnected(request, _collect(chunks, shape)))
+            return await unless_disconnected(request, _collect(chunks, shape))
         first = await unless_disconnected(request, anext(chunks))
         events = _events(first, chunks, shape, include_usage=body.include_usage)
         return EventStream(events, source=chunks)
@@ -165,21 +158,47 @@ async def _read(request: Request, body_type: type[AnyBody]) -> AnyBody:
     return body
 
 
-def _merged(generations: Sequence[Generation]) -> Chunks:
-    num_per_prompt = generations[0].params.n
-    return merge(
-        [
-            generation.stream(first_index=number * num_per_prompt)
-            for number, generation in enumerate(generations)
-        ]
+def _generation_request(
+    request: Request,
+    body: GenerationBody,
+    *,
+    prompt: str | list[int] | Chat,
+    params: SamplingParams,
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt=prompt,
+        params=params,
+        model=body.model,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        timeout_s=_timeout_s(request, body),
+        client_id=client_id(request.headers),
     )
 
 
-async def _collect(chunks: Chunks, shape: Format) -> dict[str, object]:
+def _timeout_s(request: Request, body: GenerationBody) -> float | None:
+    """The shorter one of the header's and the body's. Raises InvalidRequest."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return body.timeout
+    try:
+        timeout_s = float(given)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER}={given!r}: must be a number of seconds, such as 2.5"
+        ) from error
+    return timeout_s if body.timeout is None else min(timeout_s, body.timeout)
+
+
+async def _collect(chunks: Chunks, shape: Format) -> Response:
+    """The whole answer; where the deadline passed, an error with what there is of it."""
     async with aclosing(chunks):
-        async for chunk in chunks:
-            shape.take(chunk)
-    return shape.whole()
+        try:
+            async for chunk in chunks:
+                shape.take(chunk)
+        except DeadlineExceeded as error:
+            return JSONResponse({**shape.whole(), **error_body(error)}, status_code=504)
+    return JSONResponse(shape.whole())
 
 
 async def _events(

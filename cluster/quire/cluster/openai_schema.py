@@ -25,7 +25,8 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What the two endpoints have in common. The second half is vLLM's extension of the API."""
+    """What the two endpoints have in common. The second half is vLLM's extension of the API, but
+    for ``timeout``: seconds from the request's arrival to its last token."""
 
     # Field → values that ask for nothing special.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -51,6 +52,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -61,9 +61,12 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
-        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-        UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
-        send it again). Cancelling the call frees everything it held.
+        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (it would wait for too long, or beyond
+        its deadline: nothing was done; trailing metadata `retry-after` says in how many seconds to try
+        again, and `grpc-retry-pushback-ms` the same to gRPC's own retries), DEADLINE_EXCEEDED (the
+        call's deadline passed), UNAVAILABLE (no replica group), ABORTED (the request has cost several
+        groups their lives; do not send it again). Cancelling the call frees everything it held, and so
+        does its deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

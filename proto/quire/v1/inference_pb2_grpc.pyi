@@ -132,9 +132,12 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
 
     Generate: _InferenceGenerateType
     """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
-    and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-    UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
-    send it again). Cancelling the call frees everything it held.
+    and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (it would wait for too long, or beyond
+    its deadline: nothing was done; trailing metadata `retry-after` says in how many seconds to try
+    again, and `grpc-retry-pushback-ms` the same to gRPC's own retries), DEADLINE_EXCEEDED (the
+    call's deadline passed), UNAVAILABLE (no replica group), ABORTED (the request has cost several
+    groups their lives; do not send it again). Cancelling the call frees everything it held, and so
+    does its deadline.
     """
 
     Tokenize: _InferenceTokenizeType
@@ -173,9 +176,12 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[quire.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[quire.v1.inference_pb2.GenerateResponse]]:
         """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
-        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queue full, try later),
-        UNAVAILABLE (no replica group), ABORTED (the request has cost several groups their lives; do not
-        send it again). Cancelling the call frees everything it held.
+        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (it would wait for too long, or beyond
+        its deadline: nothing was done; trailing metadata `retry-after` says in how many seconds to try
+        again, and `grpc-retry-pushback-ms` the same to gRPC's own retries), DEADLINE_EXCEEDED (the
+        call's deadline passed), UNAVAILABLE (no replica group), ABORTED (the request has cost several
+        groups their lives; do not send it again). Cancelling the call frees everything it held, and so
+        does its deadline.
         """
 
     @abc.abstractmethod

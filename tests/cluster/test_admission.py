@@ -1,0 +1,295 @@
+import random
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from quire.cluster.admission import Admission, AdmissionConfig
+from quire.cluster.capacity import Capacity
+from quire.cluster.errors import Overloaded
+from quire.cluster.ticket import Stage, Ticket
+from quire.router.directory import GroupId
+from quire.router.policy import GroupState
+from quire.v1 import group_pb2 as pb
+from quire.worker.errors import ConfigError
+
+NUM_SLOTS = 4
+
+
+def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: int = 1) -> Capacity:
+    """Knows one group ``g`` of `NUM_SLOTS` slots with these speeds, and outputs of 50 tokens."""
+    known = Capacity(num_gateways=gateways)
+    group = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
+    for second in range(100):
+        load = pb.Load(
+            num_running=NUM_SLOTS,
+            num_waiting=1,
+            num_pending_prefill_tokens=10,
+            num_prompt_tokens=second * prefill_per_s,
+            num_output_tokens=second * output_per_s,
+        )
+        known.observe(group, load, now_s=float(second))
+    for _ in range(500):
+        known.asked(1000)
+        known.generated(50)
+        known.ended(1)
+    return known
+
+
+def group(**load: Any) -> GroupState:
+    return GroupState(group=GroupId("g"), **{"num_running": 1, **load})
+
+
+FULL = group(num_running=NUM_SLOTS)
+
+
+def admission(*, gateways: int = 1, **config: Any) -> Admission:
+    values = {"min_queued_per_group": 1, "num_gateways": gateways, **config}
+    return Admission(AdmissionConfig(**values), capacity(gateways=gateways))
+
+
+def ticket(num_prompt_tokens: int = 10, **values: Any) -> Ticket:
+    return Ticket(num_prompt_tokens=num_prompt_tokens, **values)
+
+
+def test_speeds_are_those_of_a_busy_group() -> None:
+    known = capacity()
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
+    for now_s in (100.0, 10_000.0):  # It runs one, slowly, and then it has nothing to do.
+        idle = pb.Load(num_running=1, num_prompt_tokens=100_000, num_output_tokens=10_000)
+        known.observe(described, idle, now_s=now_s)
+    # 100 tokens/s in outputs of 50 end 2 sequences a second; 1,000 tokens/s begin 10 of 100.
+    assert known.begun_per_s([FULL], tokens_each=100) == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("state", "tokens_each", "expected"),
+    [
+        # 2 s: the tokens of 19 more are computed while the first begin, or 3 slots and 4 that end.
+        (group(), 100, 7),
+        (group(num_pending_prefill_tokens=1500), 250, 3),
+        (group(num_reserved_tokens=1500, num_reserved_requests=1), 250, 3),
+        (group(num_pending_prefill_tokens=2500), 10, 0),
+        (FULL, 10, 4),
+        (group(num_running=NUM_SLOTS, num_waiting=3), 10, 1),
+        # 12 blocks to spare of which one goes to the running sequence; each needs 2 and 1.
+        (group(num_available_blocks=12, num_blocks=12), 32, 11 / 3),
+        (GroupState(group=GroupId("g"), num_available_blocks=0, num_blocks=9), 10**9, 1),
+    ],
+)
+def test_the_room_is_what_its_narrowest_resource_allows(
+    state: GroupState, tokens_each: float, expected: float
+) -> None:
+    room = capacity().room([state], wait_s=2, tokens_each=tokens_each)
+    assert room == pytest.approx(expected, rel=0.1)
+
+
+def test_other_gateways_are_taken_to_have_sent_as_much() -> None:
+    state = group(num_reserved_requests=1, num_reserved_tokens=400)
+    alone, among = capacity(), capacity(gateways=4)
+    assert alone.room([state], wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
+    assert among.room([state], wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
+
+
+def test_an_output_under_way_counts_for_the_mean_length() -> None:
+    known = Capacity()
+    known.asked(10_000)
+    known.generated(5_000)
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=1)
+    for second in range(100):
+        load = pb.Load(num_running=1, num_output_tokens=second * 100)
+        known.observe(described, load, now_s=float(second))
+    assert known.begun_per_s([FULL], tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
+
+
+def test_a_request_that_can_begin_is_released_at_once() -> None:
+    queue, first = admission(), ticket()
+    assert queue.offer(first, [group()], now_s=0) == []
+    assert first.stage is Stage.RELEASED
+    assert queue.unbegun == (1, 10)
+    queue.begun(first)
+    assert queue.unbegun == (0, 0)
+
+
+def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
+    queue = admission()
+    tickets = [ticket(priority=priority) for priority in (0, 5, -5, 0)]
+    for each in tickets:
+        queue.offer(each, [FULL], now_s=0)
+        assert each.stage is Stage.QUEUED
+    assert queue.release([FULL]) == []
+    assert queue.release([group(num_running=1)]) == [tickets[2], tickets[0], tickets[3]]
+    assert queue.release([FULL]) == [], "the three are on their way"
+    for each in tickets:
+        queue.routed(each)
+    assert queue.release([group()]) == [tickets[1]]
+
+
+def test_one_that_would_wait_too_long_is_refused_with_numbers() -> None:
+    queue = admission(max_queue_wait_s=2.1)
+    for _ in range(4):  # 2 s are what 4 need to end.
+        queue.offer(ticket(), [FULL], now_s=0)
+    with pytest.raises(Overloaded, match=r"max_queue_wait_s is 2.1; try again in") as raised:
+        queue.offer(ticket(), [FULL], now_s=0)
+    assert raised.value.reason == "wait"
+    assert 0 < raised.value.retry_after_s <= 2
+
+
+def test_a_queue_that_stands_is_held_shorter() -> None:
+    queue = admission(max_queue_wait_s=4.1, standing_wait_s=1.1)
+    for _ in range(8):
+        queue.offer(ticket(), [FULL], now_s=0)
+    with pytest.raises(Overloaded):
+        queue.offer(ticket(), [FULL], now_s=0.5)
+    for each in list(queue.queued)[2:]:
+        queue.leave(each)
+    with pytest.raises(Overloaded, match=r"standing_wait_s is 1.1"):
+        queue.offer(ticket(), [FULL], now_s=1.5)
+
+
+def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
+    queue = admission(max_queue_wait_s=10)
+    queue.offer(ticket(), [FULL], now_s=5)
+    queue.offer(ticket(), [FULL], now_s=5)
+    queue.offer(ticket(deadline_s=9.0), [FULL], now_s=5)
+    with pytest.raises(Overloaded, match="after its deadline") as raised:
+        queue.offer(ticket(deadline_s=6.0), [FULL], now_s=5)
+    assert raised.value.reason == "deadline"
+
+
+def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
+    queue = admission(max_queued_requests=3)
+    low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
+    for each in low:
+        queue.offer(each, [FULL], now_s=0)
+    with pytest.raises(Overloaded, match="max_queued_requests is 3"):
+        queue.offer(ticket(priority=9), [FULL], now_s=0)
+    high = ticket(priority=1)
+    assert queue.offer(high, [FULL], now_s=0) == [low[2]]
+    assert low[2].stage is Stage.LEFT
+    assert list(queue.queued) == [high, low[0], low[1]]
+
+
+def test_without_groups_requests_wait_within_the_bounds() -> None:
+    queue = admission(max_queued_tokens=100)
+    big, small = ticket(5000), ticket(10)
+    queue.offer(big, [], now_s=0)
+    with pytest.raises(Overloaded, match="max_queued_tokens 100"):
+        queue.offer(small, [], now_s=0)
+    assert queue.unbegun == (1, 5000)
+    queue.leave(big)
+    assert queue.unbegun == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_queue_wait_s", -1),
+        ("standing_wait_s", float("nan")),
+        ("max_group_wait_s", 0),
+        ("max_queued_requests", 0),
+        ("max_queued_tokens", 0),
+        ("min_queued_per_group", 0),
+        ("num_gateways", 0),
+    ],
+)
+def test_a_bad_setting_is_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: must be"):
+        AdmissionConfig(**{name: value})  # type: ignore[arg-type]
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Against a list of all tickets and what became of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = admission(max_queued_requests=5, max_queued_tokens=2000, max_queue_wait_s=3)
+        self.live: list[Ticket] = []
+        self.now_s = 0.0
+        self.states = [FULL]
+
+    @rule(
+        tokens=st.integers(1, 3000),
+        number=st.integers(1, 4),
+        priority=st.integers(-1, 1),
+        patience_s=st.sampled_from([inf, 0.5, 5.0]),
+    )
+    def offer(self, tokens: int, number: int, priority: int, patience_s: float) -> None:
+        self.now_s += 0.1
+        new = Ticket(
+            num_prompt_tokens=tokens,
+            num_requests=number,
+            priority=priority,
+            deadline_s=self.now_s + patience_s,
+        )
+        before = list(self.queue.queued)
+        try:
+            displaced = self.queue.offer(new, self.states, now_s=self.now_s)
+        except Overloaded:
+            assert list(self.queue.queued) == before
+            assert new.stage is Stage.NEW
+            return
+        assert all(each.priority > priority for each in displaced)
+        assert displaced == before[::-1][: len(displaced)]
+        self.live = [each for each in self.live if each not in displaced] + [new]
+
+    @rule(
+        running=st.integers(0, NUM_SLOTS),
+        waiting=st.integers(0, 3),
+        pending=st.integers(0, 3000),
+        there=st.booleans(),
+    )
+    def load(self, running: int, waiting: int, pending: int, there: bool) -> None:
+        state = group(num_running=running, num_waiting=waiting, num_pending_prefill_tokens=pending)
+        self.states = [state] if there else []
+        before = list(self.queue.queued)
+        released = self.queue.release(self.states)
+        assert released == before[: len(released)], "by priority, then in order of arrival"
+        if there and not running + waiting + pending and before:
+            sent = [each for each in self.live if each.stage is Stage.RELEASED]
+            assert sent, "an idle group is given something"
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), step=st.sampled_from(["routed", "begun", "leave", "leave"]))
+    def go_on(self, data: st.DataObject, step: str) -> None:
+        each = data.draw(st.sampled_from(self.live))
+        getattr(self.queue, step)(each)
+        if step == "leave":
+            self.live.remove(each)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        queued = [each for each in self.live if each.stage is Stage.QUEUED]
+        assert sorted(queued, key=lambda each: (each.priority, each.number)) == list(
+            self.queue.queued
+        )
+        waiting = [each for each in self.live if each.stage is not Stage.BEGUN]
+        assert self.queue.unbegun == (
+            sum(each.num_requests for each in waiting),
+            sum(each.num_prompt_tokens for each in waiting),
+        )
+        assert not any(each.stage in (Stage.NEW, Stage.LEFT) for each in self.live)
+
+    @invariant()
+    def the_bounds_hold(self) -> None:
+        queued = self.queue.queued
+        if len(queued) > 1:
+            assert sum(each.num_requests for each in queued) <= 5
+            assert sum(each.num_tokens for each in queued) <= 2000
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_order_does_not_depend_on_chance() -> None:
+    rng = random.Random(3)
+    queue = admission(max_queued_requests=200, max_queue_wait_s=1e6)
+    tickets = [ticket(priority=rng.randint(-3, 3)) for _ in range(150)]
+    for each in tickets:
+        queue.offer(each, [], now_s=0)
+    expected = sorted(tickets, key=lambda each: each.priority)  # A stable sort.
+    assert list(queue.queued) == expected

@@ -1,0 +1,377 @@
+"""A cluster under load in virtual time, too simple to be wrong, around real admission and routing.
+
+A group computes steps one after another. A step takes a fixed time, and more for each prompt token
+and each decode in it; sequences begin in order of arrival while there are slots and room for all of
+their KV. After a step its frame reaches every gateway, a little later. Nothing is random but what
+the caller's seed says.
+"""
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from statistics import quantiles
+
+import pytest
+
+from quire.cluster.admission import Admission, AdmissionConfig
+from quire.cluster.capacity import Capacity
+from quire.cluster.errors import Overloaded
+from quire.cluster.ticket import Stage, Ticket
+from quire.router.directory import GroupId
+from quire.router.table import GroupLoad, RoutingTable
+from quire.v1 import group_pb2 as pb
+
+BLOCK_SIZE = 16
+LATENCY_S = 0.001
+WARM_UP_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a group is like."""
+
+    num_slots: int = 16
+    num_blocks: int = 100_000
+    max_tokens_in_step: int = 512
+    step_s: float = 0.005
+    prefill_token_s: float = 0.0001
+    decode_s: float = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What clients send: Poisson arrivals; sizes are uniform in these ranges."""
+
+    per_s: float
+    prompt: tuple[int, int] = (50, 300)
+    output: tuple[int, int] = (20, 100)
+    priorities: Sequence[int] = (0,)
+
+
+@dataclass(eq=False)
+class Client:
+    """One request and what became of it."""
+
+    ticket: Ticket
+    num_output: int
+    arrival_s: float
+    first_token_s: float | None = None
+    end_s: float | None = None
+    refused_s: float | None = None
+
+
+@dataclass(eq=False)
+class _Sequence:
+    client: Client
+    gateway: "ModelGateway"
+    num_prefill: int
+    num_output: int
+
+    @property
+    def num_blocks(self) -> int:
+        tokens = self.client.ticket.num_prompt_tokens + self.client.num_output
+        return -(-tokens // BLOCK_SIZE)
+
+
+class World:
+    """The clock and what is due."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now_s + delay_s, next(self._numbers), action))
+
+    def run(self, *, until_s: float = float("inf")) -> None:
+        while self._due and self._due[0][0] <= until_s:
+            self.now_s, _, action = heapq.heappop(self._due)
+            action()
+
+
+class ModelGroup:
+    def __init__(self, world: World, name: str, hardware: Hardware) -> None:
+        self.name = name
+        self.gateways: list[ModelGateway] = []
+        self._world = world
+        self._hardware = hardware
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._free_blocks = hardware.num_blocks
+        self._is_busy = False
+        self._num_prompt = self._num_output = 0
+        self.description = pb.GroupDescription(
+            group_id=name, epoch=1, max_num_seqs=hardware.num_slots, block_size=BLOCK_SIZE
+        )
+
+    def submit(self, sequence: _Sequence) -> None:
+        self._waiting.append(sequence)
+        if not self._is_busy:
+            self._step()
+
+    def load(self) -> pb.Load:
+        pending = sum(each.num_prefill for each in (*self._waiting, *self._running))
+        return pb.Load(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_pending_prefill_tokens=pending,
+            num_free_blocks=self._free_blocks,
+            num_prompt_tokens=self._num_prompt,
+            num_output_tokens=self._num_output,
+        )
+
+    def _step(self) -> None:
+        hardware = self._hardware
+        budget = hardware.max_tokens_in_step - len(self._running)
+        while (
+            self._waiting
+            and len(self._running) < hardware.num_slots
+            and self._waiting[0].num_blocks <= self._free_blocks
+            and sum(each.num_prefill for each in self._running) < budget
+        ):
+            sequence = self._waiting.popleft()
+            self._free_blocks -= sequence.num_blocks
+            self._num_prompt += sequence.num_prefill
+            self._running.append(sequence)
+        chunks = []
+        for sequence in self._running:
+            chunk = min(sequence.num_prefill, max(budget, 0))
+            budget -= chunk
+            chunks.append((sequence, chunk))
+        self._is_busy = bool(chunks)
+        if chunks:
+            num_prefill = sum(chunk for _, chunk in chunks)
+            num_decodes = sum(sequence.num_prefill == 0 for sequence in self._running)
+            step_s = (
+                hardware.step_s
+                + hardware.prefill_token_s * num_prefill
+                + hardware.decode_s * num_decodes
+            )
+            self._world.after(step_s, lambda: self._end_step(chunks))
+
+    def _end_step(self, chunks: list[tuple[_Sequence, int]]) -> None:
+        for sequence, chunk in chunks:
+            sequence.num_prefill -= chunk
+            if sequence.num_prefill == 0:
+                sequence.num_output -= 1
+                self._num_output += 1
+                is_last = sequence.num_output == 0
+                if is_last:
+                    self._running.remove(sequence)
+                    self._free_blocks += sequence.num_blocks
+                self._tell_token(sequence, is_last=is_last)
+        load = self.load()
+        for gateway in self.gateways:
+            self._world.after(LATENCY_S, partial(gateway.frame, self, load))
+        self._step()
+
+    def _tell_token(self, sequence: _Sequence, *, is_last: bool) -> None:
+        gateway, client = sequence.gateway, sequence.client
+        self._world.after(LATENCY_S, lambda: gateway.token(client, is_last=is_last))
+
+
+class ModelGateway:
+    def __init__(self, world: World, groups: Sequence[ModelGroup], config: AdmissionConfig) -> None:
+        self._world = world
+        self._groups = {GroupId(group.name): group for group in groups}
+        self.table = RoutingTable(block_size=BLOCK_SIZE, clock=lambda: world.now_s)
+        self.table.update_members(self._groups)
+        self.capacity = Capacity(num_gateways=config.num_gateways)
+        self.admission = Admission(config, self.capacity)
+        self._clients: dict[Ticket, Client] = {}
+        for group in groups:
+            group.gateways.append(self)
+            self.frame(group, group.load())
+
+    def arrive(self, client: Client) -> None:
+        now_s = self._world.now_s
+        try:
+            displaced = self.admission.offer(client.ticket, self.table.states(), now_s=now_s)
+        except Overloaded:
+            client.refused_s = now_s
+            return
+        self._clients[client.ticket] = client
+        for ticket in displaced:
+            self._clients.pop(ticket).refused_s = now_s
+        if client.ticket.stage is Stage.RELEASED:
+            self._send(client)
+
+    def frame(self, group: ModelGroup, load: pb.Load) -> None:
+        self.table.update_load(
+            GroupId(group.name),
+            GroupLoad(
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+                num_available_blocks=load.num_free_blocks,
+            ),
+        )
+        self.capacity.observe(group.description, load, now_s=self._world.now_s)
+        for ticket in self.admission.release(self.table.states()):
+            self._send(self._clients[ticket])
+
+    def token(self, client: Client, *, is_last: bool) -> None:
+        ticket, name = client.ticket, str(client.ticket.number)
+        self.capacity.generated(1)
+        if client.first_token_s is None:
+            client.first_token_s = self._world.now_s
+            self.table.started(name, num_cached_tokens=0)
+            self.admission.begun(ticket)
+        if is_last:
+            client.end_s = self._world.now_s
+            self.capacity.ended(1)
+            self.table.completed(name)
+            self.admission.leave(ticket)
+            del self._clients[ticket]
+
+    def _send(self, client: Client) -> None:
+        ticket = client.ticket
+        decision = self.table.route(
+            str(ticket.number), hashes=(), num_prompt_tokens=ticket.num_prompt_tokens
+        )
+        self.capacity.asked(ticket.max_tokens)
+        self.admission.routed(ticket)
+        sequence = _Sequence(client, self, ticket.num_prompt_tokens, client.num_output)
+        group = self._groups[decision.group]
+        self._world.after(LATENCY_S, lambda: group.submit(sequence))
+
+
+@dataclass
+class Outcome:
+    """What became of the requests of a run."""
+
+    clients: list[Client]
+    """Those of the load that was asked for."""
+    completed: list[Client] = field(init=False)
+    refused: list[Client] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.completed = [client for client in self.clients if client.end_s is not None]
+        self.refused = [client for client in self.clients if client.refused_s is not None]
+
+    @property
+    def num_lost(self) -> int:
+        return len(self.clients) - len(self.completed) - len(self.refused)
+
+    def ttft_s(self, percent: int) -> float:
+        times = [
+            client.first_token_s - client.arrival_s
+            for client in self.completed
+            if client.first_token_s is not None
+        ]
+        return quantiles(times, n=100)[percent - 1]
+
+    @property
+    def completed_per_s(self) -> float:
+        """In the last three quarters of the time in which requests came."""
+        begin_s, last_s = self.clients[0].arrival_s, self.clients[-1].arrival_s
+        begin_s += (last_s - begin_s) / 4
+        ends = [client.end_s for client in self.completed if client.end_s is not None]
+        return sum(begin_s < end_s <= last_s for end_s in ends) / (last_s - begin_s)
+
+
+def simulate(
+    load: Load,
+    *,
+    hardware: Hardware,
+    num_groups: int = 2,
+    num_gateways: int = 1,
+    active_gateways: int | None = None,
+    duration_s: float = 30.0,
+    warm_up_per_s: float = 0.0,
+    seed: int = 1,
+    **config: float,
+) -> Outcome:
+    """Sends ``load`` for ``duration_s``, spread over the active gateways, and lets all of it end;
+    before that, for `WARM_UP_S`, the same requests at ``warm_up_per_s``, which are not counted."""
+    world = World()
+    groups = [ModelGroup(world, f"g{number}", hardware) for number in range(num_groups)]
+    settings = AdmissionConfig(num_gateways=num_gateways, **config)  # type: ignore[arg-type]
+    gateways = [ModelGateway(world, groups, settings) for _ in range(num_gateways)]
+    rng = random.Random(seed)
+    clients: list[Client] = []
+    arrival_s, begin_s = 0.0, WARM_UP_S if warm_up_per_s else 0.0
+    while True:
+        arrival_s += rng.expovariate(load.per_s if arrival_s >= begin_s else warm_up_per_s)
+        if arrival_s >= begin_s + duration_s:
+            break
+        num_output = rng.randint(*load.output)
+        ticket = Ticket(
+            num_prompt_tokens=rng.randint(*load.prompt),
+            max_tokens=load.output[1],
+            priority=rng.choice(load.priorities),
+        )
+        client = Client(ticket, num_output, arrival_s)
+        clients.append(client)
+        gateway = rng.choice(gateways[: active_gateways or num_gateways])
+        world.after(arrival_s, partial(gateway.arrive, client))
+    world.run()
+    return Outcome([client for client in clients if client.arrival_s >= begin_s])
+
+
+HARDWARE = {
+    "slots": Hardware(),
+    "prefill": Hardware(num_slots=64, prefill_token_s=0.0005),
+    "blocks": Hardware(num_slots=64, num_blocks=300),
+}
+SIZES = {
+    "slots": {},
+    "prefill": {"prompt": (200, 800), "output": (5, 30)},
+    "blocks": {"prompt": (50, 600), "output": (20, 200)},
+}
+LIMITS = sorted(HARDWARE)
+
+
+def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
+    load = Load(per_s=per_s, **SIZES[limit])
+    return simulate(
+        load, hardware=HARDWARE[limit], num_gateways=num_gateways, warm_up_per_s=per_s / 3
+    )
+
+
+@cache
+def capacity_per_s(limit: str) -> float:
+    """What it completes when there is always more to do."""
+    return run(limit, per_s=40.0).completed_per_s
+
+
+@cache
+def at(limit: str, factor: float, *, num_gateways: int = 1) -> Outcome:
+    """The outcome at a multiple of capacity."""
+    return run(limit, per_s=factor * capacity_per_s(limit), num_gateways=num_gateways)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: str) -> None:
+    at_capacity, over = at(limit, 1.0), at(limit, 3.0)
+    assert over.ttft_s(99) <= 2 * at_capacity.ttft_s(99)
+    assert over.completed_per_s > 0.9 * capacity_per_s(limit), "groups do not fall idle"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("num_gateways", [1, 4])
+def test_every_request_is_completed_or_refused_on_arrival(limit: str, num_gateways: int) -> None:
+    over = at(limit, 3.0, num_gateways=num_gateways)
+    assert over.num_lost == 0
+    assert len(over.completed) + len(over.refused) == len(over.clients)
+    assert all(client.refused_s == client.arrival_s for client in over.refused)
+    assert all(client.first_token_s is None for client in over.refused)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_below_capacity_nearly_nothing_is_refused(limit: str) -> None:
+    below = at(limit, 0.7)
+    assert len(below.refused) <= 0.02 * len(below.clients)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_four_gateways_do_not_admit_four_times_as_much(limit: str) -> None:
+    one, four = at(limit, 3.0), at(limit, 3.0, num_gateways=4)
+    assert four.ttft_s(50) < 2 * one.ttft_s(50)
+    assert four.ttft_s(99) < 2 * one.ttft_s(99)
+    assert four.completed_per_s > 0.9 * one.completed_per_s
