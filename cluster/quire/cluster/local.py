@@ -48,17 +48,35 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(ray.shutdown)
+            stack.enter_context(_on_the_loopback())
             ray.init(
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",  # Nothing of it is for the network.
                 _temp_dir=str(folder),
             )
             yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Nothing of a cluster of this machine's own is for the network.
+
+    Ray takes any name of the loopback for a wish to be reached, and puts the machine's address in
+    its place; it listens on 127.0.0.1 alone where it is told, as on a laptop's system, that there
+    are no clusters of several machines.
+    """
+    from ray._private import ray_constants
+
+    previous = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = previous
 
 
 def check_ports(config: ClusterConfig) -> None:
