@@ -18,7 +18,8 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway, GenerationRequest
+from quire.cluster.gateway_service import Gateway
+from quire.cluster.generation import GenerationRequest
 from quire.cluster.group_client import GroupClientConfig
 from quire.cluster.group_server import GroupServer
 from quire.cluster.groups import Groups
@@ -112,7 +113,7 @@ class Streams:
 
     async def _run(self, number: int) -> None:
         generation = await self._gateway.prepare(request(number))
-        async for chunk in generation.stream():
+        async for chunk in self._gateway.stream([generation]):
             assert chunk.token_offset == len(self.token_ids[number])
             self.token_ids[number] += chunk.token_ids
 
