@@ -51,7 +51,8 @@ def _rag(rng: Random) -> Iterator[Row]:
     for _ in range(NUM_REQUESTS):
         at_ms += rng.expovariate(1 / 100)
         instruction = _popular(rng, len(instructions))
-        chain, path = instructions[instruction], (instruction,)
+        chain = instructions[instruction]
+        path: tuple[int, ...] = (instruction,)
         for _ in range(4):
             # A document behind another one has other blocks than behind a third.
             document = _popular(rng, len(lengths))
