@@ -16,9 +16,9 @@ all in tokens, the time in which a group prefills one:
 
 It needs no rates: every term scales with the speed of the hardware. ``busy`` is the average over
 all groups and the last half second: short enough to see that caches are cold, or that many
-prompts come at once, while a copy still costs most. What keeps a group busy is counted in tokens and not in time,
-for most of a short step's time is not the prompts'. docs/decisions/0014-simulator.md and
-0018-policy.md say what else was tried.
+prompts come at once, while a copy still costs most. What keeps a group busy is counted in tokens
+and not in time, for most of a short step's time is not the prompts'.
+docs/decisions/0014-simulator.md and 0018-policy.md say what else was tried.
 """
 
 from collections.abc import Sequence
