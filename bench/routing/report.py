@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import fmean
 
-from bench.routing.cells import BASELINES, DYNAMO, OURS, ROWS, SOURCES, Cell
+from bench.routing.cells import BASELINES, DYNAMO, OURS, OURS_POLICY, ROWS, SOURCES, Cell
 
 Values = list[dict[str, float]]
 Cells = dict[Cell, dict[str, float]]
@@ -26,7 +26,8 @@ def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
             yield f"## {trace}, {num_groups} groups\n"
             yield "TTFT in s, mean / p90 / p99 (× mean of Dynamo's default ÷ this one)\n"
             yield from _table(latency, lambda cell: f"{cell.load:.0%}", _times)
-            yield from _closing(latency)
+            yield from _closing(latency, OURS)
+            yield from _closing(latency, OURS_POLICY)
         capacity = {c: v for c, v in here.items() if not c.load and len(v) > 2}
         if len({cell.policy for cell in capacity}) > 1:
             target = SOURCES[trace].target_s
@@ -72,7 +73,7 @@ def _speed(values: Values, reference: Values) -> str:
     )
 
 
-def _closing(cells: Cells) -> Iterator[str]:
+def _closing(cells: Cells, ours: str) -> Iterator[str]:
     """Where ours is furthest behind the best baseline of its column."""
     worst = ("", 0.0)
     for load in {cell.load for cell in cells}:
@@ -81,11 +82,11 @@ def _closing(cells: Cells) -> Iterator[str]:
             for policy in {cell.policy for cell in cells if cell.load == load}
         }
         others = [mean for policy, mean in means.items() if policy in BASELINES]
-        if OURS in means and others:
-            ratio = means[OURS] / min(others)
+        if ours in means and others:
+            ratio = means[ours] / min(others)
             worst = max(worst, (f"{load:.0%}", ratio), key=lambda pair: pair[1])
     if worst[0]:
-        yield f"Mean TTFT of ours ÷ best baseline's, at most: {worst[1]:.2f} (load {worst[0]})\n"
+        yield f"Mean TTFT of {ours} ÷ best baseline's, at most: {worst[1]:.2f} (load {worst[0]})\n"
 
 
 def _mean(values: Sequence[dict[str, float]], name: str = "mean") -> float:

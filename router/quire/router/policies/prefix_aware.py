@@ -15,10 +15,10 @@ all in tokens, the time in which a group prefills one:
     requests  that share the group's steps
 
 It needs no rates: every term scales with the speed of the hardware. ``busy`` is the average over
-all groups and the last seconds: long enough to ride out one long prompt, and short enough to see
-that caches are cold and queues grow. What keeps a group busy is counted in tokens and not in time,
-for most of a short step's time is not the prompts'. docs/decisions/0014-simulator.md and
-0018-policy.md say what else was tried.
+all groups and the last half second: short enough to see that caches are cold, or that many
+prompts come at once, while a copy still costs most. What keeps a group busy is counted in tokens
+and not in time, for most of a short step's time is not the prompts'.
+docs/decisions/0014-simulator.md and 0018-policy.md say what else was tried.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class PrefixAwareConfig:
     """Near saturation that would have no end."""
     busy_tokens: float = 8192.0
     """A group with a queue of so many tokens is half busy. About what one step computes."""
-    window_s: float = 2.0
+    window_s: float = 0.5
     """Over which ``busy`` is averaged."""
 
 
