@@ -251,6 +251,7 @@ def start_group(model: HashModel) -> StartGroup:
             "max_model_len": engine.max_model_len,
             "vocab_size": facts.vocab_size,
             "num_blocks": num_blocks,
+            "max_num_seqs": config.max_num_seqs,
             **(description or {}),
         }
         group_service = GroupService(

@@ -80,7 +80,7 @@ async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any
     ) as cluster:
         params = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)
         generation = await cluster.gateway.prepare(GenerationRequest(prompt=PROMPT, params=params))
-        chunks = generation.stream()
+        chunks = cluster.gateway.stream([generation])
         found = list((await anext(chunks)).token_ids)
         await cluster.groups["g0"].settle()
         await asyncio.sleep(1)

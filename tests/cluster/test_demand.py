@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
+from quire.cluster.admission import AdmissionConfig
 from quire.cluster.demand import Demand
 from quire.v1 import inference_pb2 as pb
 
@@ -67,8 +68,8 @@ async def test_requests_at_a_gateway_without_groups_are_demand_until_one_is_ther
         assert demand.num_requests == 0
 
 
-async def test_as_many_wait_for_a_first_group_as_may_be_under_way(start_cluster: Any) -> None:
-    options = {"wakes_groups": True, "max_inflight": 2}
+async def test_as_many_wait_for_a_first_group_as_may_be_queued(start_cluster: Any) -> None:
+    options = {"wakes_groups": True, "admission": AdmissionConfig(max_queued_requests=2)}
     async with start_cluster(num_groups=0, group_wait_s=60, config=options) as cluster:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20]))
         calls = [cluster.inference.Generate(request) for _ in range(2)]
@@ -78,7 +79,9 @@ async def test_as_many_wait_for_a_first_group_as_may_be_under_way(start_cluster:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await collect(cluster.inference.Generate(request))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 requests wait for a first group" in (refused.value.details() or "")
+        assert "2 requests wait for a first replica group, max_queued_requests is 2" in (
+            refused.value.details() or ""
+        )
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)

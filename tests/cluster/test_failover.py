@@ -6,6 +6,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from quire.cluster.admission import AdmissionConfig
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
 from quire.cluster.resume import ResumeConfig, Resumes
 from quire.v1 import group_pb2, group_pb2_grpc
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 41))
 NUM_TOKENS = 120
+WAIT_AT_GROUPS = AdmissionConfig(max_group_wait_s=1000, max_queue_wait_s=1000)
+"""Else requests wait at the gateway."""
 
 
 def generate(cluster: Any, *, max_tokens: int = NUM_TOKENS, **sampling: Any) -> Any:
@@ -198,15 +201,22 @@ async def test_a_group_that_left_the_membership_ends_the_requests_it_has(
 async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
     start_cluster: Any,
 ) -> None:
-    async with start_cluster(max_num_waiting=1, max_num_seqs=1) as cluster:
+    async with start_cluster(
+        max_num_waiting=1,
+        max_num_seqs=1,
+        group_wait_s=30,
+        config={"admission": WAIT_AT_GROUPS},
+    ) as cluster:
         for group in cluster.groups.values():
             group.executor.step_s = 0.01
-        calls = [generate(cluster, max_tokens=60) for _ in range(2)]
-        begun = [await begin(call, num_chunks=1) for call in calls]  # One on each group.
-        killed, other = (cluster.groups[chunks[0].start.routing.group] for chunks in begun)
-        assert killed is not other
+        killed, other = cluster.groups.values()
+        calls, begun = [], []
+        for group in (killed, other):
+            cluster.connections.set_addresses([group.address])
+            calls.append(generate(cluster, max_tokens=60))
+            begun.append(await begin(calls[-1], num_chunks=1))
+            assert begun[-1][0].start.routing.group == group.name
         # Fill the other's queue, so that the lost stream finds no room.
-        cluster.connections.set_addresses([other.address])
         waiting = generate(cluster, max_tokens=2)
         while not other.engine_loop.stats.num_waiting:
             await asyncio.sleep(0.01)
@@ -232,7 +242,9 @@ async def test_without_a_retry_budget_a_lost_stream_says_so(start_cluster: Any) 
 
 
 async def test_full_queues_are_said_to_be_full(start_cluster: Any) -> None:
-    async with start_cluster(max_num_waiting=1, max_num_seqs=1) as cluster:
+    async with start_cluster(
+        max_num_waiting=1, max_num_seqs=1, config={"admission": WAIT_AT_GROUPS}
+    ) as cluster:
         for group in cluster.groups.values():
             group.executor.step_s = 0.05
         calls = [generate(cluster, max_tokens=300) for _ in range(8)]
