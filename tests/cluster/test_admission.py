@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cluster.admission import Admission, AdmissionConfig
+from quire.cluster.admission import Admission
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.capacity import Capacity
 from quire.cluster.errors import Overloaded
 from quire.cluster.ticket import Stage, Ticket

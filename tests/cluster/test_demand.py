@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.demand import Demand
 from quire.v1 import inference_pb2 as pb
 

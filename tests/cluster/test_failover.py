@@ -6,7 +6,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
 from quire.cluster.resume import ResumeConfig, Resumes
 from quire.v1 import group_pb2, group_pb2_grpc

@@ -17,7 +17,8 @@ from statistics import quantiles
 
 import pytest
 
-from quire.cluster.admission import Admission, AdmissionConfig
+from quire.cluster.admission import Admission
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.capacity import Capacity
 from quire.cluster.errors import Overloaded
 from quire.cluster.ticket import Stage, Ticket

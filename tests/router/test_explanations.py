@@ -100,7 +100,7 @@ def test_the_explained_pressure_is_the_one_of_that_decision() -> None:
     pressures = []
     for number in range(20):
         clock.now_s += 5
-        table.route(str(number), hashes=(), num_prompt_tokens=100)
+        table.route(str(number), hashes=(), num_prompt_tokens=1_000_000)
         (found,) = table.explain(str(number))
         pressures.append(found.pressure)
     assert pressures[0] == 0

@@ -12,7 +12,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.cluster.admission import Admission, AdmissionConfig
+from quire.cluster.admission import Admission
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.capacity import Capacity
 from quire.cluster.errors import (
     DeadlineExceeded,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig

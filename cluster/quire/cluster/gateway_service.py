@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.admission_queue import AdmissionQueue, unavailable
 from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
 from quire.cluster.deadline import late, until
