@@ -1,4 +1,4 @@
-"""The bounds of what waits at a gateway. Apart from the queue itself, for those who only read them."""
+"""The bounds of what waits at a gateway, apart from the queue, for those who only read them."""
 
 from dataclasses import dataclass
 from math import inf
