@@ -84,6 +84,11 @@ def assert_equal(one: object, other: object) -> None:
             assert (ours == theirs).all(), name
         elif isinstance(ours, SamplingBatch):
             assert_equal(ours, theirs)
+        elif name == "banned_ids":
+            ours, theirs = (
+                {row: ids.tolist() for row, ids in each.items()} for each in (ours, theirs)
+            )
+            assert ours == theirs
         else:
             assert ours == theirs
 
@@ -140,7 +145,6 @@ def test_a_step_travels_as_one_message(ends: tuple[StepSlots, StepSlots]) -> Non
         found = step_from_bytes(message)
         assert_equal(step, found)
         assert found.token_ids_T.flags.writeable
-    assert found.sampling.banned_ids[1].tolist() == [7, 9]
 
 
 def test_an_output_outlives_its_slot(ends: tuple[StepSlots, StepSlots]) -> None:
