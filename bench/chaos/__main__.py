@@ -91,9 +91,7 @@ def _run(arguments: argparse.Namespace) -> list[Row]:
         cluster.wait_ready()
         rate = prefill_rate(cluster, requests)
         _say(f"the cluster is ready and computes {rate:.0f} prompt tokens a second")
-        stage = Stage(
-            cluster=cluster, requests=requests, reference=reference, prefill_rate=rate
-        )
+        stage = Stage(cluster=cluster, requests=requests, reference=reference, prefill_rate=rate)
         for name in arguments.fault:
             rows.append(_row(stage, FAULTS[name]))
             outcome = rows[-1].outcome

@@ -71,6 +71,10 @@ class Cluster:
         client = self.network.hosts["client"]
         return Clients(client, environment=self.ray.environment, log=self._log)
 
+    def start_node(self, name: str) -> None:
+        kind = "quire_gateway" if name in FRONTS else "quire_group"
+        self.ray.start_node(name, {kind: 1})
+
     def deploy(self, *, loss: Mapping[str, float] = {}, **changes: Any) -> None:
         """Starts or upgrades; ``changes`` are to the settings, and stay."""
         self.settings |= changes
@@ -168,13 +172,11 @@ def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Itera
             Network(["head", *FRONTS, *GROUPS, "client"]) as network,
             RayHosts(network, folder, environment=environment) as ray,
         ):
-            ray.start_head("head")
-            for name in FRONTS:
-                ray.start_node(name, {"quire_gateway": 1})
-            for name in GROUPS:
-                ray.start_node(name, {"quire_group": 1})
             cluster = Cluster(network, ray, folder=folder, settings=settings)
             with contextlib.closing(cluster):
+                ray.start_head("head")
+                for name in (*FRONTS, *GROUPS):
+                    cluster.start_node(name)
                 cluster.deploy()
                 yield cluster
     finally:

@@ -43,6 +43,18 @@ def group_stopped(stage: Stage) -> Outcome:
     )
 
 
+def node_killed(stage: Stage) -> Outcome:
+    """Every process of a group's host at once; later the host is there again."""
+    host = stage.cluster.network.hosts["b"]
+    return _strike(
+        stage,
+        lambda life: host.power_off(),
+        victim=host.name,
+        detected_s=0,
+        undo=lambda life: stage.cluster.start_node(host.name),
+    )
+
+
 def partitioned(stage: Stage) -> Outcome:
     """Streams begin anew all the while, so that some run when the link is cut and when it heals."""
     outcome = Outcome()
@@ -134,12 +146,13 @@ def _strike(
     strike: Callable[[Life], None],
     *,
     detected_s: float,
+    victim: str = VICTIM,
     undo: Callable[[Life], None] = lambda life: None,
 ) -> Outcome:
     """Something is done to a group in the midst of all streams."""
     outcome = Outcome()
     cluster = stage.cluster
-    life = cluster.lives()[VICTIM]
+    life = cluster.lives()[victim]
     load = cluster.clients.load(stage.salted(f"strike {now_s()}"), cluster.gateways)
     load.wait_begun()
     resumes = cluster.total("quire_resumes_total")

@@ -1,0 +1,127 @@
+"""What operators do under load; caches that are too small; gateways that are told too little."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.chaos.stage import Stage, now_s
+from bench.chaos.verdicts import Outcome, check_exact
+from bench.serving.load import Stream
+
+NUM_USERS = 24
+"""Streams at a time while the application is deployed anew, which takes the same two cores."""
+SMALL_CACHE = 64
+"""Blocks of a group: one prompt of the longest kind and no more."""
+LOSS = {"batches": 0.2, "events": 0.2}
+_SETTLE_S = 3.0
+_RECOVERED = 0.8
+"""Share of the hit rate before the loss of a group that must be reached again."""
+
+
+def upgraded(stage: Stage) -> Outcome:
+    """Every group and gateway is replaced, since the engine's settings change."""
+    engine = {**stage.cluster.settings["engine"], "max_num_batched_tokens": 256}
+    return _rolled(stage, engine=engine)
+
+
+def scaled_down(stage: Stage) -> Outcome:
+    outcome = _rolled(stage, num_groups=1)
+    stage.cluster.deploy(num_groups=2)
+    stage.cluster.wait_ready()
+    return outcome
+
+
+def cache_exhausted(stage: Stage) -> Outcome:
+    """All requests at once at groups that can hold a few of them."""
+    outcome = Outcome()
+    cluster = stage.cluster
+    engine = cluster.settings["engine"]
+    cluster.deploy(engine={**engine, "num_blocks": SMALL_CACHE})
+    cluster.wait_ready()
+    load = cluster.clients.load(stage.salted("exhausted"), cluster.gateways)
+    load.wait_begun()
+    at_s = now_s()
+    streams = load.wait()
+    block_size = 16
+    needed = sum(
+        -(-(len(stream.request.token_ids) + len(stream.tokens)) // block_size) for stream in streams
+    )
+    preempted = cluster.total("quire_group_preemptions_total") / 2
+    outcome.seen.append(f"{needed} blocks needed, {2 * SMALL_CACHE} there")
+    outcome.seen.append(f"{preempted:.0f} preemptions")
+    check_exact(outcome, streams, stage.reference)
+    stage.settle(outcome, since_s=at_s)
+    cluster.deploy(engine=engine)
+    cluster.wait_ready()
+    return outcome
+
+
+def feed_lost(stage: Stage) -> Outcome:
+    """Gateways miss some of what groups say of their caches; and a group is killed."""
+    outcome = Outcome()
+    cluster = stage.cluster
+    cluster.deploy(loss=LOSS)
+    cluster.wait_ready()
+    load = cluster.clients.load(stage.requests, cluster.gateways, again=True)
+    load.wait_begun()
+    time.sleep(2 * _SETTLE_S)
+    at_s = now_s()
+    os.kill(cluster.lives()["a"].pid, signal.SIGKILL)
+    while len(cluster.lives()) < 2 or cluster.metrics("front1")["quire_ready_groups"][""] < 2:
+        time.sleep(0.1)
+    back_s = now_s()
+    time.sleep(3 * _SETTLE_S)
+    load.stop()
+    streams = load.wait()
+    gaps, drifted = (
+        cluster.total(f"quire_directory_{name}_total") for name in ("gaps", "drifted_buckets")
+    )
+    outcome.seen.append(f"{gaps:.0f} gaps and {drifted:.0f} drifted buckets found")
+    outcome.check(gaps > 0 and drifted > 0, "nothing was lost")
+    before = _hit_rate(streams, at_s - _SETTLE_S, at_s)
+    behind = _hit_rate(streams, at_s, back_s)
+    after = _hit_rate(streams, _last_sent(streams) - 2 * _SETTLE_S, now_s())
+    outcome.seen.append(
+        f"hit rate {before:.0%}, {behind:.0%} until the group was back, {after:.0%} at the end"
+    )
+    outcome.check(after >= _RECOVERED * before, "the hit rate did not recover")
+    check_exact(outcome, streams, stage.reference)
+    stage.settle(outcome, since_s=at_s)
+    cluster.deploy()
+    cluster.wait_ready()
+    return outcome
+
+
+def _rolled(stage: Stage, **changes: Any) -> Outcome:
+    """Deploys anew under load. A client knows both gateways and takes the one that is there."""
+    outcome = Outcome()
+    cluster = stage.cluster
+    one, other = cluster.gateways
+    load = cluster.clients.load(
+        stage.salted("rolled")[:NUM_USERS],
+        [f"ipv4:{one},{other}", f"ipv4:{other},{one}"],
+        again=True,
+    )
+    load.wait_begun()
+    time.sleep(_SETTLE_S)
+    at_s = now_s()
+    cluster.deploy(**changes)
+    outcome.seen.append(f"deployed in {now_s() - at_s:.0f} s")
+    time.sleep(_SETTLE_S)
+    load.stop()
+    check_exact(outcome, load.wait(), stage.reference)
+    stage.settle(outcome, since_s=at_s)
+    return outcome
+
+
+def _hit_rate(streams: Sequence[Stream], from_s: float, until_s: float) -> float:
+    """Of the prompts sent in that time."""
+    some = [stream for stream in streams if from_s <= stream.sent_s < until_s and stream.times]
+    num_tokens = sum(len(stream.request.token_ids) for stream in some)
+    return sum(stream.num_cached_tokens for stream in some) / max(num_tokens, 1)
+
+
+def _last_sent(streams: Sequence[Stream]) -> float:
+    return max(stream.sent_s for stream in streams)
