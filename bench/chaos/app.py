@@ -8,6 +8,7 @@ begins with `POISON` kills it, as one would that runs into a fault of a kernel. 
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import ray
 from bench.serving.lossy import Loss, lossy_gateway
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from quire.cluster import deployments
 from quire.cluster.app import APP_NAME, build_app
@@ -28,6 +31,7 @@ from quire.worker.request import Request
 LIVES = "QUIRE_CHAOS_LIVES"
 """The environment variable with the folder for what groups write."""
 POISON = (4001, 4002, 4003)
+_POLL_S = 0.1
 
 
 class ReplicaGroup(deployments.ReplicaGroup):
@@ -59,15 +63,34 @@ def _make_mortal(engine: Engine) -> None:
     engine.add_request = add_or_die  # type: ignore[method-assign]
 
 
-def deploy(address: str, settings: Mapping[str, Any], loss: Mapping[str, float]) -> None:
-    """Starts the application on the Ray cluster at ``address``, or upgrades the one there."""
-    config = config_from(settings)
+def application(args: dict[str, Any]) -> "serve.Application":
+    """What Serve builds: ``settings`` as `quire.cluster.app.application` takes them, and what
+    gateways are not told, ``loss``."""
     gateway = None
-    if loss:
-        gateway = lossy_gateway(Loss(**loss))  # type: ignore[arg-type]
+    if args["loss"]:
+        gateway = lossy_gateway(Loss(**args["loss"]))
         gateway.__name__ = deployments.Gateway.__name__
+    return build_app(config_from(args["settings"]), gateway=gateway, group=ReplicaGroup)
+
+
+def deploy(address: str, args: Mapping[str, Any], num_groups: int) -> None:
+    """Starts `application` on the Ray cluster at ``address``, or upgrades the one there; as
+    KubeRay does, from a configuration. If only ``num_groups`` is new, all else is left alone.
+
+    Raises:
+        RuntimeError: Serve gave up.
+    """
+    schema = ServeApplicationSchema(
+        name=APP_NAME,
+        route_prefix=None,
+        import_path=f"{__name__}:{application.__name__}",
+        args=dict(args),
+        deployments=[DeploymentSchema(name=ReplicaGroup.__name__, num_replicas=num_groups)],
+    )
     with ray_session(address=address):
         serve.start(proxy_location="Disabled")
-        app = build_app(config, gateway=gateway, group=ReplicaGroup)
-        handle = serve.run(app, name=APP_NAME, route_prefix=None)
-        handle.wait_for_groups.remote(config.num_groups).result()
+        _get_global_client().deploy_apps(ServeDeploySchema(applications=[schema]))
+        while (status := serve.status().applications[APP_NAME]).status != "RUNNING":
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise RuntimeError(f"{status.status}: {status.message}")
+            time.sleep(_POLL_S)

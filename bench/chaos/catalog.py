@@ -94,6 +94,12 @@ FAULTS = {
         promise="no stream fails",
         run=rollouts.scaled_down,
     ),
+    "overload": Fault(
+        what="three times the load that can be served, open loop",
+        promise="p99 TTFT of what is accepted within 2 × that at capacity; the rest refused at "
+        "once; nothing lost",
+        run=rollouts.overloaded,
+    ),
     "kv-exhausted": Fault(
         what="a cache far smaller than what the requests need",
         promise="all complete, all exact",

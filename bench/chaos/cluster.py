@@ -32,7 +32,7 @@ _READY_S = 240.0
 _DEPLOY = """
 import json, sys
 from bench.chaos.app import deploy
-deploy(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+deploy(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -78,9 +78,13 @@ class Cluster:
     def deploy(self, *, loss: Mapping[str, float] = {}, **changes: Any) -> None:
         """Starts or upgrades; ``changes`` are to the settings, and stay."""
         self.settings |= changes
-        self.ray.run_on_head(
-            _DEPLOY, self.ray.address, json.dumps(self.settings), json.dumps(dict(loss))
-        )
+        self._args = {"settings": self.settings, "loss": dict(loss)}
+        self.scale(len(GROUPS))
+
+    def scale(self, num_groups: int) -> None:
+        """Has so many groups, and changes nothing else."""
+        self._num_groups = num_groups
+        self.ray.run_on_head(_DEPLOY, self.ray.address, json.dumps(self._args), str(num_groups))
 
     def lives(self) -> dict[str, Life]:
         """The groups that there are, by host."""
@@ -135,7 +139,7 @@ class Cluster:
 
     def _missing(self) -> str:
         """What keeps the cluster from being whole and idle; "" if nothing does."""
-        num_groups = self.settings["num_groups"]
+        num_groups = self._num_groups
         lives = self.lives()
         if len(lives) != num_groups:
             return f"{len(lives)} of {num_groups} groups run"

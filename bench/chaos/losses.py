@@ -110,9 +110,10 @@ def poisoned(stage: Stage) -> Outcome:
     poisoned = cluster.clients.load([poison(num_tokens=40)], cluster.gateways[:1])
     (victim,) = _ended(poisoned)
     streams = load.wait()
-    outcome.seen.append(f"poison: {victim.error}")
-    code = f"{victim.error}".partition(":")[0]
-    outcome.check(code == "ABORTED", f"the poison ended with {code}, not with ABORTED")
+    error = f"{victim.error}"
+    outcome.seen.append(f"the poison: {error.partition(';')[0]}")
+    refused = error.startswith("ABORTED: quarantined")
+    outcome.check(refused, f"the poison was not quarantined: {error}")
     check_exact(outcome, streams, stage.reference)
     stage.settle(outcome, since_s=at_s)
     num_killed = _lives_so_far(cluster.folder) - before

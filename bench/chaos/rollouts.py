@@ -1,11 +1,15 @@
 """What operators do under load; caches that are too small; gateways that are told too little."""
 
+import importlib.util
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from bench.chaos.cluster import GROUPS
 from bench.chaos.stage import Stage, now_s
 from bench.chaos.verdicts import Outcome, check_exact
 from bench.serving.load import Stream
@@ -16,20 +20,62 @@ SMALL_CACHE = 64
 """Blocks of a group: one prompt of the longest kind and no more."""
 LOSS = {"batches": 0.2, "events": 0.2}
 _SETTLE_S = 3.0
+_MAX_P99_RATIO = 2.0
+_AT_ONCE_S = 0.5
+"""Refusals take no longer, on a machine that is full."""
 _RECOVERED = 0.8
 """Share of the hit rate before the loss of a group that must be reached again."""
 
 
 def upgraded(stage: Stage) -> Outcome:
     """Every group and gateway is replaced, since the engine's settings change."""
-    engine = {**stage.cluster.settings["engine"], "max_num_batched_tokens": 256}
-    return _rolled(stage, engine=engine)
+    cluster = stage.cluster
+    engine = {**cluster.settings["engine"], "max_num_batched_tokens": 256}
+    return _rolled(stage, lambda: cluster.deploy(engine=engine))
 
 
 def scaled_down(stage: Stage) -> Outcome:
-    outcome = _rolled(stage, num_groups=1)
-    stage.cluster.deploy(num_groups=2)
-    stage.cluster.wait_ready()
+    cluster = stage.cluster
+    outcome = _rolled(stage, lambda: cluster.scale(1))
+    cluster.scale(len(GROUPS))
+    cluster.wait_ready()
+    return outcome
+
+
+def overloaded(stage: Stage) -> Outcome:
+    """Three times what the cluster can serve, by `bench.overload`, where that is there."""
+    outcome = Outcome()
+    if importlib.util.find_spec("bench.overload") is None:
+        outcome.seen.append("not run: there is no bench/overload.py")
+        return outcome
+    cluster = stage.cluster
+    engine = cluster.settings["engine"]
+    cluster.deploy(engine={**engine, "max_num_seqs": 16})
+    cluster.wait_ready()
+    at_s = now_s()
+    output = cluster.folder / "overload.json"
+    arguments = ["--address", cluster.gateways[0], "--output", str(output)]
+    cluster.network.hosts["client"].run(
+        [sys.executable, "-m", "bench.overload", *arguments],
+        env=cluster.ray.environment,
+        stdout=subprocess.DEVNULL,
+    )
+    result = json.loads(output.read_text())
+    calm, overload = result["phases"]
+    outcome.seen.append(
+        f"{overload['offered_per_s'] / calm['offered_per_s']:.1f} × capacity: "
+        f"{overload['completed']} of {overload['sent']} accepted, p99 TTFT "
+        f"{overload['ttft_p99_s']:.2f} s, {result['p99_ratio']:.2f} × that at capacity; "
+        f"{overload['refused']} refused, p99 {overload['refusal_p99_s']:.2f} s; "
+        f"{overload['lost']} lost"
+    )
+    outcome.check(result["p99_ratio"] <= _MAX_P99_RATIO, "those accepted waited longer")
+    outcome.check(not overload["lost"] and not calm["lost"], f"lost: {overload['errors']}")
+    outcome.check(overload["refused"] > 0, "nothing was refused")
+    outcome.check(overload["refusal_p99_s"] <= _AT_ONCE_S, "refused, but not at once")
+    stage.settle(outcome, since_s=at_s)
+    cluster.deploy(engine=engine)
+    cluster.wait_ready()
     return outcome
 
 
@@ -80,6 +126,10 @@ def feed_lost(stage: Stage) -> Outcome:
     )
     outcome.seen.append(f"{gaps:.0f} gaps and {drifted:.0f} drifted buckets found")
     outcome.check(gaps > 0 and drifted > 0, "nothing was lost")
+    outcome.seen.append(
+        "duplicates, other orders and a restart under the same name are with "
+        "tests/router/test_directory_machine.py"
+    )
     before = _hit_rate(streams, at_s - _SETTLE_S, at_s)
     behind = _hit_rate(streams, at_s, back_s)
     after = _hit_rate(streams, _last_sent(streams) - 2 * _SETTLE_S, now_s())
@@ -94,8 +144,8 @@ def feed_lost(stage: Stage) -> Outcome:
     return outcome
 
 
-def _rolled(stage: Stage, **changes: Any) -> Outcome:
-    """Deploys anew under load. A client knows both gateways and takes the one that is there."""
+def _rolled(stage: Stage, roll: Callable[[], None]) -> Outcome:
+    """Does that under load. A client knows both gateways and takes the one that is there."""
     outcome = Outcome()
     cluster = stage.cluster
     one, other = cluster.gateways
@@ -107,8 +157,8 @@ def _rolled(stage: Stage, **changes: Any) -> Outcome:
     load.wait_begun()
     time.sleep(_SETTLE_S)
     at_s = now_s()
-    cluster.deploy(**changes)
-    outcome.seen.append(f"deployed in {now_s() - at_s:.0f} s")
+    roll()
+    outcome.seen.append(f"done in {now_s() - at_s:.0f} s")
     time.sleep(_SETTLE_S)
     load.stop()
     check_exact(outcome, load.wait(), stage.reference)
