@@ -103,7 +103,7 @@ def _row(stage: Stage, fault: Fault) -> Row:
     try:
         outcome = fault.run(stage)
     except NotReady as error:
-        outcome = Outcome(broken=[f"the cluster did not come back: {error}"])
+        outcome = Outcome(broken=[f"the cluster is not whole: {error}"])
     return Row(fault=fault.what, promised=fault.promise, outcome=outcome)
 
 

@@ -89,7 +89,9 @@ def deploy(address: str, args: Mapping[str, Any], num_groups: int) -> None:
     )
     with ray_session(address=address):
         serve.start(proxy_location="Disabled")
-        _get_global_client().deploy_apps(ServeDeploySchema(applications=[schema]))
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema(applications=[schema]))
         while (status := serve.status().applications[APP_NAME]).status != "RUNNING":
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise RuntimeError(f"{status.status}: {status.message}")

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ GROUPS = ("a", "b")
 DISK_BYTES = 256 * 2**20
 GRPC_PORT, HTTP_PORT = 50051, 8000
 _READY_S = 240.0
+_POLL_S = 0.1
 
 _DEPLOY = """
 import json, sys
@@ -121,40 +122,47 @@ class Cluster:
             if metrics is not None
         )
 
-    def wait_ready(self) -> float:
-        """Until all groups and gateways are there and idle. Returns how many seconds it took.
+    def wait_known(self) -> None:
+        """Until all groups and gateways are there and know each other.
 
         Raises:
             NotReady: They are not after minutes.
         """
-        begin_s = time.monotonic()
-        while missing := self._missing():
-            if time.monotonic() - begin_s > _READY_S:
-                raise NotReady(missing)
-            time.sleep(0.1)
-        return time.monotonic() - begin_s
+        self._wait(self._unknown)
+
+    def wait_ready(self) -> None:
+        """And until they are idle. Raises NotReady."""
+        self._wait(lambda: self._unknown() or self._busy())
+
+    def _wait(self, trouble: Callable[[], str]) -> None:
+        limit_s = time.monotonic() + _READY_S
+        while what := trouble():
+            if time.monotonic() > limit_s:
+                raise NotReady(what)
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         self._log.close()
 
-    def _missing(self) -> str:
-        """What keeps the cluster from being whole and idle; "" if nothing does."""
-        num_groups = self._num_groups
+    def _unknown(self) -> str:
+        """What keeps the cluster from being whole; "" if nothing does."""
         lives = self.lives()
-        if len(lives) != num_groups:
-            return f"{len(lives)} of {num_groups} groups run"
+        if len(lives) != self._num_groups:
+            return f"{len(lives)} of {self._num_groups} groups run"
         for front in FRONTS:
             metrics = self.metrics(front)
             if metrics is None:
                 return f"{front} does not answer"
-            if metrics["quire_ready_groups"][""] != num_groups:
+            if metrics["quire_ready_groups"][""] != self._num_groups:
                 return f"{front} has {metrics['quire_ready_groups']['']:.0f} groups"
-            held = metrics["quire_group_held_blocks"]
-            if {*held} != {life.group for life in lives.values()}:
-                return f"{front} knows other groups: {sorted(held)}"
-            if any(held.values()):
-                return f"{front} sees blocks held: {held}"
+            known = {*metrics["quire_group_held_blocks"]}
+            if known != {life.group for life in lives.values()}:
+                return f"{front} knows other groups: {sorted(known)}"
         return ""
+
+    def _busy(self) -> str:
+        held = self.total("quire_group_held_blocks")
+        return f"blocks are held: {held:.0f}" if held else ""
 
 
 def _is_running(pid: int) -> bool:

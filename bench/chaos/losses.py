@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.chaos.clients import Load
-from bench.chaos.cluster import FRONTS, Life
+from bench.chaos.cluster import FRONTS, Life, NotReady
 from bench.chaos.stage import MARGIN_S, Stage, now_s, poison
 from bench.chaos.verdicts import Outcome, check_exact, check_gap, num_under_way
 from bench.serving.load import Stream
@@ -178,7 +178,10 @@ def _strike(
 
 def _signal(pids: Iterable[int], what: signal.Signals) -> None:
     for pid in pids:
-        os.kill(pid, what)
+        try:
+            os.kill(pid, what)
+        except ProcessLookupError as error:
+            raise NotReady(f"process {pid} was gone before it was struck") from error
 
 
 def _fill(path: Path) -> int:

@@ -115,8 +115,7 @@ def feed_lost(stage: Stage) -> Outcome:
     time.sleep(2 * _SETTLE_S)
     at_s = now_s()
     os.kill(cluster.lives()["a"].pid, signal.SIGKILL)
-    while len(cluster.lives()) < 2 or cluster.metrics("front1")["quire_ready_groups"][""] < 2:
-        time.sleep(0.1)
+    cluster.wait_known()
     back_s = now_s()
     time.sleep(3 * _SETTLE_S)
     load.stop()
