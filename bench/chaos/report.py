@@ -19,7 +19,7 @@ def matrix(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         outcome = row.outcome
         seen = "; ".join([*outcome.seen, *(f"**{what}**" for what in outcome.broken)])
-        holds = "no" if outcome.broken else "yes"
+        holds = "no" if outcome.broken else "yes" if outcome.was_run else "not run"
         cells = (row.fault, row.promised, seen, holds)
         yield "| " + " | ".join(_cell(text) for text in cells) + " |"
 

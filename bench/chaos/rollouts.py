@@ -44,10 +44,9 @@ def scaled_down(stage: Stage) -> Outcome:
 
 def overloaded(stage: Stage) -> Outcome:
     """Three times what the cluster can serve, by `bench.overload`, where that is there."""
-    outcome = Outcome()
     if importlib.util.find_spec("bench.overload") is None:
-        outcome.seen.append("not run: there is no bench/overload.py")
-        return outcome
+        return Outcome(seen=["there is no bench/overload.py"], was_run=False)
+    outcome = Outcome()
     cluster = stage.cluster
     engine = cluster.settings["engine"]
     cluster.deploy(engine={**engine, "max_num_seqs": 16})

@@ -1,8 +1,7 @@
 """What became of the streams, and whether it is what was promised. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from bench.serving.load import Stream, differences
 
@@ -19,6 +18,7 @@ class Outcome:
     seen: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     """What does not hold; empty if the promise was kept."""
+    was_run: bool = True
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
@@ -77,12 +77,4 @@ def tokens_to_recompute(streams: Sequence[Stream], *, group: str, at_s: float) -
         len(stream.request.token_ids) + sum(time_s <= at_s for time_s in stream.times)
         for stream in streams
         if stream.group == group and stream.sent_s <= at_s < stream.ended_s
-    )
-
-
-def largest_gap(streams: Sequence[Stream], of: Callable[[Stream], bool]) -> float:
-    """Between two tokens of a stream."""
-    return max(
-        (b - a for s in streams if of(s) for a, b in pairwise(s.times)),
-        default=0.0,
     )

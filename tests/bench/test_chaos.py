@@ -101,15 +101,18 @@ def test_the_matrix_says_what_was_broken(bench_module: Import, verdicts: ModuleT
     report = bench_module("chaos.report")
     kept = verdicts.Outcome(seen=["all exact"])
     broken = verdicts.Outcome(seen=["9/10 exact"], broken=["a|b"])
+    absent = verdicts.Outcome(was_run=False)
     lines = list(
         report.matrix(
             [
                 report.Row(fault="kill", promised="exact", outcome=kept),
                 report.Row(fault="stop", promised="exact", outcome=broken),
+                report.Row(fault="cut", promised="exact", outcome=absent),
             ]
         )
     )
     assert lines[2:] == [
         "| kill | exact | all exact | yes |",
         "| stop | exact | 9/10 exact; **a\\|b** | no |",
+        "| cut | exact |  | not run |",
     ]
