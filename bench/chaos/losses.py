@@ -172,6 +172,9 @@ def _strike(
         bound_s=detected_s + recompute_s + MARGIN_S,
         why=f"{detected_s:g} until noticed, {recompute_s:.2f} recompute, {MARGIN_S:g} beyond",
     )
+    bystanders = [stream for stream in streams if stream.group != life.group]
+    gap_s = max((stream.largest_gap_s for stream in bystanders), default=0.0)
+    outcome.seen.append(f"{gap_s:.2f} s on the other group")
     stage.settle(outcome, since_s=at_s)
     return outcome
 
