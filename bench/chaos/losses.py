@@ -14,6 +14,7 @@ from bench.serving.load import Stream
 
 VICTIM = "a"
 _CUT_S = 8.0
+_NO_RANKS = Outcome(seen=["a group of one rank has no process for it"], was_run=False)
 
 
 def replica_killed(stage: Stage) -> Outcome:
@@ -21,11 +22,15 @@ def replica_killed(stage: Stage) -> Outcome:
 
 
 def rank_killed(stage: Stage) -> Outcome:
+    if not _has_ranks(stage):
+        return _NO_RANKS
     return _strike(stage, lambda life: _signal(life.ranks[-1:], signal.SIGKILL), detected_s=0)
 
 
 def rank_stopped(stage: Stage) -> Outcome:
     """The stopped rank is left to whoever replaces the group."""
+    if not _has_ranks(stage):
+        return _NO_RANKS
     deadline_s = stage.cluster.settings["step_deadline_s"]
     return _strike(
         stage, lambda life: _signal(life.ranks[-1:], signal.SIGSTOP), detected_s=deadline_s
@@ -177,6 +182,10 @@ def _strike(
     outcome.seen.append(f"{gap_s:.2f} s on the other group")
     stage.settle(outcome, since_s=at_s)
     return outcome
+
+
+def _has_ranks(stage: Stage) -> bool:
+    return stage.cluster.settings["engine"]["tensor_parallel_size"] > 1
 
 
 def _signal(pids: Iterable[int], what: signal.Signals) -> None:
