@@ -281,6 +281,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         *,
         num_groups: int = 2,
         group_wait_s: float = 0.3,
+        resume_wait_s: float = 60.0,
         config: dict[str, Any] | None = None,
         expected: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
@@ -309,7 +310,10 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 groups=connections,
                 table=table,
                 config=GatewayConfig(
-                    completion=CompletionConfig(group_wait_s=group_wait_s), **(config or {})
+                    completion=CompletionConfig(
+                        group_wait_s=group_wait_s, resume_wait_s=resume_wait_s
+                    ),
+                    **(config or {}),
                 ),
             )
             groups = {group.name: group for group in started}

@@ -92,7 +92,7 @@ async def test_a_silent_group_is_left_and_its_streams_go_on(start_cluster: Any) 
 
 
 async def test_without_another_group_a_stream_ends_unavailable(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster:
+    async with start_cluster(num_groups=1, resume_wait_s=0.3) as cluster:
         cluster.groups["g0"].executor.step_s = 0.002
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
@@ -107,7 +107,8 @@ async def test_without_another_group_a_stream_ends_unavailable(start_cluster: An
 async def test_a_stream_waits_for_its_only_group_to_come_back(
     start_cluster: Any, start_group: Any, how: str
 ) -> None:
-    async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
+    # A new request is not to wait at all here; one that is under way is worth more.
+    async with start_cluster(num_groups=1, group_wait_s=0, resume_wait_s=30) as cluster:
         cluster.groups["g0"].executor.step_s = 0.002
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its 
     from ray import serve
     from ray.serve.handle import DeploymentHandle
 
-    from quire.cluster.deployments import Gateway
+    from quire.cluster.deployments import Gateway, ReplicaGroup
 
 APP_NAME = "quire"
 # Serve kills a replica that is not gone so long after it was told to stop.
@@ -98,11 +98,15 @@ def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None)
 
 
 def build_app(
-    config: ClusterConfig, *, gateway: "type[Gateway] | None" = None
+    config: ClusterConfig,
+    *,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
 ) -> "serve.Application":
     """The application of one model: gateways bound to a deployment of replica groups.
 
-    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is.
+    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is, and ``group`` in
+    place of `deployments.ReplicaGroup`.
     """
     import ray
     from ray import serve
@@ -133,7 +137,7 @@ def build_app(
             request_router_kwargs={"pool": deployments.POOL},
         ),
         **common,
-    )(deployments.ReplicaGroup)
+    )(group or deployments.ReplicaGroup)
     gateways = serve.deployment(
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},

@@ -111,7 +111,7 @@ class Attempts:
             if self._is_new:
                 is_last = self._num_refusals >= self._config.max_refusals
             else:
-                is_last = self._clock() - self._full_since_s >= self._config.full_wait_s
+                is_last = self._clock() - self._full_since_s >= self._config.resume_wait_s
             if is_last:
                 raise error
             return
@@ -163,7 +163,11 @@ class Attempts:
         return not (self._num_tokens or self._losses.num_lost)
 
     async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
-        deadline_s = self._clock() + self._config.group_wait_s
+        config = self._config
+        wait_s = config.group_wait_s
+        if not self._is_new:
+            wait_s = max(wait_s, config.resume_wait_s)
+        deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
             if self._groups.card not in (None, self._request.model):

@@ -29,13 +29,14 @@ from quire.worker.text import TextStream, Tokenizer
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionConfig:
     group_wait_s: float = 5.0
-    """How long it waits for a group where there is none, as after a crash."""
+    """How long a new one waits for a group where there is none."""
+    resume_wait_s: float = 60.0
+    """How long one that is under way waits until a group can take it: where all are full, and where
+    all were lost and others start. Its client has tokens that would be lost."""
     max_refusals: int = 3
     """Groups with a full queue that a new completion is offered to."""
     retry_pause_s: float = 0.1
     """Until one that is under way asks groups again that could not take it."""
-    full_wait_s: float = 60.0
-    """How long it does so, before it fails after all."""
     resume: ResumeConfig = field(default_factory=ResumeConfig)
 
 

@@ -1,0 +1,132 @@
+"""The cluster under fire: real load, real processes, real signals, and what became of the streams.
+
+    python -m bench.chaos [--fault NAME ...] [--streams 100] [--tp 2] [--output FILE]
+
+Two replica groups of ``--tp`` ranks and two gateways, each on a host of its own (a network
+namespace), serve the demo model in fp32; one fault after the other happens to them, each in the
+midst of all streams, half of them greedy and half sampled. What each stream must bring was asked of
+the offline engine, alone. Printed is a matrix of what was promised and what was seen; the exit
+status is 1 where a promise was broken. Needs root, iproute2, nftables and util-linux; all links
+and mounts are in namespaces of its own. See docs/chaos.md.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.chaos.catalog import FAULTS, Fault
+from bench.chaos.cluster import NotReady, cluster_under_fire
+from bench.chaos.report import Row, matrix
+from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
+from bench.chaos.verdicts import Outcome
+from bench.namespaces import why_not
+
+_MOUNTS = "QUIRE_CHAOS_MOUNTS"
+"""Set in the process that has a mount namespace of its own."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--fault", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME", help=_names())
+    add("--streams", type=int, default=100)
+    add("--tokens", type=int, default=100, help="of each stream")
+    add("--tp", type=int, default=2, help="ranks of a group")
+    add("--output", type=Path, help="a Markdown file for the matrix")
+    add("--keep-logs", action="store_true", help="leave Ray's and Quire's logs, and say where")
+    arguments = parser.parse_args()
+    if (reason := why_not()) is not None:
+        sys.exit(f"bench.chaos: {reason}")
+    if _MOUNTS not in os.environ:
+        again = [sys.executable, "-m", "bench.chaos", *sys.argv[1:]]
+        os.environ[_MOUNTS] = "private"
+        os.execvp("unshare", ["unshare", "--mount", "--propagation", "slave", *again])
+    rows = _run(arguments)
+    lines = [*_head(arguments), *matrix(rows)]
+    print("\n".join(["", *lines]), flush=True)
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(lines) + "\n")
+    sys.exit(any(row.outcome.broken for row in rows))
+
+
+def settings(*, tp: int, num_streams: int) -> dict[str, object]:
+    """Of the cluster. A group has room for all streams, so that none waits for another's end."""
+    return {
+        "engine": {
+            "tensor_parallel_size": tp,
+            "dtype": "float32",
+            "device": "cpu",
+            "num_blocks": 2048,
+            "num_threads": 1,
+            "max_num_seqs": num_streams + 8,
+            "max_num_batched_tokens": 512,
+        },
+        "num_groups": 2,
+        "num_gateways": 2,
+        "group_resource": "quire_group",
+        "gateway_resource": "quire_gateway",
+        "group_host": "auto",
+        "host": "0.0.0.0",
+        "drain_timeout_s": 20,
+        "silence_timeout_s": 2,
+        "step_deadline_s": 3,
+        "max_group_deaths": 3,
+    }
+
+
+def _run(arguments: argparse.Namespace) -> list[Row]:
+    requests = make_requests(arguments.streams, num_tokens=arguments.tokens)
+    reference = offline(requests)
+    rows: list[Row] = []
+    config = settings(tp=arguments.tp, num_streams=arguments.streams)
+    with cluster_under_fire(config, keep_logs=arguments.keep_logs) as cluster:
+        cluster.wait_ready()
+        rate = prefill_rate(cluster, requests)
+        _say(f"the cluster is ready and computes {rate:.0f} prompt tokens a second")
+        stage = Stage(cluster=cluster, requests=requests, reference=reference, prefill_rate=rate)
+        for name in arguments.fault:
+            rows.append(_row(stage, FAULTS[name]))
+            outcome = rows[-1].outcome
+            _say(f"{name}: {'; '.join(outcome.seen)} | broken: {outcome.broken or 'nothing'}")
+    return rows
+
+
+def _row(stage: Stage, fault: Fault) -> Row:
+    try:
+        outcome = fault.run(stage)
+    except NotReady as error:
+        outcome = Outcome(broken=[f"the cluster is not whole: {error}"])
+    return Row(fault=fault.what, promised=fault.promise, outcome=outcome)
+
+
+def _head(arguments: argparse.Namespace) -> list[str]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return [
+        f"# The cluster under fire, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python -m bench.chaos --streams {arguments.streams} --tokens {arguments.tokens} "
+        f"--tp {arguments.tp}`; commit {commit}, {os.cpu_count()} cores.",
+        "",
+    ]
+
+
+def _names() -> str:
+    return "\n".join(f"{name}: {fault.what}" for name, fault in FAULTS.items())
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

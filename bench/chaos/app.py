@@ -1,0 +1,98 @@
+"""The application under fire: Quire's, whose groups say who they are and can be poisoned.
+
+A group writes a file about itself, so that its processes can be found; and a request whose prompt
+begins with `POISON` kills it, as one would that runs into a fault of a kernel. All else is as in
+`quire.cluster.deployments`; for gateways, some of what groups say of their caches may be lost.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from bench.serving.lossy import Loss, lossy_gateway
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+
+from quire.cluster import deployments
+from quire.cluster.app import APP_NAME, build_app
+from quire.cluster.config import ClusterConfig
+from quire.cluster.local import ray_session
+from quire.cluster.settings import config_from
+from quire.worker.engine import Engine
+from quire.worker.process_executor import ProcessExecutor
+from quire.worker.request import Request
+
+LIVES = "QUIRE_CHAOS_LIVES"
+"""The environment variable with the folder for what groups write."""
+POISON = (4001, 4002, 4003)
+_POLL_S = 0.1
+
+
+class ReplicaGroup(deployments.ReplicaGroup):
+    # The name is that of the deployment, and must be that of Quire's.
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        await super().__init__(config)
+        engine = self._server._engine
+        _make_mortal(engine)
+        executor = engine._executor
+        life = {
+            "group": self._group_id,
+            "pid": os.getpid(),
+            "ranks": executor.pids if isinstance(executor, ProcessExecutor) else [],
+            "address": ray.util.get_node_ip_address(),
+        }
+        path = Path(os.environ[LIVES]) / f"{self._group_id}.json"
+        path.with_suffix(".new").write_text(json.dumps(life))
+        path.with_suffix(".new").rename(path)  # Nobody reads half a file.
+
+
+def _make_mortal(engine: Engine) -> None:
+    add_request = engine.add_request
+
+    def add_or_die(request: Request) -> None:
+        if tuple(request.prompt_token_ids[: len(POISON)]) == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add_request(request)
+
+    engine.add_request = add_or_die  # type: ignore[method-assign]
+
+
+def application(args: dict[str, Any]) -> "serve.Application":
+    """What Serve builds: ``settings`` as `quire.cluster.app.application` takes them, and what
+    gateways are not told, ``loss``."""
+    gateway = None
+    if args["loss"]:
+        gateway = lossy_gateway(Loss(**args["loss"]))
+        gateway.__name__ = deployments.Gateway.__name__
+    return build_app(config_from(args["settings"]), gateway=gateway, group=ReplicaGroup)
+
+
+def deploy(address: str, args: Mapping[str, Any], num_groups: int) -> None:
+    """Starts `application` on the Ray cluster at ``address``, or upgrades the one there; as
+    KubeRay does, from a configuration. If only ``num_groups`` is new, all else is left alone.
+
+    Raises:
+        RuntimeError: Serve gave up.
+    """
+    schema = ServeApplicationSchema(
+        name=APP_NAME,
+        route_prefix=None,
+        import_path=f"{__name__}:{application.__name__}",
+        args=dict(args),
+        deployments=[DeploymentSchema(name=ReplicaGroup.__name__, num_replicas=num_groups)],
+    )
+    with ray_session(address=address):
+        serve.start(proxy_location="Disabled")
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema(applications=[schema]))
+        while (status := serve.status().applications[APP_NAME]).status != "RUNNING":
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise RuntimeError(f"{status.status}: {status.message}")
+            time.sleep(_POLL_S)

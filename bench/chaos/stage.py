@@ -1,0 +1,114 @@
+"""Where faults happen: the cluster, the requests that are sent at it, and what they must bring."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.chaos.app import POISON
+from bench.chaos.cluster import Cluster
+from bench.chaos.verdicts import Outcome, Reference, tokens_to_recompute
+from bench.serving.load import Request, Stream
+
+from quire import demo_model
+from quire.llm import LLM, SamplingParams
+
+PROMPT_TOKENS = (16, 64)
+MARGIN_S = 1.0
+"""How much longer than detection and recompute a gap may be."""
+_VOCAB = (3, 4000)  # Without the special tokens and the poison.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    cluster: Cluster
+    requests: Sequence[Request]
+    reference: Reference
+    prefill_rate: float
+    """Prompt tokens a second that the cluster computes with nothing beside, as measured before."""
+
+    def salted(self, salt: str) -> list[Request]:
+        """The requests as another tenant's: nothing of their prompts is cached."""
+        return [replace(request, cache_salt=salt) for request in self.requests]
+
+    def recompute_s(self, streams: Sequence[Stream], *, group: str, at_s: float) -> float:
+        """What the contexts of ``group``'s streams take, computed one after the other."""
+        return tokens_to_recompute(streams, group=group, at_s=at_s) / self.prefill_rate
+
+    def settle(self, outcome: Outcome, *, since_s: float) -> None:
+        """Waits until the cluster is whole and idle again; ``since_s`` is when it was struck."""
+        self.cluster.wait_ready()
+        outcome.seen.append(f"whole and idle {now_s() - since_s:.1f} s after it")
+
+
+def make_requests(num_streams: int, *, num_tokens: int) -> list[Request]:
+    """Every other one is greedy, the rest are sampled with seeds of their own."""
+    low, high = PROMPT_TOKENS
+    return [
+        Request(
+            name=f"request {number}",
+            token_ids=prompt(number, low + number * 7 % (high - low)),
+            max_tokens=num_tokens,
+            temperature=0.9 * (number % 2),
+            seed=number,
+        )
+        for number in range(num_streams)
+    ]
+
+
+def prompt(number: int, num_tokens: int) -> tuple[int, ...]:
+    """Of no other number."""
+    low, high = _VOCAB
+    return tuple(
+        low + (number * 997 + i * (number % 89 + 7)) % (high - low) for i in range(num_tokens)
+    )
+
+
+def poison(*, num_tokens: int) -> Request:
+    return Request(name="poison", token_ids=(*POISON, *prompt(0, 20)), max_tokens=num_tokens)
+
+
+def offline(requests: Sequence[Request]) -> dict[str, list[int]]:
+    """What the offline engine says to each, alone, with one rank."""
+    with LLM(
+        demo_model.PATH, dtype="float32", num_blocks=128, num_threads=1, max_num_seqs=1
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(request.token_ids)} for request in requests],
+            [
+                SamplingParams(
+                    temperature=request.temperature,
+                    seed=request.seed,
+                    max_tokens=request.max_tokens,
+                    ignore_eos=True,
+                )
+                for request in requests
+            ],
+            use_tqdm=False,
+        )
+    return {
+        request.name: list(output.outputs[0].token_ids)
+        for request, output in zip(requests, outputs, strict=True)
+    }
+
+
+def prefill_rate(cluster: Cluster, requests: Sequence[Request]) -> float:
+    """Measures it, with prompts as long as half-finished streams."""
+    burst = [
+        replace(
+            request,
+            token_ids=prompt(number, len(request.token_ids) + request.max_tokens // 2),
+            max_tokens=1,
+            cache_salt="burst",
+        )
+        for number, request in enumerate(requests[: len(requests) // 2])
+    ]
+    load = cluster.clients.load(burst, cluster.gateways)
+    load.wait_begun()
+    streams = load.wait()
+    begin_s = min(stream.sent_s for stream in streams)
+    seconds = max(stream.ended_s for stream in streams) - begin_s
+    return sum(len(request.token_ids) for request in burst) / seconds
+
+
+def now_s() -> float:
+    return time.monotonic()
