@@ -65,8 +65,8 @@ def _run_cell(num_blocks: int, num_groups: int, peers_python: Path | None) -> Re
     here = Path(sys.executable)
     subjects = [("quire", here), ("quire-python", here)]
     if peers_python is not None:
-        subjects.append(("dynamo", peers_python))
-    if num_blocks <= RAY_AT_MOST and num_groups <= 64:
+        subjects += [("dynamo", peers_python), ("selection", peers_python)]
+    if num_blocks <= RAY_AT_MOST:
         subjects.append(("ray", here))
     results: Results = {}
     for name, python in subjects:
