@@ -2,13 +2,13 @@
 
     python bench/directory.py --peers-python PYTHON [--sizes N …] [--groups N …]
 
-PYTHON is an interpreter that has ``ai-dynamo-runtime``; Ray's prefix tree is taken from Ray
-itself. Each subject runs in a process of its own (`bench/directory_subjects.py`), in turn. Chains
-have 8,000 blocks. One is held by every group, each other one by 1 to 4, up to an end of its own
-each. Half of the prompts are held by some group to their end, half up to their middle. Events come
-as their wire format (protobuf, JSON), of 512 blocks (a chunk of 8,192 tokens) or of one. Prints
-tables, and writes them to bench/results/, together with the cells of earlier runs under the same
-name.
+PYTHON is an interpreter that has ``ai-dynamo-runtime``, ``pyzmq`` and ``msgpack``; Ray's prefix
+tree is taken from Ray itself. Each subject runs in a process of its own
+(`bench/directory_subjects.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
+other one by 1 to 4, up to an end of its own each. Half of the prompts are held by some group to
+their end, half up to their middle. Events come as their wire format (protobuf, JSON, msgpack), of
+512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/,
+together with the cells of earlier runs under the same name.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--peers-python", type=Path, help="without it: no Dynamo")
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--largest-groups", type=int, nargs="+", default=[512])
+    parser.add_argument("--largest-groups", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-directory")
     arguments = parser.parse_args()
     cells = [
@@ -65,8 +65,8 @@ def _run_cell(num_blocks: int, num_groups: int, peers_python: Path | None) -> Re
     here = Path(sys.executable)
     subjects = [("quire", here), ("quire-python", here)]
     if peers_python is not None:
-        subjects.append(("dynamo", peers_python))
-    if num_blocks <= RAY_AT_MOST and num_groups <= 64:
+        subjects += [("dynamo", peers_python), ("selection", peers_python)]
+    if num_blocks <= RAY_AT_MOST:
         subjects.append(("ray", here))
     results: Results = {}
     for name, python in subjects:

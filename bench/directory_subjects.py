@@ -6,18 +6,21 @@ Prints one JSON object. Imports what the subject needs and nothing else, so that
 peers' environment too.
 """
 
+import asyncio
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 CHAIN_BLOCKS = 8_000
 EVENT_BLOCKS = 512
@@ -157,6 +160,102 @@ class Dynamo:
         self._tree.find_matches(self._hash(tokens, BLOCK_TOKENS))
 
 
+class Selection:
+    """``SelectionService`` of ai-dynamo-runtime, which Ray's KVAwareRouter wraps, in this process.
+
+    It subscribes to each group's events as vLLM publishes them: msgpack over ZeroMQ. Those name a
+    block and tell its tokens, which here are the name's 16-bit words. A look-up is its
+    ``overlap_scores`` of block hashes, a decision its ``select`` by tokens, which books nothing;
+    both are awaited on an event loop, as the router does.
+    """
+
+    names: ClassVar[dict[str, str]] = {"model_name": "m", "tenant_id": "t"}
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        core = importlib.import_module("dynamo._core")
+        self._zmq = importlib.import_module("zmq")
+        self._pack = importlib.import_module("msgpack").packb
+        self._hash = core.compute_block_hash_for_seq
+        self._loop = asyncio.new_event_loop()
+        self._folder = tempfile.TemporaryDirectory()
+        self._next_seq = [0] * num_groups
+        self._touched: set[int] = set()
+        self._marks = itertools.count()
+        self._service = core.SelectionService()
+        context = self._zmq.Context()
+        self._sockets = []
+        for group in range(num_groups):
+            socket = context.socket(self._zmq.XPUB)
+            socket.setsockopt(self._zmq.SNDHWM, 0)
+            address = f"ipc://{self._folder.name}/{group}"
+            socket.bind(address)
+            self._sockets.append(socket)
+            worker = {
+                "worker_id": group,
+                "endpoint": f"ray://{group}",
+                "block_size": BLOCK_TOKENS,
+                "max_num_batched_tokens": 8192,
+                "data_parallel_start_rank": 0,
+                "data_parallel_size": 1,
+                "kv_events_endpoints": {0: address},
+            }
+            self._wait(self._service.upsert_worker, self.names | worker)
+        for socket in self._sockets:
+            assert socket.poll(30_000), "the service did not subscribe"
+            socket.recv()
+
+    def stored(self, group: int, chain: bytes, start: int, stop: int) -> Any:
+        parent = _numbers(chain[HASH * (start - 1) : HASH * start])[0] if start else None
+        data = chain[HASH * start : HASH * stop]
+        return self._message(["BlockStored", _numbers(data), parent, _words(data), 16, None])
+
+    def removed(self, group: int, chain: bytes, start: int, stop: int) -> Any:
+        return self._message(["BlockRemoved", _numbers(chain[HASH * start : HASH * stop])])
+
+    def apply(self, group: int, event: Any) -> None:
+        seq = self._next_seq[group].to_bytes(8, "big")
+        self._next_seq[group] += 1
+        self._sockets[group].send_multipart([b"", seq, event])
+        self._touched.add(group)
+
+    def settle(self) -> None:
+        """Until a last block of each group, stored behind its other events, is found."""
+        for group in self._touched.copy():
+            mark = random.Random(f"mark {next(self._marks)}").randbytes(HASH)
+            self.apply(group, self.stored(group, mark, 0, 1))
+            query = self.query(mark)
+            while not self.look_up(query).get(group):
+                pass
+            self.apply(group, self.removed(group, mark, 0, 1))
+        self._touched.clear()
+
+    def query(self, chain: bytes) -> Any:
+        hashes = self._hash(_words(chain), BLOCK_TOKENS)
+        signed = [n - (n >> 63 << 64) for n in hashes]
+        tokens = BLOCK_TOKENS * len(signed)
+        hashes = {"block_hashes": signed, "sequence_hashes": signed, "isl_tokens": tokens}
+        return self.names | hashes
+
+    def look_up(self, query: Any) -> Held:
+        found = self._wait(self._service.overlap_scores, query)["workers"]
+        return {w["worker_id"]: w["device_blocks"] for w in found if w["device_blocks"]}
+
+    def tokens(self, count: int) -> Any:
+        return list(range(count))
+
+    def decide(self, tokens: Any) -> None:
+        self._wait(self._service.select, self.names | {"token_ids": tokens})
+
+    def _message(self, event: list[Any]) -> Any:
+        return self._pack([0.0, [event], 0])
+
+    def _wait(self, ask: Callable[..., Any], request: Any) -> Any:
+        async def wait() -> Any:
+            return await ask(request)
+
+        return self._loop.run_until_complete(wait())
+
+
 class Ray:
     """``PrefixTree`` of Ray's LLM routers. It knows text, 4 characters a token here, and no
     events: what is stored is a whole prompt."""
@@ -193,6 +292,7 @@ SUBJECTS: dict[str, Callable[[int, int], Any]] = {
     "quire": Quire,
     "quire-python": QuirePython,
     "dynamo": Dynamo,
+    "selection": Selection,
     "ray": Ray,
 }
 
@@ -296,6 +396,10 @@ def _numbers(data: bytes) -> list[int]:
     return list(memoryview(data).cast("Q")[::4]) if data else []
 
 
+def _words(data: bytes) -> list[int]:
+    return list(memoryview(data).cast("H"))
+
+
 def _dynamo(data: dict[str, Any]) -> bytes:
     return json.dumps({"event_id": 1, "data": data, "dp_rank": 0}).encode()
 
@@ -304,6 +408,8 @@ def _apply(subject: Any, group: int, events: list[Any]) -> float:
     begin = time.perf_counter()
     for event in events:
         subject.apply(group, event)
+    if hasattr(subject, "settle"):
+        subject.settle()
     return time.perf_counter() - begin
 
 
