@@ -16,6 +16,7 @@ from tests.sim.cluster import MAX_MODEL_LEN, Cluster, SimGateway
 from tests.sim.model import EOS, POISON, HashModel
 
 from quire.v1 import inference_pb2 as pb
+from quire.worker.sampling_params import MAX_SEED
 
 
 class Wrong(AssertionError):
@@ -38,6 +39,22 @@ class Load:
     p_cancel: float = 0.0
     p_poison: float = 0.0
     p_deadline: float = 0.0
+    p_several: float = 0.0
+    """Asks for several completions of its prompt at once."""
+    priorities: tuple[int, ...] = (0,)
+
+
+@dataclass
+class Answer:
+    """One completion, as far as it has come."""
+
+    seed: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    expected: list[int] = field(default_factory=list)
+    """The only right one, once the seed is known."""
+    last_s: float = 0.0
+    is_done: bool = False
 
 
 @dataclass
@@ -56,12 +73,15 @@ class Ask:
     cancel_at: int | None = None
     """Tokens after which the client loses interest."""
     deadline_s: float | None = None
+    """From its beginning."""
+    leaves_late: bool = False
+    """Waits beyond its deadline for the gateway to say so, where gRPC would not."""
+    num_answers: int = 1
+    priority: int = 0
     gateway: SimGateway | None = None
-    answer: list[int] | None = None
-    """The right one, once the seed is known."""
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    answers: list[Answer] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    first_s: float | None = None
     last_s: float = 0.0
     largest_gap_s: float = 0.0
     end_s: float | None = None
@@ -72,8 +92,26 @@ class Ask:
         where = f"at {self.gateway.name if self.gateway else '?'} via {self.groups}"
         return (
             f"request {self.number} {where} since {self.begin_s:.3f} s ({len(self.prompt)} prompt "
-            f"tokens, {len(self.tokens)} of {self.max_tokens} received, last {self.last_s:.3f} s)"
+            f"tokens, {self.num_answers} answers, {self.num_tokens} tokens of at most "
+            f"{self.num_answers * self.max_tokens} received, last {self.last_s:.3f} s)"
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Received, of all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def ttft_s(self) -> float:
+        """To the first token, which has come."""
+        assert self.first_s is not None
+        return self.first_s - self.begin_s
+
+    @property
+    def is_refused(self) -> bool:
+        """For want of room at the gateway, which then says when to come back."""
+        error = self.error
+        return error is not None and "retry-after" in dict(error.trailing_metadata() or ())
 
     @property
     def is_poison(self) -> bool:
@@ -145,6 +183,9 @@ class Clients:
             pauses_s=rng.choice([0.05, 0.5, 3.0]) if rng.random() < load.p_slow else 0.0,
             cancel_at=rng.randrange(max_tokens) if rng.random() < load.p_cancel else None,
             deadline_s=rng.uniform(0.1, 5) if rng.random() < load.p_deadline else None,
+            leaves_late=rng.random() < 0.5,
+            num_answers=rng.choice([2, 3, 5]) if rng.random() < load.p_several else 1,
+            priority=rng.choice(load.priorities),
         )
 
     def ask(self, ask: Ask) -> asyncio.Task[None]:
@@ -158,9 +199,7 @@ class Clients:
     def _ended(self, task: asyncio.Task[None]) -> None:
         ask = self.running.pop(task)
         ask.end_s = self._cluster.loop.time()
-        self._trace(
-            f"{ask.number} {ask.outcome} {len(ask.tokens)} {ask.error and ask.error.code()}"
-        )
+        self._trace(f"{ask.number} {ask.outcome} {ask.num_tokens} {ask.error and ask.error.code()}")
         if not task.cancelled() and (error := task.exception()) is not None:
             ask.outcome = "wrong"
             if not isinstance(error, Wrong):
@@ -174,6 +213,7 @@ class Clients:
             return
         ask.gateway = self._rng.choice(gateways)
         ask.last_s = ask.begin_s
+        ask.answers = [Answer() for _ in range(ask.num_answers)]
         network = self._cluster.network
         try:
             async with network.connect(
@@ -181,10 +221,10 @@ class Clients:
             ) as connection:
                 deadline_s = None if ask.deadline_s is None else ask.begin_s + ask.deadline_s
                 call = connection.server_stream("Generate", _request(ask), deadline_s=deadline_s)
-                async with asyncio.timeout_at(deadline_s):
+                async with asyncio.timeout_at(None if ask.leaves_late else deadline_s):
                     async for chunk in call:
                         self._take(ask, chunk)
-                        if ask.cancel_at is not None and len(ask.tokens) > ask.cancel_at:
+                        if ask.cancel_at is not None and ask.num_tokens > ask.cancel_at:
                             ask.outcome = "cancelled"
                             return
                         if ask.pauses_s:
@@ -195,60 +235,72 @@ class Clients:
             ask.outcome, ask.error = "error", error
             if not self._allows(ask):
                 raise Wrong(
-                    f"{ask} failed after {len(ask.tokens)} tokens with "
+                    f"{ask} failed at {self._cluster.loop.time():.3f} s with "
                     f"{error.code().name}: {error.details()}"
                 ) from error
         else:
             if ask.outcome == "running":
-                raise Wrong(f"{ask} ended without an end, after {len(ask.tokens)} tokens")
+                raise Wrong(f"{ask} ended without an end")
 
     def _take(self, ask: Ask, chunk: pb.GenerateResponse) -> None:
-        now_s = self._cluster.loop.time()
-        if ask.tokens:
-            ask.largest_gap_s = max(ask.largest_gap_s, now_s - ask.last_s)
-        ask.last_s = now_s
+        now_s = ask.last_s = self._cluster.loop.time()
+        if not chunk.index < ask.num_answers:
+            raise Wrong(f"{ask} got an answer {chunk.index}")
+        answer = ask.answers[chunk.index]
+        if answer.tokens:
+            ask.largest_gap_s = max(ask.largest_gap_s, now_s - answer.last_s)
+        answer.last_s = now_s
         if chunk.HasField("start"):
-            ask.groups.append(chunk.start.routing.group)
-            ask.seed = chunk.start.seed
-        if ask.outcome != "running":
-            raise Wrong(f"{ask} went on after its end")
-        if chunk.token_offset != len(ask.tokens):
-            raise Wrong(f"{ask}: token {chunk.token_offset} came as {len(ask.tokens)}")
-        ask.tokens += chunk.token_ids
-        ask.text += chunk.text
-        expected = self._expected(ask)
-        if ask.tokens != expected[: len(ask.tokens)]:
-            raise Wrong(f"{ask} has {ask.tokens}, not {expected}")
+            self._start(ask, answer, chunk)
+        if answer.is_done:
+            raise Wrong(f"{ask}: answer {chunk.index} went on after its end")
+        if chunk.token_offset != len(answer.tokens):
+            raise Wrong(f"{ask}: token {chunk.token_offset} came as {len(answer.tokens)}")
+        answer.tokens += chunk.token_ids
+        answer.text += chunk.text
+        if ask.first_s is None and answer.tokens:
+            ask.first_s = now_s
+        if answer.tokens != answer.expected[: len(answer.tokens)]:
+            raise Wrong(f"{ask} has {answer.tokens}, not {answer.expected}")
         if chunk.finish_reason:
-            self._finish(ask, chunk, expected)
+            self._finish(ask, answer, chunk)
 
-    def _finish(self, ask: Ask, chunk: pb.GenerateResponse, expected: list[int]) -> None:
-        if len(ask.tokens) != len(expected):
-            raise Wrong(f"{ask} ended after {len(ask.tokens)} of {len(expected)} tokens")
-        shown, reason = ask.tokens, pb.FINISH_REASON_LENGTH
-        if ask.tokens[-1] == EOS and not ask.ignore_eos:
-            shown, reason = ask.tokens[:-1], pb.FINISH_REASON_STOP
+    def _start(self, ask: Ask, answer: Answer, chunk: pb.GenerateResponse) -> None:
+        ask.groups.append(chunk.start.routing.group)
+        if ask.seed is None:
+            ask.seed = (chunk.start.seed - chunk.index) % (MAX_SEED + 1)
+        answer.seed = (ask.seed + chunk.index) % (MAX_SEED + 1)
+        if chunk.start.seed != answer.seed:
+            raise Wrong(f"{ask}: answer {chunk.index} has seed {chunk.start.seed}")
+        answer.expected = self._model.continuation(
+            ask.prompt, seed=answer.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
+        )
+
+    def _finish(self, ask: Ask, answer: Answer, chunk: pb.GenerateResponse) -> None:
+        if len(answer.tokens) != len(answer.expected):
+            raise Wrong(f"{ask} ended after {len(answer.tokens)} of {len(answer.expected)} tokens")
+        shown, reason = answer.tokens, pb.FINISH_REASON_LENGTH
+        if answer.tokens[-1] == EOS and not ask.ignore_eos:
+            shown, reason = answer.tokens[:-1], pb.FINISH_REASON_STOP
         if chunk.finish_reason != reason:
             raise Wrong(f"{ask} ended with {chunk.finish_reason}, not {reason}")
         text = self._model.tokenizer.decode(shown)
-        if ask.text != text:
-            raise Wrong(f"{ask} has the text {ask.text!r}, not {text!r}")
-        ask.outcome = "done"
-
-    def _expected(self, ask: Ask) -> list[int]:
-        if ask.answer is None:
-            assert ask.seed is not None
-            ask.answer = self._model.continuation(
-                ask.prompt, seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
-            )
-        return ask.answer
+        if answer.text != text:
+            raise Wrong(f"{ask} has the text {answer.text!r}, not {text!r}")
+        answer.is_done = True
+        if all(each.is_done for each in ask.answers):
+            ask.outcome = "done"
 
 
 def _request(ask: Ask) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=ask.prompt),
         sampling=pb.SamplingParams(
-            seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
+            n=ask.num_answers,
+            seed=ask.seed,
+            max_tokens=ask.max_tokens,
+            ignore_eos=ask.ignore_eos,
         ),
         cache_salt=ask.salt,
+        priority=ask.priority,
     )
