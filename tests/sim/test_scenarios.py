@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.sim.clients import Ask, Load
+from tests.sim.asks import Ask
+from tests.sim.clients import Load
 from tests.sim.cluster import ClusterPlan
 from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.sim.__main__ import command
-from tests.sim.clients import Wrong
+from tests.sim.asks import Wrong
 from tests.sim.swarm import draw_plan
 from tests.sim.world import Result, run
 

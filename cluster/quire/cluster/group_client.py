@@ -215,7 +215,11 @@ class GroupClient:
             key = (delta.request_id, delta.attempt)
             stream = self._streams.get(key)
             if stream is None:
-                continue  # Aborted here while the group was still at it.
+                # Aborted here while the group was still at it; or given to it twice, and nobody
+                # would ever read that to its end.
+                if not (is_error or delta.finish_reason):
+                    self._send_abort(key)
+                continue
             if not stream.push(delta):
                 stream.abort()
             elif is_error or delta.finish_reason:
@@ -255,9 +259,11 @@ class GroupClient:
         )
 
     def _abort(self, stream: GroupStream) -> None:
-        if self._streams.pop(stream.key, None) is None:
-            return
-        request_id, attempt = stream.key
+        if self._streams.pop(stream.key, None) is not None:
+            self._send_abort(stream.key)
+
+    def _send_abort(self, key: tuple[str, int]) -> None:
+        request_id, attempt = key
         abort = pb.Abort(request_id=request_id, attempt=attempt)
         self._commands.put_nowait(pb.GroupCommand(abort=abort))
 
