@@ -49,9 +49,10 @@ class Judge:
             return not ask.num_tokens and (num_faults > 0 or not self._is_any_idle(now_s))
         resume = plan.gateway.completion.resume
         if code == grpc.StatusCode.ABORTED:  # Quarantined.
-            # Beside a poison alone nobody else may be convicted; what happens by itself may make
-            # a third death look like the request's.
-            is_possible = bool(self._chaos.faults) and num_faults >= resume.max_group_deaths
+            # Beside one poison nobody else may be convicted. A second one, or what happens by
+            # itself, may make a third death look like the request's.
+            is_ambiguous = bool(self._chaos.faults) or self._num_poisons(ask) > 1
+            is_possible = is_ambiguous and num_faults >= resume.max_group_deaths
             return ask.is_poison or is_possible
         if code != grpc.StatusCode.UNAVAILABLE:
             return False
@@ -82,9 +83,14 @@ class Judge:
         num_faults = sum(
             fault.end_s is None or fault.end_s > since_s for fault in self._chaos.faults
         )
-        num_poisons = sum(
-            one.is_poison and (one.end_s is None or one.end_s > since_s)
-            for one in self._clients.asks
-        )
         max_deaths = self._cluster.plan.gateway.completion.resume.max_group_deaths
-        return num_faults + num_poisons * max_deaths
+        return num_faults + self._num_poisons(ask) * max_deaths
+
+    def _num_poisons(self, ask: Ask) -> int:
+        """Completions that killed groups, or could have, while ``ask`` was there."""
+        since_s = ask.begin_s - _AFTERMATH_S
+        return sum(
+            one.num_answers
+            for one in self._clients.asks
+            if one.is_poison and (one.end_s is None or one.end_s > since_s)
+        )

@@ -199,11 +199,12 @@ class GroupClient:
         deadline.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, frame: pb.StepFrame) -> None:
-        self._pulse.frame(frame.step)
-        load = (frame.step, frame.load)
-        if load != self._last_load:
+        last_load, load = self._last_load, (frame.step, frame.load)
+        self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
+        if last_load is None or (load != last_load and frame.step >= last_load[0]):
             # A heartbeat during a long step repeats what the last step said. Routing must not
-            # take that for news that the requests sent since are in those numbers.
+            # take that for news that the requests sent since are in those numbers. Nor may what
+            # comes late: counters that go back are taken for negative speeds.
             self._last_load = load
             self._listener.load(self, frame.load)
         for delta in frame.deltas:
