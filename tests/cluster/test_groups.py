@@ -48,6 +48,24 @@ async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_
     await groups.close()
 
 
+async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
+    groups = Groups(
+        table=RoutingTable(block_size=4),
+        expected=Expectation(model="m", block_size=4),
+        connect=unreachable,
+    )
+    groups.set_addresses(["host:1"])
+    (client, _), *_ = groups._clients.values()
+    attach(groups, client, epoch=1)
+    seen: list[int] = []
+    groups.watch_loads(lambda description, load: seen.append(load.num_output_tokens))
+    for step in (7, 8, 7, 8, 9):
+        load = group_pb2.Load(num_output_tokens=10 * step)
+        client._take(group_pb2.StepFrame(step=step, load=load))
+    assert seen == [70, 80, 90]
+    await groups.close()
+
+
 async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the_present_one() -> (
     None
 ):

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from tests.sim.network import Network
 
 
+Metadata = tuple[tuple[str, str], ...]
+
+
 class RpcError(grpc.aio.AioRpcError):
     """As gRPC raises it at the caller."""
 
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
+        super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
 class Pipe:
@@ -147,7 +150,7 @@ class Call:
         except asyncio.CancelledError:
             self.finish(RpcError(grpc.StatusCode.CANCELLED, "the handler was cancelled"))
         except _Aborted as aborted:
-            self.finish(RpcError(aborted.code, aborted.details))
+            self.finish(RpcError(aborted.code, aborted.details, aborted.trailing))
         except Exception as error:
             self.network.failures.append(error)
             self.finish(RpcError(grpc.StatusCode.UNKNOWN, repr(error)))
@@ -204,9 +207,9 @@ class Call:
 
 
 class _Aborted(grpc.aio.AbortError):
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata) -> None:
         super().__init__()
-        self.code, self.details = code, details
+        self.code, self.details, self.trailing = code, details, trailing
 
 
 class ServerContext:
@@ -219,8 +222,10 @@ class ServerContext:
     async def write(self, message: Message) -> None:
         await self._call.up.write(message)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", **_: Any) -> None:
-        raise _Aborted(code, details)
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> None:
+        raise _Aborted(code, details, trailing_metadata)
 
     def time_remaining(self) -> float | None:
         if self._deadline_s is None:

@@ -1,25 +1,18 @@
-"""Clients: what they ask, how they read, and whether each answer is the only right one.
+"""Clients: what they ask, and how they read.
 
-Every chunk is compared as it comes with what the model says from the prompt alone. An answer ends
-with a finish reason and all of its tokens, or with an error; which errors may be is for the
-scenario to say, by way of ``allows``.
+Answers are checked as they come (`asks`), and how a request ends when it does (`judge`).
 """
 
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-from tests.sim.cluster import MAX_MODEL_LEN, Cluster, SimGateway
-from tests.sim.model import EOS, POISON, HashModel
-
-from quire.v1 import inference_pb2 as pb
-
-
-class Wrong(AssertionError):
-    """The cluster broke its promise."""
+from tests.sim.asks import Answer, Ask, Wrong
+from tests.sim.cluster import MAX_MODEL_LEN, Cluster
+from tests.sim.model import POISON, HashModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,46 +31,9 @@ class Load:
     p_cancel: float = 0.0
     p_poison: float = 0.0
     p_deadline: float = 0.0
-
-
-@dataclass
-class Ask:
-    """One request and what became of it."""
-
-    number: int
-    prompt: list[int]
-    max_tokens: int
-    seed: int | None
-    ignore_eos: bool
-    salt: str
-    begin_s: float
-    pauses_s: float = 0.0
-    """Between reads, on average."""
-    cancel_at: int | None = None
-    """Tokens after which the client loses interest."""
-    deadline_s: float | None = None
-    gateway: SimGateway | None = None
-    answer: list[int] | None = None
-    """The right one, once the seed is known."""
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    groups: list[str] = field(default_factory=list)
-    last_s: float = 0.0
-    largest_gap_s: float = 0.0
-    end_s: float | None = None
-    outcome: str = "running"
-    error: grpc.aio.AioRpcError | None = None
-
-    def __str__(self) -> str:
-        where = f"at {self.gateway.name if self.gateway else '?'} via {self.groups}"
-        return (
-            f"request {self.number} {where} since {self.begin_s:.3f} s ({len(self.prompt)} prompt "
-            f"tokens, {len(self.tokens)} of {self.max_tokens} received, last {self.last_s:.3f} s)"
-        )
-
-    @property
-    def is_poison(self) -> bool:
-        return POISON in self.prompt
+    p_several: float = 0.0
+    """Asks for several completions of its prompt at once."""
+    priorities: tuple[int, ...] = (0,)
 
 
 class Clients:
@@ -89,17 +45,17 @@ class Clients:
         rng: random.Random,
         *,
         load: Load,
-        allows: Callable[[Ask], bool],
         trace: Callable[[str], None],
     ) -> None:
         self.asks: list[Ask] = []
         self.running: dict[asyncio.Task[None], Ask] = {}
         self.wrong: list[Wrong] = []
+        self.check_end: Callable[[Ask], None] = lambda ask: None
+        """Raises Wrong: it may not end so."""
         self._cluster = cluster
         self._model: HashModel = cluster.model
         self._rng = rng
         self._load = load
-        self._allows = allows
         self._trace = trace
         self._documents = [
             [rng.randrange(200) for _ in range(rng.randrange(4, 100))]
@@ -145,6 +101,9 @@ class Clients:
             pauses_s=rng.choice([0.05, 0.5, 3.0]) if rng.random() < load.p_slow else 0.0,
             cancel_at=rng.randrange(max_tokens) if rng.random() < load.p_cancel else None,
             deadline_s=rng.uniform(0.1, 5) if rng.random() < load.p_deadline else None,
+            leaves_late=rng.random() < 0.5,
+            num_answers=rng.choice([2, 3, 5]) if rng.random() < load.p_several else 1,
+            priority=rng.choice(load.priorities),
         )
 
     def ask(self, ask: Ask) -> asyncio.Task[None]:
@@ -158,9 +117,7 @@ class Clients:
     def _ended(self, task: asyncio.Task[None]) -> None:
         ask = self.running.pop(task)
         ask.end_s = self._cluster.loop.time()
-        self._trace(
-            f"{ask.number} {ask.outcome} {len(ask.tokens)} {ask.error and ask.error.code()}"
-        )
+        self._trace(f"{ask.number} {ask.outcome} {ask.num_tokens} {ask.error and ask.error.code()}")
         if not task.cancelled() and (error := task.exception()) is not None:
             ask.outcome = "wrong"
             if not isinstance(error, Wrong):
@@ -174,17 +131,18 @@ class Clients:
             return
         ask.gateway = self._rng.choice(gateways)
         ask.last_s = ask.begin_s
+        ask.answers = [Answer() for _ in range(ask.num_answers)]
         network = self._cluster.network
         try:
             async with network.connect(
                 ask.gateway.address, client=None, place="clients"
             ) as connection:
                 deadline_s = None if ask.deadline_s is None else ask.begin_s + ask.deadline_s
-                call = connection.server_stream("Generate", _request(ask), deadline_s=deadline_s)
-                async with asyncio.timeout_at(deadline_s):
+                call = connection.server_stream("Generate", ask.request(), deadline_s=deadline_s)
+                async with asyncio.timeout_at(None if ask.leaves_late else deadline_s):
                     async for chunk in call:
-                        self._take(ask, chunk)
-                        if ask.cancel_at is not None and len(ask.tokens) > ask.cancel_at:
+                        ask.take(chunk, self._model, now_s=self._cluster.loop.time())
+                        if ask.cancel_at is not None and ask.num_tokens > ask.cancel_at:
                             ask.outcome = "cancelled"
                             return
                         if ask.pauses_s:
@@ -193,62 +151,7 @@ class Clients:
             ask.outcome = "deadline"
         except grpc.aio.AioRpcError as error:
             ask.outcome, ask.error = "error", error
-            if not self._allows(ask):
-                raise Wrong(
-                    f"{ask} failed after {len(ask.tokens)} tokens with "
-                    f"{error.code().name}: {error.details()}"
-                ) from error
         else:
             if ask.outcome == "running":
-                raise Wrong(f"{ask} ended without an end, after {len(ask.tokens)} tokens")
-
-    def _take(self, ask: Ask, chunk: pb.GenerateResponse) -> None:
-        now_s = self._cluster.loop.time()
-        if ask.tokens:
-            ask.largest_gap_s = max(ask.largest_gap_s, now_s - ask.last_s)
-        ask.last_s = now_s
-        if chunk.HasField("start"):
-            ask.groups.append(chunk.start.routing.group)
-            ask.seed = chunk.start.seed
-        if ask.outcome != "running":
-            raise Wrong(f"{ask} went on after its end")
-        if chunk.token_offset != len(ask.tokens):
-            raise Wrong(f"{ask}: token {chunk.token_offset} came as {len(ask.tokens)}")
-        ask.tokens += chunk.token_ids
-        ask.text += chunk.text
-        expected = self._expected(ask)
-        if ask.tokens != expected[: len(ask.tokens)]:
-            raise Wrong(f"{ask} has {ask.tokens}, not {expected}")
-        if chunk.finish_reason:
-            self._finish(ask, chunk, expected)
-
-    def _finish(self, ask: Ask, chunk: pb.GenerateResponse, expected: list[int]) -> None:
-        if len(ask.tokens) != len(expected):
-            raise Wrong(f"{ask} ended after {len(ask.tokens)} of {len(expected)} tokens")
-        shown, reason = ask.tokens, pb.FINISH_REASON_LENGTH
-        if ask.tokens[-1] == EOS and not ask.ignore_eos:
-            shown, reason = ask.tokens[:-1], pb.FINISH_REASON_STOP
-        if chunk.finish_reason != reason:
-            raise Wrong(f"{ask} ended with {chunk.finish_reason}, not {reason}")
-        text = self._model.tokenizer.decode(shown)
-        if ask.text != text:
-            raise Wrong(f"{ask} has the text {ask.text!r}, not {text!r}")
-        ask.outcome = "done"
-
-    def _expected(self, ask: Ask) -> list[int]:
-        if ask.answer is None:
-            assert ask.seed is not None
-            ask.answer = self._model.continuation(
-                ask.prompt, seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
-            )
-        return ask.answer
-
-
-def _request(ask: Ask) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=ask.prompt),
-        sampling=pb.SamplingParams(
-            seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=ask.ignore_eos
-        ),
-        cache_salt=ask.salt,
-    )
+                raise Wrong(f"{ask} ended without an end")
+        self.check_end(ask)

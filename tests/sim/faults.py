@@ -14,7 +14,9 @@ from google.protobuf.message import Message
 from tests.sim.calls import Pipe
 from tests.sim.cluster import Cluster, SimGateway, SimGroup
 from tests.sim.loop import Process
+from tests.sim.model import POISON
 
+from quire.cluster.wire import tokens_from_bytes
 from quire.v1 import group_pb2
 
 GROUP_FAULTS = (
@@ -25,13 +27,21 @@ GROUP_FAULTS = (
     "freeze",
     "slow steps",
     "drain",
+    "scale to zero",
     "partition",
     "half partition",
     "reset",
     "slow network",
 )
 GATEWAY_FAULTS = ("gateway crash", "gateway freeze")
-TAMPERINGS = ("events lost", "events repeated", "events exchanged", "frames repeated", "old frames")
+TAMPERINGS = (
+    "events lost",
+    "events repeated",
+    "events exchanged",
+    "frames repeated",
+    "old frames",
+    "submits repeated",
+)
 KINDS = (*GROUP_FAULTS, *GATEWAY_FAULTS, *TAMPERINGS)
 
 
@@ -156,6 +166,8 @@ class Chaos:
                 group.engine_loop.slowness = 1.0
             case "drain":
                 await self._drain(group)
+            case "scale to zero":
+                await self._scale_to_zero()
             case "partition":
                 gateway = self._rng.choice([*self._places(), None])
                 places = self._places() if gateway is None else [gateway]
@@ -199,7 +211,25 @@ class Chaos:
         if group not in cluster.groups:
             return
         cluster.remove(group)
-        cluster.start_group(f"{group.name}")
+        cluster.start_group(group.name)
+        await self._let_go(group)
+
+    async def _scale_to_zero(self) -> None:
+        """Lets all groups go, and starts them again once a request waits for one."""
+        cluster = self._cluster
+        gone = [group for group in self._groups() if group in cluster.groups]
+        for group in gone:
+            cluster.remove(group)
+        endings = [asyncio.create_task(self._let_go(group)) for group in gone]
+        while not (self._stopping.is_set() or any(map(_has_demand, self._gateways()))):
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(self._rng.uniform(0.2, 1.0) * cluster.plan.start_s)
+        for group in gone:
+            cluster.start_group(group.name)
+        for ending in endings:
+            await ending
+
+    async def _let_go(self, group: SimGroup) -> None:
         drained = group.process.spawn(
             group.service.drain(
                 timeout_s=self._plan.drain_s, handover_s=self._cluster.plan.handover_s
@@ -219,6 +249,8 @@ class Chaos:
         kinds = self._plan.kinds
         if isinstance(message, group_pb2.EventBatch):
             return list(self._tamper_events(pipe, message))
+        if isinstance(message, group_pb2.GroupCommand):
+            return list(self._tamper_command(pipe, message))
         if not isinstance(message, group_pb2.StepFrame) or not message.deltas:
             return [message]
         if "frames repeated" in kinds and self._rng.random() < 0.005:
@@ -245,3 +277,23 @@ class Chaos:
             yield message
         if pipe in self._withheld:
             yield self._withheld.pop(pipe)
+
+    def _tamper_command(self, pipe: Pipe, message: group_pb2.GroupCommand) -> Iterator[Message]:
+        yield message
+        if not message.HasField("submit") or "submits repeated" not in self._plan.kinds:
+            return
+        if self._rng.random() < 0.2:
+            yield message
+        # One that kills the group would do so once more, and nobody asked for it.
+        is_poison = POISON in tokens_from_bytes(message.submit.prompt_token_ids)
+        if self._rng.random() < 0.2 and not is_poison:
+            delay_s = self._rng.uniform(0, 5)
+            self._cluster.loop.call_later(delay_s, self._repeat, pipe, message)
+
+    def _repeat(self, pipe: Pipe, message: Message) -> None:
+        if not self._stopping.is_set():
+            pipe.inject(message)
+
+
+def _has_demand(gateway: SimGateway) -> bool:
+    return gateway.groups.demand.num_requests > 0

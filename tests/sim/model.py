@@ -131,6 +131,8 @@ class SimEngineLoop(EngineLoop):
         self.can_step.set()
         self.slowness = 1.0
         """How many times as long as it should a step takes."""
+        self.idle_since_s: float | None = None
+        """Since when it has had nothing to do."""
         self._cost = cost
         self._max_step_tokens = max_step_tokens
         super().__init__(engine)
@@ -156,8 +158,12 @@ class SimEngineLoop(EngineLoop):
         while not self._engine.has_work and self._inbox.empty():
             self._filling.filled.clear()
             self._is_idle = True
+            if self.idle_since_s is None:
+                self.idle_since_s = self._loop.time()
             await self._filling.filled.wait()
             self._is_idle = False
+        if self._engine.has_work:
+            self.idle_since_s = None
         return self._take_inbox()
 
     def _step_s(self) -> float:

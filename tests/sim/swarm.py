@@ -12,6 +12,7 @@ from tests.sim.model import StepCost
 from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
 
+from quire.cluster.admission import AdmissionConfig
 from quire.cluster.completion import CompletionConfig
 from quire.cluster.gateway_service import GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
@@ -26,11 +27,12 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
     step_s = rng.choice([0.02, 0.05, 0.1])
     mean_output = rng.choice([5, 20, 40])
     capacity = num_groups * max_num_seqs / (step_s * mean_output)  # Requests a second.
+    num_gateways = rng.choice([1, 1, 2, 3])
     p_fault = rng.choice([0.15, 0.3, 0.6])
     return Plan(
         cluster=ClusterPlan(
             num_groups=num_groups,
-            num_gateways=rng.choice([1, 1, 2, 3]),
+            num_gateways=num_gateways,
             num_blocks=rng.choice([70, 100, 200, 1000]),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.choice([16, 64, 256]),
@@ -42,7 +44,16 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
                 step_deadline_s=rng.choice([5.0, 20.0]),
                 window_tokens=rng.choice([4, 128]),
             ),
-            gateway=GatewayConfig(completion=CompletionConfig(group_wait_s=30.0)),
+            gateway=GatewayConfig(
+                completion=CompletionConfig(group_wait_s=30.0),
+                admission=AdmissionConfig(
+                    max_queue_wait_s=rng.choice([0.5, 10.0, 1000.0]),
+                    standing_wait_s=rng.choice([1.0, 1.0, 1000.0]),
+                    min_queued_per_group=rng.choice([1, 2, 10]),
+                    max_queued_requests=rng.choice([5, 1024]),
+                    num_gateways=num_gateways,
+                ),
+            ),
             routing=RoutingConfig(stale_after_s=30.0),
             detect_s=rng.choice([1.0, 5.0]),
             start_s=rng.choice([1.0, 10.0]),
@@ -52,7 +63,7 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             max_latency_s=rng.choice([0.001, 0.02]), window=rng.choice([2, 16, 64])
         ),
         load=Load(
-            rate=min(2.0, capacity * rng.uniform(0.05, 0.5)),
+            rate=min(2.0, capacity * rng.choice([0.1, 0.3, 0.5, 3.0])),
             mean_output=mean_output,
             burst=rng.choice([0, 0, 30, 100]),
             num_documents=rng.choice([1, 4, 20]),
@@ -60,6 +71,8 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             p_cancel=rng.choice([0.0, 0.2]),
             p_deadline=rng.choice([0.0, 0.2]),
             p_poison=rng.choice([0.0, 0.0, 0.01]),
+            p_several=rng.choice([0.0, 0.2]),
+            priorities=rng.choice([(0,), (-1, 0, 5)]),
         ),
         chaos=ChaosPlan(
             kinds=tuple(kind for kind in KINDS if rng.random() < p_fault),

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
-from tests.sim.clients import Ask, Load
+from tests.sim.asks import Ask
+from tests.sim.clients import Load
 from tests.sim.cluster import ClusterPlan
 from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
@@ -29,7 +31,9 @@ RECOMPUTE_S = NUM_STREAMS * COST(len(PROMPT) + NUM_TOKENS) + 1.0
 Step = Callable[[World], Awaitable[None]]
 
 
-def ask(world: World, *, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMPT) -> Ask:
+def ask(
+    world: World, *, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMPT, **changes: Any
+) -> Ask:
     number = len(world.clients.asks)
     one = replace(
         world.clients.draw(),
@@ -38,6 +42,7 @@ def ask(world: World, *, num_tokens: int = NUM_TOKENS, prompt: list[int] = PROMP
         ignore_eos=True,
         salt="",
         cancel_at=None,
+        **changes,
     )
     world.clients.ask(one)
     return one
@@ -137,7 +142,7 @@ def test_what_is_refused_is_refused_at_once_and_the_rest_is_served() -> None:
         assert one.error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert one.end_s is not None
         assert one.end_s - one.begin_s < 0.5
-        assert not one.tokens
+        assert not one.num_tokens
 
 
 def test_who_leaves_frees_its_blocks_within_a_step() -> None:

@@ -8,23 +8,45 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.sim.__main__ import command
-from tests.sim.clients import Wrong
+from tests.sim.asks import Wrong
+from tests.sim.clients import Load
+from tests.sim.cluster import ClusterPlan
+from tests.sim.faults import ChaosPlan
 from tests.sim.swarm import draw_plan
-from tests.sim.world import Result, run
+from tests.sim.world import Plan, Result, run
 
+from quire.cluster import gateway_service
+from quire.cluster.admission import Admission
 from quire.cluster.completion import Completion
+from quire.cluster.errors import Overloaded
+from quire.cluster.generation import numbered
 from quire.cluster.group_client import GroupClient
 from quire.cluster.group_stream import GroupStream
+from quire.cluster.ticket import Ticket
 from quire.router.table import RoutingTable
 from quire.worker.blocks import BlockPool
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTH_S = 100.0
+LENGTH_S = 60.0
+
+CALM = Plan(
+    load=Load(rate=0.5, mean_output=60, p_deadline=0.3, p_several=0.3),
+    length_s=60.0,
+    quiet_s=20.0,
+)
+LIVELY = Plan(
+    cluster=ClusterPlan(num_gateways=2),
+    load=Load(rate=2.0, mean_output=60),
+    chaos=ChaosPlan(kinds=("reset", "partition", "frames repeated", "old frames"), pause_s=5.0),
+    length_s=30.0,
+    quiet_s=20.0,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +137,36 @@ def _loses_no_stream_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupClient, "_detach", detach)
 
 
+def _keeps_places_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "leave", lambda self, ticket: None)
+
+
+def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Admission.offer
+
+    def offer(self: Admission, ticket: Ticket, states: Any, *, now_s: float) -> Any:
+        if states and not any(state.num_requests for state in states):
+            raise Overloaded("not now", reason="wait", retry_after_s=1.0)
+        return original(self, ticket, states, now_s=now_s)
+
+    monkeypatch.setattr(Admission, "offer", offer)
+
+
+def _forgets_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_service, "until", lambda deadline_s, chunks, *, clock: chunks)
+
+
+def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gateway_service,
+        "numbered",
+        lambda generations: [
+            replace(one, params=replace(one.params, seed=generations[0].params.seed))
+            for one in numbered(generations)
+        ],
+    )
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -123,6 +175,10 @@ def _loses_no_stream_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
         _shares_blocks_that_are_not_full,
         _keeps_requests_in_the_table,
         _loses_no_stream_with_its_group,
+        _keeps_places_of_those_who_left,
+        _refuses_while_groups_idle,
+        _forgets_deadlines,
+        _gives_all_answers_the_same_seed,
     ],
 )
 def test_what_is_broken_is_found(
@@ -131,6 +187,8 @@ def test_what_is_broken_is_found(
     """The simulation is worth as much as what it finds."""
 
     def run_some() -> None:
+        for plan in (CALM, LIVELY):
+            run(plan, seed=1)
         for seed in range(4):
             run_seed(seed, length_s=60)
 

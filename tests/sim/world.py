@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import grpc
 from google.protobuf.message import Message
-from tests.sim.clients import Ask, Clients, Load, Wrong
+from tests.sim.asks import Ask, Wrong
+from tests.sim.clients import Clients, Load
 from tests.sim.cluster import Cluster, ClusterPlan, SimGateway
 from tests.sim.faults import Chaos, ChaosPlan
+from tests.sim.judge import Judge
 from tests.sim.loop import SimLoop, simulate
 from tests.sim.model import HashModel, make_tokenizer
 from tests.sim.network import Network, NetworkConfig
@@ -75,15 +76,15 @@ class World:
         def rng(part: str) -> random.Random:
             return random.Random(f"{seed} {part}")  # A string is hashed the same everywhere.
 
+        self.rng = rng("script")
         model = HashModel(make_tokenizer())
         self.network = Network(loop, rng("network"), config=plan.network, trace=self._message)
         self.cluster = Cluster(
             loop, rng("cluster"), network=self.network, model=model, plan=plan.cluster
         )
-        self.clients = Clients(
-            self.cluster, rng("clients"), load=plan.load, allows=self.allows, trace=self.note
-        )
+        self.clients = Clients(self.cluster, rng("clients"), load=plan.load, trace=self.note)
         self.chaos = Chaos(self.cluster, rng("chaos"), plan=plan.chaos, trace=self.note)
+        self.clients.check_end = Judge(self.cluster, self.clients, self.chaos).check
         self._watcher = loop.create_task(self._watch())
 
     @property
@@ -145,43 +146,6 @@ class World:
         for error in (*self.clients.wrong, *self.network.failures, *self.raised):
             raise error
 
-    def allows(self, ask: Ask) -> bool:
-        """Whether the scenario excuses the error that ``ask`` ended with."""
-        assert ask.error is not None
-        code, details = ask.error.code(), ask.error.details() or ""
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ask.deadline_s is not None
-        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return self.plan.cluster.max_num_waiting < 1000 or bool(self._faults_during(ask))
-        resume = self.plan.cluster.gateway.completion.resume
-        num_faults = self._faults_during(ask)
-        if code == grpc.StatusCode.ABORTED:  # Quarantined.
-            # Beside a poison alone nobody else may be convicted; what happens by itself may make
-            # a third death look like the request's.
-            is_possible = bool(self.chaos.faults) and num_faults >= resume.max_group_deaths
-            return ask.is_poison or is_possible
-        if code != grpc.StatusCode.UNAVAILABLE:
-            return False
-        if "no replica group" not in details:  # The gateway itself was not there.
-            return any("gateway" in fault.kind for fault in self.chaos.faults)
-        return num_faults >= min(resume.max_attempts, self.plan.cluster.num_groups)
-
-    def _faults_during(self, ask: Ask) -> int:
-        """Faults whose effects, recovery included, ``ask`` may have met.
-
-        What a request kills groups with counts for as many as it may kill.
-        """
-        since_s = ask.begin_s - 30.0
-        num_faults = sum(
-            fault.end_s is None or fault.end_s > since_s for fault in self.chaos.faults
-        )
-        num_poisons = sum(
-            one.is_poison and (one.end_s is None or one.end_s > since_s)
-            for one in self.clients.asks
-        )
-        max_deaths = self.plan.cluster.gateway.completion.resume.max_group_deaths
-        return num_faults + num_poisons * max_deaths
-
     async def _watch(self) -> None:
         """What must hold at every moment, looked at every second."""
         while True:
@@ -201,6 +165,8 @@ class World:
             left = stats.num_held_blocks, stats.num_running, stats.num_waiting
             if any(left) or group.engine_loop.num_requests or group.engine.has_work:
                 raise Wrong(f"{group.address} still has held blocks, running, waiting: {left}")
+            if group.service.num_requests:
+                raise Wrong(f"{group.address} still has requests: {group.service.num_requests}")
         for gateway in self.cluster.gateways:
             routing = gateway.table.stats()
             left_there = routing.num_in_flight, routing.num_in_flight_blocks
@@ -211,8 +177,21 @@ class World:
             clients = [client for client, _ in gateway.groups._clients.values()]
             if any(client.num_streams for client in clients) or gateway.groups._leaving:
                 raise Wrong(f"{gateway.name} still has streams")
-            if gateway.gateway._num_inflight:
-                raise Wrong(f"{gateway.name} still counts {gateway.gateway._num_inflight} requests")
+            self._check_queue(gateway)
+
+    def _check_queue(self, gateway: SimGateway) -> None:
+        service = gateway.gateway
+        admission, unrouted = service.admission, service.admission._admission._unrouted
+        counts = {
+            "in flight": service._num_inflight,
+            "queued": admission.queued.num_requests + len(admission._futures),
+            "unbegun": sum(map(abs, admission._admission.unbegun)),
+            "unrouted": unrouted.num_requests or unrouted.num_tokens > 1e-6,
+            "in want of a group": gateway.groups.demand.num_requests,
+            "suspects": service._resumes.probation.num_suspects,
+        }
+        if any(counts.values()):
+            raise Wrong(f"{gateway.name} still counts requests: {counts}")
 
     def _check_directories(self) -> None:
         for gateway in self.cluster.gateways:

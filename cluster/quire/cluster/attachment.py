@@ -139,9 +139,7 @@ class Attachment:
             self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
             return
         if key in self._works:
-            message = f"request {key[0]!r}, attempt {key[1]}, is running already"
-            self._refuse(key, pb.GroupError.INVALID_REQUEST, message)
-            return
+            return  # Once more what runs already. A refusal would pass for the end of that.
         if submit.probation_tokens and self._door.on_probation is not None:
             message = "another request is on probation"
             self._refuse(key, pb.GroupError.PROBATION, message)

@@ -199,11 +199,12 @@ class GroupClient:
         deadline.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, frame: pb.StepFrame) -> None:
-        self._pulse.frame(frame.step)
-        load = (frame.step, frame.load)
-        if load != self._last_load:
+        last_load, load = self._last_load, (frame.step, frame.load)
+        self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
+        if last_load is None or (load != last_load and frame.step >= last_load[0]):
             # A heartbeat during a long step repeats what the last step said. Routing must not
-            # take that for news that the requests sent since are in those numbers.
+            # take that for news that the requests sent since are in those numbers. Nor may what
+            # comes late: counters that go back are taken for negative speeds.
             self._last_load = load
             self._listener.load(self, frame.load)
         for delta in frame.deltas:
@@ -215,7 +216,11 @@ class GroupClient:
             key = (delta.request_id, delta.attempt)
             stream = self._streams.get(key)
             if stream is None:
-                continue  # Aborted here while the group was still at it.
+                # Aborted here while the group was still at it; or given to it twice, and nobody
+                # would ever read that to its end.
+                if not (is_error or delta.finish_reason):
+                    self._send_abort(key)
+                continue
             if not stream.push(delta):
                 stream.abort()
             elif is_error or delta.finish_reason:
@@ -255,9 +260,11 @@ class GroupClient:
         )
 
     def _abort(self, stream: GroupStream) -> None:
-        if self._streams.pop(stream.key, None) is None:
-            return
-        request_id, attempt = stream.key
+        if self._streams.pop(stream.key, None) is not None:
+            self._send_abort(stream.key)
+
+    def _send_abort(self, key: tuple[str, int]) -> None:
+        request_id, attempt = key
         abort = pb.Abort(request_id=request_id, attempt=attempt)
         self._commands.put_nowait(pb.GroupCommand(abort=abort))
 

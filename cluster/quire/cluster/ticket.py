@@ -64,7 +64,8 @@ class WaitingLoad:
 
     def add(self, num_requests: int, num_tokens: float) -> None:
         self.num_requests += num_requests
-        self.num_tokens += num_tokens
+        # What is left over when fractions are taken away again must not add up.
+        self.num_tokens = self.num_tokens + num_tokens if self.num_requests else 0.0
 
     def add_ticket(self, ticket: Ticket) -> None:
         self.add(ticket.num_requests, ticket.num_tokens)

@@ -1,0 +1,96 @@
+"""Whether a request ended as it may: which errors the faults, the load and its deadline excuse."""
+
+import grpc
+from tests.sim.asks import Ask, Wrong
+from tests.sim.clients import Clients
+from tests.sim.cluster import Cluster
+from tests.sim.faults import Chaos
+
+_AFTERMATH_S = 30.0
+"""What a fault leaves behind, recovery included, lasts so long at most."""
+_START_S = 3.0
+"""Until gateways have met the first groups."""
+_SLACK_S = 0.5
+"""Above the latency of some messages, by far."""
+_IDLE_S = 2.0
+"""Gateways know for certain of a group that it has been idle for so long."""
+
+
+class Judge:
+    """Of one run."""
+
+    def __init__(self, cluster: Cluster, clients: Clients, chaos: Chaos) -> None:
+        self._cluster, self._clients, self._chaos = cluster, clients, chaos
+
+    def check(self, ask: Ask) -> None:
+        """Raises Wrong: ``ask``, which has just ended, may not end so."""
+        now_s = self._cluster.loop.time()
+        if ask.error is not None:
+            error = f"{ask.error.code().name}: {ask.error.details()}"
+            if not self._excuses(ask, now_s):
+                raise Wrong(f"{ask} failed at {now_s:.3f} s with {error}")
+            if ask.is_refused and not self._was_prompt(ask, now_s):
+                raise Wrong(f"{ask} was refused late, at {now_s:.3f} s, with {error}")
+        if ask.deadline_s is not None and not ask.pauses_s and not self._num_faults(ask):
+            late_s = now_s - ask.begin_s - ask.deadline_s
+            if late_s > _SLACK_S:
+                raise Wrong(f"{ask} ended {late_s:.3f} s after its deadline")
+
+    def _excuses(self, ask: Ask, now_s: float) -> bool:
+        assert ask.error is not None
+        code, details = ask.error.code(), ask.error.details() or ""
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ask.deadline_s is not None and now_s >= ask.begin_s + ask.deadline_s
+        plan = self._cluster.plan
+        num_faults = self._num_faults(ask)
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if not ask.is_refused:  # By the groups: their queues are full.
+                return plan.max_num_waiting < 1000 or num_faults > 0
+            return not ask.num_tokens and (num_faults > 0 or not self._is_any_idle(now_s))
+        resume = plan.gateway.completion.resume
+        if code == grpc.StatusCode.ABORTED:  # Quarantined.
+            # Beside one poison nobody else may be convicted. A second one, or what happens by
+            # itself, may make a third death look like the request's.
+            is_ambiguous = bool(self._chaos.faults) or self._num_poisons(ask) > 1
+            is_possible = is_ambiguous and num_faults >= resume.max_group_deaths
+            return ask.is_poison or is_possible
+        if code != grpc.StatusCode.UNAVAILABLE:
+            return False
+        if "no replica group" not in details:  # The gateway itself was not there.
+            return any("gateway" in fault.kind for fault in self._chaos.faults)
+        return num_faults >= min(resume.max_attempts, plan.num_groups)
+
+    def _was_prompt(self, ask: Ask, now_s: float) -> bool:
+        """Whether its refusal came on arrival. Only those of which more was hoped come later."""
+        assert ask.error is not None
+        details = ask.error.details() or ""
+        is_hoped_for = "took its place" in details or "was expected" in details
+        if is_hoped_for or ask.begin_s < _START_S or self._num_faults(ask):
+            return True
+        return now_s - ask.begin_s < _SLACK_S
+
+    def _is_any_idle(self, now_s: float) -> bool:
+        """Whether a group has had nothing to do for a while."""
+        idle_since = [group.engine_loop.idle_since_s for group in self._cluster.groups]
+        return any(since_s is not None and now_s - since_s > _IDLE_S for since_s in idle_since)
+
+    def _num_faults(self, ask: Ask) -> int:
+        """Faults whose effects ``ask`` may have met.
+
+        What a request kills groups with counts for as many as it may kill.
+        """
+        since_s = ask.begin_s - _AFTERMATH_S
+        num_faults = sum(
+            fault.end_s is None or fault.end_s > since_s for fault in self._chaos.faults
+        )
+        max_deaths = self._cluster.plan.gateway.completion.resume.max_group_deaths
+        return num_faults + self._num_poisons(ask) * max_deaths
+
+    def _num_poisons(self, ask: Ask) -> int:
+        """Completions that killed groups, or could have, while ``ask`` was there."""
+        since_s = ask.begin_s - _AFTERMATH_S
+        return sum(
+            one.num_answers
+            for one in self._clients.asks
+            if one.is_poison and (one.end_s is None or one.end_s > since_s)
+        )

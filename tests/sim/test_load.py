@@ -1,0 +1,218 @@
+"""Overload, priorities, deadlines and an empty cluster: the real gateway on the virtual clock."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import quantiles
+from typing import Any
+
+import grpc
+import pytest
+from tests.sim.asks import Ask
+from tests.sim.clients import Load
+from tests.sim.cluster import ClusterPlan
+from tests.sim.faults import ChaosPlan
+from tests.sim.model import StepCost
+from tests.sim.world import Plan, Script, World, run
+
+from quire.cluster.admission import AdmissionConfig
+from quire.cluster.completion import CompletionConfig
+from quire.cluster.gateway_service import GatewayConfig
+from quire.cluster.group_client import GroupClientConfig
+
+COST = StepCost(step_s=0.05, token_s=0.001)
+MEAN_OUTPUT = 20
+NUM_SLOTS = 8
+WARM_UP_S, LENGTH_S = 5.0, 25.0
+LATENCY_S = 0.02
+"""A client's way to a gateway and back, at most."""
+
+
+def cluster(*, num_gateways: int = 1, **changes: Any) -> ClusterPlan:
+    gateway = GatewayConfig(
+        completion=CompletionConfig(group_wait_s=60.0),
+        admission=AdmissionConfig(num_gateways=num_gateways),
+    )
+    plan = ClusterPlan(
+        num_groups=2,
+        num_gateways=num_gateways,
+        num_blocks=2000,
+        max_num_seqs=NUM_SLOTS,
+        cost=COST,
+        gateway=gateway,
+        client=GroupClientConfig(step_deadline_s=10.0),
+    )
+    return replace(plan, **changes)
+
+
+async def come(world: World, *, per_s: float, until_s: float, priority: int = 0) -> list[Ask]:
+    """Requests as the load draws them, at random times; returns them once the last has come."""
+    asks = []
+    while world.loop.time() < until_s:
+        await asyncio.sleep(world.rng.expovariate(per_s))
+        asks.append(replace(world.clients.draw(), priority=priority))
+        world.clients.ask(asks[-1])
+    return asks
+
+
+def play(script: Script, *, plan: ClusterPlan | None = None) -> None:
+    load = Load(mean_output=MEAN_OUTPUT, num_documents=20)
+    run(Plan(cluster=plan or cluster(), load=load, quiet_s=20.0), seed=1, script=script)
+
+
+def p99_ttft_s(asks: Sequence[Ask]) -> float:
+    return quantiles([ask.ttft_s for ask in asks if ask.outcome == "done"], n=100)[98]
+
+
+@cache
+def loaded(per_s: float, *, num_gateways: int = 1) -> list[Ask]:
+    """What became of those that came at such a rate, after a warm-up at a third of it."""
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        await come(world, per_s=per_s / 3, until_s=WARM_UP_S)
+        asks.extend(await come(world, per_s=per_s, until_s=WARM_UP_S + LENGTH_S))
+
+    play(script, plan=cluster(num_gateways=num_gateways))
+    return asks
+
+
+def done_per_s(asks: Sequence[Ask]) -> float:
+    """In the last three quarters of the time in which they came."""
+    begin_s, end_s = WARM_UP_S + LENGTH_S / 4, WARM_UP_S + LENGTH_S
+    ends = [ask.end_s for ask in asks if ask.outcome == "done" and ask.end_s is not None]
+    return sum(begin_s < at_s <= end_s for at_s in ends) / (end_s - begin_s)
+
+
+@cache
+def capacity_per_s() -> float:
+    """What two groups end when there is always more to do."""
+    return done_per_s(loaded(30.0))
+
+
+@pytest.mark.parametrize("num_gateways", [1, 3])
+def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capacity(
+    num_gateways: int,
+) -> None:
+    at_capacity = loaded(capacity_per_s())
+    over = loaded(3 * capacity_per_s(), num_gateways=num_gateways)
+    assert p99_ttft_s(over) <= 2 * p99_ttft_s(at_capacity)
+    assert done_per_s(over) > 0.9 * capacity_per_s(), "groups do not fall idle"
+    refused = [ask for ask in over if ask.is_refused]
+    assert len(refused) + sum(ask.outcome == "done" for ask in over) == len(over)
+    for ask in refused:
+        assert ask.end_s is not None
+        assert ask.end_s - ask.begin_s <= LATENCY_S
+        assert ask.num_tokens == 0
+
+
+def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:
+    """Half of what the cluster can do is urgent, five times as much is not."""
+    half = capacity_per_s() / 2
+    urgent: list[Ask] = []
+    others: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        rest = asyncio.create_task(come(world, per_s=5 * half, until_s=20.0))
+        urgent.extend(await come(world, per_s=half, until_s=20.0, priority=-1))
+        others.extend(await rest)
+
+    play(script)
+    assert {ask.outcome for ask in urgent} == {"done"}
+    assert p99_ttft_s(urgent) <= p99_ttft_s(loaded(capacity_per_s()))
+    displaced = [ask for ask in others if ask.error and "took its place" in str(ask.error)]
+    assert displaced
+    assert all(ask.num_tokens == 0 for ask in displaced)
+
+
+def test_a_deadline_ends_a_request_and_frees_its_blocks_wherever_it_is() -> None:
+    """With one slot: one runs, one waits at the group or the gateway, and others are refused."""
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        for _ in range(10):
+            one = replace(world.clients.draw(), max_tokens=150, ignore_eos=True)
+            asks.append(replace(one, deadline_s=2.0, leaves_late=True))
+            world.clients.ask(asks[-1])
+        await asyncio.sleep(2.0 + LATENCY_S + 2 * COST(64))
+        assert not world.clients.running
+        assert [group.engine.stats().num_held_blocks for group in world.cluster.groups] == [0]
+
+    play(script, plan=cluster(num_groups=1, max_num_seqs=1))
+    late = [ask for ask in asks if ask.error.code() == grpc.StatusCode.DEADLINE_EXCEEDED]  # type: ignore[union-attr]
+    assert sum(ask.num_tokens > 0 for ask in late) > 0
+    assert len(late) + sum(ask.is_refused for ask in asks) == len(asks)
+    for ask in asks:
+        assert ask.end_s is not None
+        assert ask.end_s - ask.begin_s <= (LATENCY_S if ask.is_refused else 2.0 + LATENCY_S)
+
+
+@pytest.mark.parametrize("kind", ["crash", "drain", "hang"])
+def test_all_answers_of_a_request_survive_the_loss_of_a_group(kind: str) -> None:
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        for _ in range(6):
+            one = replace(world.clients.draw(), max_tokens=40, ignore_eos=True, num_answers=3)
+            asks.append(one)
+            world.clients.ask(one)
+        await asyncio.sleep(1)
+        world.chaos.begin(kind, group=world.cluster.groups[0], length_s=20.0)
+
+    play(script, plan=cluster(max_num_seqs=32))
+    assert {ask.outcome for ask in asks} == {"done"}
+    assert {ask.num_tokens for ask in asks} == {3 * 40}
+
+
+def test_requests_wake_a_cluster_that_was_scaled_to_zero_and_lose_nothing() -> None:
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        asks.append(replace(world.clients.draw(), max_tokens=150, ignore_eos=True))
+        world.clients.ask(asks[-1])  # Runs on while the groups drain.
+        await asyncio.sleep(1)
+        world.chaos.begin("scale to zero")
+        await asyncio.sleep(60)
+        assert not world.cluster.groups
+        assert not world.clients.running
+        asks.extend(await come(world, per_s=5.0, until_s=world.loop.time() + 2.0))
+        assert all(ask.first_s is None for ask in asks[-3:])
+
+    play(script, plan=cluster(start_s=10.0, cost=StepCost(step_s=0.1)))
+    assert {ask.outcome for ask in asks} == {"done"}
+
+
+def test_requests_wait_for_the_first_group_of_all() -> None:
+    """A gateway that has never met a group knows nothing of its model, and takes them all the
+    same."""
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        for group in tuple(world.cluster.groups):
+            world.cluster.remove(group)
+        world.cluster.gateways[0].groups.set_addresses([])
+        asks.extend(await come(world, per_s=5.0, until_s=2.0))
+        await asyncio.sleep(LATENCY_S)
+        assert world.cluster.gateways[0].groups.demand.num_requests == len(asks)
+        await asyncio.sleep(20)
+        for number in range(2):
+            world.cluster.start_group(f"g{number}")
+
+    play(script)
+    assert {ask.outcome for ask in asks} == {"done"}
+
+
+def test_a_request_that_comes_twice_at_a_group_is_run_once() -> None:
+    plan = Plan(
+        cluster=cluster(num_gateways=2),
+        load=Load(rate=2.0, mean_output=MEAN_OUTPUT, p_several=0.3),
+        chaos=ChaosPlan(kinds=("submits repeated",)),
+        length_s=30.0,
+    )
+    assert set(run(plan, seed=1).outcomes) == {"done"}
