@@ -21,6 +21,7 @@ from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connec
 from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
+from quire.cluster.turns import Turns
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.errors import ConfigError
@@ -68,6 +69,7 @@ class GroupClient:
         config: GroupClientConfig,
         connect: Connect = grpc_connect,
         jitter: Callable[[float, float], float] = random.uniform,
+        turns: Turns | None = None,
     ) -> None:
         self.address = address
         self.last_error = ""
@@ -76,6 +78,7 @@ class GroupClient:
         self._config = config
         self._connect = connect
         self._jitter = jitter
+        self._turns = turns or Turns()
         self._description: pb.GroupDescription | None = None  # Set while attached.
         self._last_load: tuple[int, pb.Load] | None = None
         self._pulse = self._new_pulse()
@@ -116,6 +119,7 @@ class GroupClient:
             on_abort=self._abort,
             on_credit=self._give_credit,
             on_proven=on_proven,
+            turns=self._turns,
         )
         self._streams[stream.key] = stream
         self._commands.put_nowait(pb.GroupCommand(submit=submit))

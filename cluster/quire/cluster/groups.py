@@ -15,6 +15,7 @@ from quire.cluster.group_client import GroupClient, GroupClientConfig
 from quire.cluster.group_link import Connect, grpc_connect
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.model_card import Expectation, ModelCard
+from quire.cluster.turns import Turns
 from quire.router.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
 from quire.v1 import group_pb2 as pb
@@ -48,6 +49,7 @@ class Groups:
         self._config = config or GroupClientConfig()
         self._connect = connect
         self._jitter = jitter
+        self._turns = Turns()
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
@@ -67,7 +69,12 @@ class Groups:
             self._retire(client)
         for address in sorted(wanted - self._clients.keys()):
             client = GroupClient(
-                address, self, config=self._config, connect=self._connect, jitter=self._jitter
+                address,
+                self,
+                config=self._config,
+                connect=self._connect,
+                jitter=self._jitter,
+                turns=self._turns,
             )
             self._clients[address] = (client, asyncio.create_task(client.run()))
 
