@@ -80,7 +80,7 @@ class GroupClient:
         self._jitter = jitter
         self._turns = turns or Turns()
         self._description: pb.GroupDescription | None = None  # Set while attached.
-        self._last_load: tuple[int, pb.Load] | None = None
+        self._last_load: tuple[int, int, pb.Load] | None = None
         self._pulse = self._new_pulse()
         self._phase = pb.StepFrame.SERVING
         self._trouble = Ending("")  # Why the watch ended the stream.
@@ -204,12 +204,13 @@ class GroupClient:
 
     def _take(self, frame: pb.StepFrame) -> None:
         self._pulse.frame(frame.step)
-        load = (frame.step, frame.load)
+        load = (frame.step, frame.num_submits, frame.load)
         if load != self._last_load:
             # A heartbeat during a long step repeats what the last step said. Routing must not
             # take that for news that the requests sent since are in those numbers.
             self._last_load = load
-            self._listener.load(self, frame.load)
+            num_submits = frame.num_submits if frame.HasField("num_submits") else None
+            self._listener.load(self, frame.load, num_submits=num_submits)
         for delta in frame.deltas:
             is_error = delta.HasField("error")
             if is_error and delta.error.code in _CLOSED:
