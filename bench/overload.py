@@ -9,7 +9,10 @@ Then requests come at that rate, and at ``--factor`` times it. Each is accepted,
 counted; or refused with RESOURCE_EXHAUSTED; whatever else becomes of one, it is *lost*, and there
 must be none of these.
 
-All phases are of one run, so the last line, the ratio of the two p99s, is what to compare.
+All phases are of one run, so the last line, the ratio of the two p99s, is what to compare. The
+client's own lag is told with each phase: where it is not small, the client is what was measured.
+A gateway's work is per token and per request: for groups to be the limit where they share a machine
+with it, the model must not be too small (``--model M``).
 """
 
 import argparse
@@ -18,7 +21,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -26,12 +29,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from bench.peers.checkpoints import SHAPES, make_checkpoint
 
 from quire.cluster.client import Server
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 
-_WORDS = (
+_WORDS = [
     "the",
     "a",
     "cat",
@@ -44,9 +48,11 @@ _WORDS = (
     "old",
     "new",
     "sees",
-)
+]
 _REST_S = 3.0
 """Between phases: what was sent in one ends before the next begins anyhow."""
+
+_LOOK_S = 0.02
 
 
 @dataclass
@@ -64,6 +70,8 @@ class Phase:
     ttft_s: list[float] = field(default_factory=list)
     """Of those completed."""
     refusal_s: list[float] = field(default_factory=list)
+    lag_s: list[float] = field(default_factory=list)
+    """By how much the client itself was late."""
     errors: list[str] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
@@ -78,6 +86,7 @@ class Phase:
             "ttft_p99_s": _percentile(self.ttft_s, 99),
             "refusal_p50_s": _percentile(self.refusal_s, 50),
             "refusal_p99_s": _percentile(self.refusal_s, 99),
+            "client_lag_p99_s": _percentile(self.lag_s, 99),
             "errors": self.errors[:5],
         }
 
@@ -128,7 +137,7 @@ class Bench:
         """Sends requests for the workload's time and waits for all of them."""
         phase = Phase(name, offered_per_s=per_s)
         begin_s = due_s = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
+        async with _measuring_lag(phase), asyncio.TaskGroup() as tasks:
             while (due_s := due_s + self._rng.expovariate(per_s)) < (
                 begin_s + self._workload.duration_s
             ):
@@ -168,6 +177,21 @@ class Bench:
         else:
             phase.num_lost += 1
             phase.errors.append(f"{num_tokens} tokens of {self._workload.max_tokens}")
+
+
+@contextlib.asynccontextmanager
+async def _measuring_lag(phase: Phase) -> AsyncIterator[None]:
+    async def look() -> None:
+        while True:
+            due_s = time.monotonic() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            phase.lag_s.append(time.monotonic() - due_s)
+
+    task = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def measure(server: Server, workload: Workload) -> list[Phase]:
@@ -213,7 +237,8 @@ def _print(summary: dict[str, Any]) -> None:
         f"{summary['name']:>14}: {summary['offered_per_s']:.1f}/s, {summary['sent']} sent, "
         f"{summary['completed']} completed, {summary['refused']} refused, {summary['lost']} lost; "
         f"TTFT p50 {summary['ttft_p50_s']:.3f} s, p99 {summary['ttft_p99_s']:.3f} s; refused "
-        f"after p50 {summary['refusal_p50_s']:.3f} s, p99 {summary['refusal_p99_s']:.3f} s"
+        f"after p50 {summary['refusal_p50_s']:.3f} s, p99 {summary['refusal_p99_s']:.3f} s; "
+        f"the client lags by p99 {summary['client_lag_p99_s']:.3f} s"
     )
     for error in summary["errors"]:
         print(f"{'':>14}  {error}")
@@ -230,10 +255,13 @@ def _address(arguments: argparse.Namespace) -> Iterator[str]:
     from quire.cluster.config import ClusterConfig
     from quire.worker.config import EngineConfig
 
-    engine = EngineConfig(model=demo_model.PATH, max_num_seqs=arguments.max_num_seqs)
+    model = demo_model.PATH
+    if arguments.model != "demo":
+        model = make_checkpoint(SHAPES[arguments.model], arguments.cache)
+    engine = EngineConfig(model=model, max_num_seqs=arguments.max_num_seqs)
     config = ClusterConfig(
         engine=engine,
-        served_model_name=demo_model.NAME,
+        served_model_name=arguments.model,
         num_groups=arguments.num_groups,
         num_gateways=arguments.num_gateways,
         grpc_port=0,
@@ -257,6 +285,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--address", help="host:port of a gateway; without it, a cluster is started")
+    add("--model", choices=["demo", *SHAPES], default="demo", help="random weights, but for demo")
+    add("--cache", type=Path, default=Path.home() / ".cache/quire/bench", help="for checkpoints")
     add("--num-groups", type=int, default=2, help="of the cluster that is started")
     add("--num-gateways", type=int, default=1)
     add("--max-num-seqs", type=int, default=16)

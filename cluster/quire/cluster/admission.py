@@ -73,6 +73,18 @@ class Admission:
             self._release(ticket)
         return displaced
 
+    def check(self, priority: int, states: Sequence[GroupState], *, now_s: float) -> None:
+        """Refuses early what `offer` would refuse whatever its size: before it costs anything.
+
+        Raises:
+            Overloaded: Not even a prompt of one token would be taken.
+        """
+        if not self._queue:
+            return
+        least = Ticket(num_prompt_tokens=0, priority=priority)
+        self._set_bound(states, now_s)
+        self._make_room(least, states, now_s)
+
     def release(self, states: Sequence[GroupState]) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []

@@ -70,6 +70,14 @@ class AdmissionQueue:
         """Counts a refusal."""
         self._metrics.refused.labels(reason).inc()
 
+    def check(self, priority: int) -> None:
+        """Refuses at once, before it is tokenized, what has no chance. Raises Overloaded."""
+        try:
+            self._admission.check(priority, self._table.states(), now_s=self._clock())
+        except Overloaded as error:
+            self.refused(error.reason)
+            raise
+
     @contextmanager
     def starting(self, num_prompt_tokens: int) -> Iterator[None]:
         """Counts a request as waiting while nothing is known of the model yet.

@@ -7,6 +7,7 @@ delta with tokens for each request, however long the last frame took to write.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -57,6 +58,9 @@ class Attachment:
         self._proven: _Work | None = None
         self._changed = asyncio.Event()
         self._is_heard = False
+        self._num_submits = 0
+        self._unshown: deque[tuple[int, int]] = deque()
+        # Of submits that the engine's load may not count yet: their numbers there and here.
 
     @property
     def num_requests(self) -> int:
@@ -122,6 +126,7 @@ class Attachment:
             load=stats_to_proto(self._engine_loop.stats),
             deltas=deltas + refusals,
             phase=self._door.phase,
+            num_submits=self._num_shown(),
         )
 
     def hand_back(self, message: str) -> None:
@@ -135,6 +140,7 @@ class Attachment:
 
     def _submit(self, submit: pb.Submit) -> None:
         key = (submit.request_id, submit.attempt)
+        self._num_submits += 1
         if self._door.phase != pb.StepFrame.SERVING:
             self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
             return
@@ -156,6 +162,12 @@ class Attachment:
             work.proven_at = len(request.resumed_token_ids) + submit.probation_tokens
         self._works[key] = work
         self._engine_loop.submit(request, lambda output: self._take(key, work, output))
+        self._unshown.append((self._engine_loop.num_submitted, self._num_submits))
+
+    def _num_shown(self) -> int:
+        while self._unshown and self._unshown[0][0] <= self._engine_loop.num_added:
+            self._unshown.popleft()
+        return self._unshown[0][1] - 1 if self._unshown else self._num_submits
 
     def _extend(self, credit: pb.Credit) -> None:
         key = (credit.request_id, credit.attempt)

@@ -42,6 +42,8 @@ class StepResult:
     refusals: list[tuple[str, QuireError]]
     """Requests that the engine did not take, and why."""
     events: EventBatch
+    num_added: int
+    """Requests since the start that the engine was given before it stepped."""
 
 
 class EngineLoop:
@@ -57,6 +59,9 @@ class EngineLoop:
         self._events: list[BlockEvent] = []
         self._num_steps = 0
         self._num_turns = 0
+        self._num_added = 0  # The engine's thread's.
+        self.num_submitted = self.num_added = 0
+        """Requests since the start, and how many of them, in order, `stats` counts."""
         self._is_idle = False  # The thread waits for work.
         self._watchdog: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -82,6 +87,7 @@ class EngineLoop:
             sink(self.failed.result())
             return
         self._sinks[request.request_id] = sink
+        self.num_submitted += 1
         self._inbox.put(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
@@ -200,6 +206,7 @@ class EngineLoop:
             block = False
 
     def _add(self, request: Request) -> None:
+        self._num_added += 1
         try:
             self._engine.add_request(request)
         except (InvalidRequest, QueueFull) as error:
@@ -215,6 +222,7 @@ class EngineLoop:
             outputs=outputs,
             refusals=refusals,
             events=EventBatch(epoch=log.epoch, first_seq=log.next_seq - len(events), events=events),
+            num_added=self._num_added,
         )
         self._post(lambda: self._deliver(result))
 
@@ -233,6 +241,7 @@ class EngineLoop:
         if self.failed.done():
             return  # A step that had been given up came to an end after all.
         self.stats = result.stats
+        self.num_added = result.num_added
         for output in result.outputs:
             sink = self._sinks.get(output.request_id)
             if sink is None:

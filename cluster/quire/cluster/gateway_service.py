@@ -110,12 +110,13 @@ class Gateway:
             ModelNotFound: Another model is served here.
             InvalidRequest: The message names what is wrong with the request.
             Unavailable: No group was ever here, so nothing is known of the model.
-            Overloaded: The same, and too many wait for one already.
+            Overloaded: Too many requests wait to take another, whatever its size.
             DeadlineExceeded: The same, and the request cannot wait any longer.
         """
         arrival_s = self._clock()
         deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
         self.check_model(request.model)
+        self.admission.check(request.priority)
         if request.prompt == "":  # Though a tokenizer may put a begin token there.
             raise InvalidRequest("prompt is empty: at least one token")
         token_ids = as_token_ids(await self.tokenize(request.prompt))

@@ -21,6 +21,7 @@ from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connec
 from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
+from quire.cluster.turns import Turns
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.errors import ConfigError
@@ -68,6 +69,7 @@ class GroupClient:
         config: GroupClientConfig,
         connect: Connect = grpc_connect,
         jitter: Callable[[float, float], float] = random.uniform,
+        turns: Turns | None = None,
     ) -> None:
         self.address = address
         self.last_error = ""
@@ -76,8 +78,9 @@ class GroupClient:
         self._config = config
         self._connect = connect
         self._jitter = jitter
+        self._turns = turns or Turns()
         self._description: pb.GroupDescription | None = None  # Set while attached.
-        self._last_load: tuple[int, pb.Load] | None = None
+        self._last_load: tuple[int, int, pb.Load] | None = None
         self._pulse = self._new_pulse()
         self._phase = pb.StepFrame.SERVING
         self._trouble = Ending("")  # Why the watch ended the stream.
@@ -116,6 +119,7 @@ class GroupClient:
             on_abort=self._abort,
             on_credit=self._give_credit,
             on_proven=on_proven,
+            turns=self._turns,
         )
         self._streams[stream.key] = stream
         self._commands.put_nowait(pb.GroupCommand(submit=submit))
@@ -199,14 +203,15 @@ class GroupClient:
         deadline.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, frame: pb.StepFrame) -> None:
-        last_load, load = self._last_load, (frame.step, frame.load)
+        last_load, load = self._last_load, (frame.step, frame.num_submits, frame.load)
         self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
         if last_load is None or (load != last_load and frame.step >= last_load[0]):
             # A heartbeat during a long step repeats what the last step said. Routing must not
             # take that for news that the requests sent since are in those numbers. Nor may what
             # comes late: counters that go back are taken for negative speeds.
             self._last_load = load
-            self._listener.load(self, frame.load)
+            num_submits = frame.num_submits if frame.HasField("num_submits") else None
+            self._listener.load(self, frame.load, num_submits=num_submits)
         for delta in frame.deltas:
             is_error = delta.HasField("error")
             if is_error and delta.error.code in _CLOSED:

@@ -28,8 +28,9 @@ class GroupListener(Protocol):
     def has_other(self, client: "GroupClient") -> bool:
         """Whether another group takes requests, so that this one's can go on there."""
 
-    def load(self, client: "GroupClient", load: pb.Load) -> None:
-        """The group has stepped since the last call."""
+    def load(self, client: "GroupClient", load: pb.Load, *, num_submits: int | None) -> None:
+        """The group has stepped since the last call; ``load`` counts the first ``num_submits`` of
+        this connection's submits, where the group says it."""
 
     def events(self, client: "GroupClient", batch: EventBatch) -> bool:
         """Takes events in. False: they do not follow on, begin again at `events_position`."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from quire.cluster.errors import GroupLost
+from quire.cluster.turns import Turns
 from quire.v1 import group_pb2 as pb
 
 _BYTES_PER_TOKEN = 4
@@ -18,7 +19,8 @@ class GroupStream:
     """The deltas of one attempt of one request.
 
     Sets ``submit.token_limit`` and raises it through ``on_credit`` as the reader goes on.
-    ``on_proven`` is called once ``submit.probation_tokens`` have come, read or not.
+    ``on_proven`` is called once ``submit.probation_tokens`` have come, read or not. ``turns`` are
+    those of all streams of the gateway.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class GroupStream:
         on_abort: Callable[["GroupStream"], None],
         on_credit: Callable[["GroupStream", int], None],
         on_proven: Callable[[], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.key = (submit.request_id, submit.attempt)
         self._window = window
@@ -41,6 +44,9 @@ class GroupStream:
         self._token_limit = submit.token_limit = self._num_resumed + window
         self._deltas: list[pb.TokenDelta] = []
         self._lost: GroupLost | None = None
+        self._turns = turns or Turns()
+        self._will_wake = False
+        self._is_turn = False  # The reader may take what there is.
         self._changed = asyncio.Event()
 
     @property
@@ -72,11 +78,12 @@ class GroupStream:
         if self._token_limit - self._num_done <= self._window // 2:
             self._token_limit = self._num_done + self._window
             self._on_credit(self, self._token_limit)
-        while not self._deltas:
+        while not (self._is_turn and self._deltas):
             if self._lost is not None:
                 raise self._lost
             self._changed.clear()
             await self._changed.wait()
+        self._is_turn = False
         deltas, self._deltas = self._deltas, []
         self._num_taken = self._num_received
         return deltas
@@ -102,10 +109,17 @@ class GroupStream:
                 self._on_proven()
                 self._on_proven = None
         self._deltas.append(delta)
-        self._changed.set()
+        if not (self._is_turn or self._will_wake):
+            self._will_wake = True
+            self._turns.soon(self._wake)
         return True
 
     def lose(self, error: GroupLost) -> None:
         if self._lost is None:
             self._lost = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._will_wake = False
+        self._is_turn = True
         self._changed.set()

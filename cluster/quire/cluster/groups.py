@@ -15,6 +15,7 @@ from quire.cluster.group_client import GroupClient, GroupClientConfig
 from quire.cluster.group_link import Connect, grpc_connect
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.model_card import Expectation, ModelCard
+from quire.cluster.turns import Turns
 from quire.router.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
 from quire.v1 import group_pb2 as pb
@@ -48,6 +49,7 @@ class Groups:
         self._config = config or GroupClientConfig()
         self._connect = connect
         self._jitter = jitter
+        self._turns = Turns()
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
@@ -67,7 +69,12 @@ class Groups:
             self._retire(client)
         for address in sorted(wanted - self._clients.keys()):
             client = GroupClient(
-                address, self, config=self._config, connect=self._connect, jitter=self._jitter
+                address,
+                self,
+                config=self._config,
+                connect=self._connect,
+                jitter=self._jitter,
+                turns=self._turns,
             )
             self._clients[address] = (client, asyncio.create_task(client.run()))
 
@@ -162,7 +169,7 @@ class Groups:
     def has_other(self, client: GroupClient) -> bool:
         return any(self._attached[group_id] is not client for group_id in self._routable())
 
-    def load(self, client: GroupClient, load: pb.Load) -> None:
+    def load(self, client: GroupClient, load: pb.Load, *, num_submits: int | None) -> None:
         group_id = GroupId(client.description.group_id)
         if self._attached.get(group_id) is not client:
             return
@@ -174,6 +181,7 @@ class Groups:
                 num_waiting=load.num_waiting,
                 num_pending_prefill_tokens=load.num_pending_prefill_tokens,
                 num_available_blocks=load.num_free_blocks + load.num_cached_blocks,
+                num_shown=num_submits,
             ),
         )
         for on_load in self._load_watchers:

@@ -90,7 +90,7 @@ class Credit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_limit: _Optional[int] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("step", "load", "deltas", "phase")
+    __slots__ = ("step", "load", "deltas", "phase", "num_submits")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         SERVING: _ClassVar[StepFrame.Phase]
@@ -103,11 +103,13 @@ class StepFrame(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SUBMITS_FIELD_NUMBER: _ClassVar[int]
     step: int
     load: Load
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     phase: StepFrame.Phase
-    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., phase: _Optional[_Union[StepFrame.Phase, str]] = ...) -> None: ...
+    num_submits: int
+    def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., phase: _Optional[_Union[StepFrame.Phase, str]] = ..., num_submits: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "error")

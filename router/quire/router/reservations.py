@@ -17,9 +17,9 @@ from quire.router.policy import Decision, GroupState, RouteRequest
 from quire.worker.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
-"""The first frame after a request was sent may have left the group before it came; the group
-stepped with it before the second. An idle group's first frame answers with the first token, which
-`RoutingTable.started` takes as proof."""
+"""Where frames do not say what they count: the first frame after a request was sent may have left
+the group before it came; the group stepped with it before the second. An idle group's first frame
+answers with the first token, which `RoutingTable.started` takes as proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,9 @@ class GroupLoad:
     num_pending_prefill_tokens: int
     num_available_blocks: int
     """Free and cached blocks."""
+    num_shown: int | None = None
+    """How many of the requests that this router sent there, in order, are in these numbers; where
+    the frame does not say, it is guessed from the number of frames."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Group:
     num_blocks: int | None = None
     """The most that were ever available."""
     num_frames: int = 0
+    num_sent: int = 0
+    """Requests routed there so far."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     reserved: deque["InFlight"] = field(default_factory=deque)
@@ -67,9 +72,14 @@ class Group:
         self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
         self.num_frames += 1
         while self.reserved and (
-            not self.reserved[0].is_reserved or self.reserved[0].shown_at_frame <= self.num_frames
+            not self.reserved[0].is_reserved or self._is_shown(self.reserved[0], load.num_shown)
         ):
             self.reserved.popleft().unreserve()
+
+    def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
+        if num_shown is None:
+            return request.shown_at_frame <= self.num_frames
+        return request.number <= num_shown
 
     def expire(self, *, routed_before_s: float) -> None:
         while self.reserved and (
@@ -89,6 +99,8 @@ class Group:
 
     def reserve(self, request: "InFlight") -> None:
         self._state = None
+        self.num_sent += 1
+        request.number = self.num_sent
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
@@ -131,6 +143,8 @@ class InFlight:
     """Those that the directory lacked when it was routed, counted as in flight."""
     shown_at_frame: int
     routed_at_s: float
+    number: int = 0
+    """Among those routed to ``group``, from 1."""
     is_reserved: bool = True
 
     def unreserve(self) -> None:
