@@ -1,6 +1,7 @@
 """A real cluster for a module of tests: two replica groups of two ranks, gRPC and HTTP."""
 
 import contextlib
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,10 @@ from quire.cluster.app import Endpoints, running_cluster
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.worker.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # Processes that tests start import them from there.
 
 CONFIG = ClusterConfig(
     engine=EngineConfig(
