@@ -6,8 +6,8 @@ Two replica groups of ``--tp`` ranks and two gateways, each on a host of its own
 namespace), serve the demo model in fp32; one fault after the other happens to them, each in the
 midst of all streams, half of them greedy and half sampled. What each stream must bring was asked of
 the offline engine, alone. Printed is a matrix of what was promised and what was seen; the exit
-status is 1 where a promise was broken. Needs root, iproute2, nftables and util-linux; all links
-and mounts are in namespaces of its own. See docs/chaos.md.
+status is 1 where a promise was broken. Needs root, iproute2, nftables and util-linux. See
+docs/chaos.md.
 """
 
 import argparse
@@ -24,9 +24,6 @@ from bench.chaos.report import Row, matrix
 from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
-
-_MOUNTS = "QUIRE_CHAOS_MOUNTS"
-"""Set in the process that has a mount namespace of its own."""
 
 
 def main() -> None:
@@ -45,10 +42,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         sys.exit(f"bench.chaos: {reason}")
-    if _MOUNTS not in os.environ:
-        again = [sys.executable, "-m", "bench.chaos", *sys.argv[1:]]
-        os.environ[_MOUNTS] = "private"
-        os.execvp("unshare", ["unshare", "--mount", "--propagation", "slave", *again])
     rows = _run(arguments)
     lines = [*_head(arguments), *matrix(rows)]
     print("\n".join(["", *lines]), flush=True)

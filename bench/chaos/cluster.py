@@ -174,7 +174,7 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Iterator[Cluster]:
-    """Starts everything, and ends it. The process should have a mount namespace of its own."""
+    """Starts everything, and ends it."""
     folder = Path(tempfile.mkdtemp(prefix="quire-"))  # Short: there are sockets in it.
     try:
         (folder / "lives").mkdir()

@@ -185,7 +185,7 @@ def _strike(
 
 
 def _has_ranks(stage: Stage) -> bool:
-    return stage.cluster.settings["engine"]["tensor_parallel_size"] > 1
+    return bool(stage.cluster.settings["engine"]["tensor_parallel_size"] > 1)
 
 
 def _signal(pids: Iterable[int], what: signal.Signals) -> None:
