@@ -7,6 +7,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from quire.cluster.attachment import Attachment, Door
 from quire.cluster.wire import events_from_proto, tokens_to_bytes
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc, inference_pb2
@@ -242,6 +243,40 @@ async def test_a_failed_rank_fails_every_request_and_the_stream(start_group: Any
         with pytest.raises(grpc.aio.AioRpcError, match="rank 1 died"):
             await stub.Attach().read()
     assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_gateways_without_requests_learn_at_once_that_a_group_failed(
+    start_group: Any,
+) -> None:
+    """Not with the next heartbeat, until which they would send requests there."""
+    async with start_group(service={"heartbeat_s": 1000.0}) as group, connect(group) as stub:
+        idle, busy = stub.Attach(), stub.Attach()
+        await idle.read()
+        group.executor.fails = True
+        await busy.write(submit("a", [20]))
+        with pytest.raises(grpc.aio.AioRpcError, match="rank 1 died"):
+            await read_to_end(idle)
+
+
+async def test_a_request_that_comes_after_a_groups_failure_is_not_to_blame(
+    start_group: Any,
+) -> None:
+    """It is told what one is told that comes to a draining group, which counts for nothing."""
+    async with start_group() as group, connect(group) as stub:
+        group.executor.fails = True
+        call = stub.Attach()
+        await call.write(submit("killer", [20]))
+        (delta,) = await read_deltas(call, "killer")
+        assert delta.error.code == pb.GroupError.GROUP_FAILED
+        attachment = Attachment(group.engine_loop, Door(), name="late")
+
+        async def commands() -> AsyncIterator[Any]:
+            yield submit("late", [20])
+
+        await attachment.read(commands())
+        (delta,) = attachment.take_frame().deltas
+        assert delta.error.code == pb.GroupError.DRAINING
+        assert "rank 1 died" in delta.error.message
 
 
 async def next_batch(call: Any) -> EventBatch:

@@ -70,7 +70,9 @@ class Judge:
         return now_s - ask.begin_s < _SLACK_S
 
     def _is_any_idle(self, now_s: float) -> bool:
-        """Whether a group has had nothing to do for a while."""
+        """Whether a group has had nothing to do for a while, and nothing was on its way to it."""
+        if sum(one.begin_s > now_s - _IDLE_S for one in self._clients.asks) > 1:
+            return False
         idle_since = [group.engine_loop.idle_since_s for group in self._cluster.groups]
         return any(since_s is not None and now_s - since_s > _IDLE_S for since_s in idle_since)
 

@@ -7,6 +7,7 @@ delta with tokens for each request, however long the last frame took to write.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Attachment:
         self._engine_loop = engine_loop
         self._door = door
         self._name = name
+        self._numbers = itertools.count()
         self._works: dict[Key, _Work] = {}
         self._sendable: dict[Key, _Work] = {}
         self._refusals: list[pb.TokenDelta] = []
@@ -144,13 +146,19 @@ class Attachment:
         if self._door.phase != pb.StepFrame.SERVING:
             self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
             return
+        if self._engine_loop.failed.done():
+            # Not GROUP_FAILED: of what killed the group before it came, it is innocent.
+            message = f"the group had failed before: {self._engine_loop.failed.result()}"
+            self._refuse(key, pb.GroupError.DRAINING, message)
+            return
         if key in self._works:
             return  # Once more what runs already. A refusal would pass for the end of that.
         if submit.probation_tokens and self._door.on_probation is not None:
             message = "another request is on probation"
             self._refuse(key, pb.GroupError.PROBATION, message)
             return
-        engine_id = f"{self._name}/{key[0]}/{key[1]}"
+        # Numbered, lest what the engine still does for an aborted one be taken for this one's.
+        engine_id = f"{self._name}/{key[0]}/{key[1]}/{next(self._numbers)}"
         try:
             request = _request(submit, engine_id=engine_id)
         except InvalidRequest as error:

@@ -97,6 +97,11 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the group is stopping")
         attachment = Attachment(self._engine_loop, self._door, name=f"gateway-{next(self._names)}")
         self._attachments.append(attachment)
+
+        def wake(_: object) -> None:
+            attachment.wake()  # A gateway with nothing here must not send anything here either.
+
+        failed.add_done_callback(wake)
         ear = asyncio.create_task(attachment.listen(self._gateway_timeout_s))
         # A write to a gateway that is gone may never return: the others end it.
         tasks = [
@@ -108,6 +113,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             is_silent = ear.done()
         finally:
+            failed.remove_done_callback(wake)
             self._attachments.remove(attachment)
             attachment.close()
             for task in tasks:
