@@ -293,7 +293,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-words", type=int, default=60)
     add("--max-tokens", type=int, default=64)
     add("--duration-s", type=float, default=20.0, help="of each phase")
-    add("--concurrency", type=int, default=64, help="when capacity is measured")
+    add(
+        "--concurrency",
+        type=int,
+        default=36,
+        help="when capacity is measured: a little above the slots of all groups; many more would be "
+        "refused, and that would be what is measured",
+    )
     add("--factor", type=float, default=3.0, help="of capacity, for the overload")
     add("--seed", type=int, default=1)
     add("--output", type=Path, help="a JSON file with all that was measured")
