@@ -117,9 +117,7 @@ class Bench:
 
         async def client() -> None:
             while time.monotonic() < end_s:
-                completed = phase.num_completed
-                await self._request(phase)
-                if phase.num_completed > completed:
+                if await self._request(phase):
                     ends.append(time.monotonic())
                 else:
                     await asyncio.sleep(0.05)
@@ -147,8 +145,9 @@ class Bench:
         await asyncio.sleep(_REST_S)
         return phase
 
-    async def _request(self, phase: Phase, *, due_s: float | None = None) -> None:
-        """Times count from when it was due, so that a client that lags is no excuse."""
+    async def _request(self, phase: Phase, *, due_s: float | None = None) -> bool:
+        """Whether it was completed. Times count from when it was due, so that a client that lags is
+        no excuse."""
         due_s = time.monotonic() if due_s is None else due_s
         phase.num_sent += 1
         words = self._rng.choices(_WORDS, k=self._workload.num_words)
@@ -170,13 +169,14 @@ class Bench:
             else:
                 phase.num_lost += 1
                 phase.errors.append(f"{error.code().name}: {error.details()}")
-            return
+            return False
         if num_tokens == self._workload.max_tokens:
             phase.num_completed += 1
             phase.ttft_s.append(ttft_s)
         else:
             phase.num_lost += 1
             phase.errors.append(f"{num_tokens} tokens of {self._workload.max_tokens}")
+        return num_tokens == self._workload.max_tokens
 
 
 @contextlib.asynccontextmanager
@@ -293,7 +293,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-words", type=int, default=60)
     add("--max-tokens", type=int, default=64)
     add("--duration-s", type=float, default=20.0, help="of each phase")
-    add("--concurrency", type=int, default=64, help="when capacity is measured")
+    add(
+        "--concurrency",
+        type=int,
+        default=36,
+        help="when capacity is measured: a little above the slots of all groups; many more would be "
+        "refused, and that would be what is measured",
+    )
     add("--factor", type=float, default=3.0, help="of capacity, for the overload")
     add("--seed", type=int, default=1)
     add("--output", type=Path, help="a JSON file with all that was measured")

@@ -182,6 +182,18 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
     assert list(queue.queued) == [high, low[0], low[1]]
 
 
+def test_what_has_no_chance_is_refused_before_its_size_is_known() -> None:
+    patient = {"max_queue_wait_s": 1000, "standing_wait_s": 1000}
+    queue = admission(max_queued_requests=1, **patient)
+    queue.check(5, [FULL], now_s=0)
+    waiting = ticket(priority=5)
+    queue.offer(waiting, [FULL], now_s=0)
+    with pytest.raises(Overloaded, match="max_queued_requests is 1"):
+        queue.check(5, [FULL], now_s=0)
+    queue.check(1, [FULL], now_s=0)  # It would displace the other.
+    assert list(queue.queued) == [waiting]
+
+
 def test_without_groups_requests_wait_within_the_bounds() -> None:
     queue = admission(max_queued_tokens=100)
     big, small = ticket(5000), ticket(10)

@@ -197,6 +197,20 @@ async def test_a_bad_request_is_refused_and_others_go_on(
         assert len(tokens(await read_deltas(call, "also good"))) == 10
 
 
+async def test_frames_say_how_many_submits_their_load_counts(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        group.executor.step_s = 0.005
+        call = stub.Attach()
+        await call.write(submit("a", [20], max_tokens=300))
+        await call.write(submit("never begun", []))
+        num_submits = 0
+        while num_submits < 2:
+            frame = await call.read()
+            assert frame.num_submits >= num_submits
+            num_submits = frame.num_submits
+            assert not num_submits or frame.load.num_running + frame.load.num_waiting == 1
+
+
 async def test_the_same_attempt_is_not_taken_twice_and_not_harmed(start_group: Any) -> None:
     async with start_group() as group, connect(group) as stub:
         group.executor.step_s = 0.005

@@ -4,6 +4,7 @@ import pytest
 
 from quire.cluster.errors import GroupLost
 from quire.cluster.group_stream import GroupStream
+from quire.cluster.turns import Turns
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2 as pb
 from quire.v1 import inference_pb2
@@ -16,7 +17,9 @@ WINDOW = 8
 class Wire:
     """A stream, and what it told the group."""
 
-    def __init__(self, *, num_resumed: int = 0, probation_tokens: int = 0) -> None:
+    def __init__(
+        self, *, num_resumed: int = 0, probation_tokens: int = 0, turns: Turns | None = None
+    ) -> None:
         self.submit = pb.Submit(
             request_id="r",
             attempt=1,
@@ -31,6 +34,7 @@ class Wire:
             on_abort=lambda stream: None,
             on_credit=lambda stream, limit: self.credits.append(limit),
             on_proven=self._prove,
+            turns=turns,
         )
 
     def _prove(self) -> None:
@@ -109,3 +113,11 @@ async def test_a_suspect_is_proven_by_tokens_or_its_end_read_or_not(how: str) ->
     else:
         wire.push(4, finish_reason=inference_pb2.FINISH_REASON_STOP)
     assert wire.num_proven == 1
+
+
+async def test_what_comes_before_its_turn_is_taken_with_the_rest() -> None:
+    turns = Turns(per_turn=1)
+    wire = Wire(turns=turns)
+    turns.soon(lambda: wire.push(2, 12))  # Of another stream, which is before it.
+    wire.push(0, 10, 11)
+    assert tokens(await wire.stream.next()) == [10, 11, 12]

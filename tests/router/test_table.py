@@ -1,6 +1,7 @@
 """What a process counts as a group's load and cache between one frame and the next."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -80,6 +81,19 @@ def test_a_reservation_counts_until_the_groups_frames_must_show_it(blocks: Block
     state = state_of(table, A)
     assert (state.num_reserved_requests, state.num_reserved_tokens) == (0, 0)
     assert state.num_running == 1
+
+
+def test_a_reservation_counts_until_a_frame_says_that_its_load_has_it(blocks: Blocks) -> None:
+    table = table_of(A)
+    for name in ("first", "second"):
+        table.route(name, hashes=blocks(name), num_prompt_tokens=100)
+    for _ in range(5):  # However many frames come while the requests travel.
+        table.update_load(A, replace(load(), num_shown=0))
+    assert state_of(table, A).num_reserved_requests == 2
+    table.update_load(A, replace(load(running=1), num_shown=1))
+    assert state_of(table, A).num_reserved_requests == 1
+    table.update_load(A, replace(load(running=2), num_shown=2))
+    assert state_of(table, A).num_reserved_requests == 0
 
 
 def test_a_first_frame_settles_a_reservation_at_once(blocks: Blocks) -> None:
