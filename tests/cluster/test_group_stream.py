@@ -118,6 +118,10 @@ async def test_a_suspect_is_proven_by_tokens_or_its_end_read_or_not(how: str) ->
 async def test_what_comes_before_its_turn_is_taken_with_the_rest() -> None:
     turns = Turns(per_turn=1)
     wire = Wire(turns=turns)
-    turns.soon(lambda: wire.push(2, 12))  # Of another stream, which is before it.
+
+    def other_stream() -> None:  # It is before it.
+        wire.push(2, 12)
+
+    turns.soon(other_stream)
     wire.push(0, 10, 11)
     assert tokens(await wire.stream.next()) == [10, 11, 12]

@@ -12,7 +12,7 @@ from tests.sim.model import StepCost
 from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
 
-from quire.cluster.admission import AdmissionConfig
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.completion import CompletionConfig
 from quire.cluster.gateway_service import GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
