@@ -297,8 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         "--concurrency",
         type=int,
         default=36,
-        help="when capacity is measured: a little above the slots of all groups; many more would "
-        "be refused, and that would be what is measured",
+        help="when capacity is measured: just above all groups' slots, or refusals are measured",
     )
     add("--factor", type=float, default=3.0, help="of capacity, for the overload")
     add("--seed", type=int, default=1)
