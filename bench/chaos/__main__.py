@@ -21,6 +21,7 @@ from pathlib import Path
 from bench.chaos.catalog import FAULTS, Fault
 from bench.chaos.cluster import NotReady, cluster_under_fire
 from bench.chaos.report import Row, matrix
+from bench.chaos.rollouts import PATIENT
 from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
@@ -72,6 +73,7 @@ def settings(*, tp: int, num_streams: int) -> dict[str, object]:
         "silence_timeout_s": 2,
         "step_deadline_s": 3,
         "max_group_deaths": 3,
+        **PATIENT,
     }
 
 
