@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from bench.chaos.cluster import GROUPS
 from bench.chaos.stage import Stage, now_s
@@ -20,7 +21,7 @@ NUM_USERS = 24
 SMALL_CACHE = 64
 """Blocks of a group: one prompt of the longest kind and no more."""
 LOSS = {"batches": 0.2, "events": 0.2}
-PATIENT = {"max_queue_wait_s": 600.0, "standing_wait_s": 600.0}
+PATIENT: dict[str, Any] = {"max_queue_wait_s": 600.0, "standing_wait_s": 600.0}
 """Bounds of admission: nothing is refused here but where that is the question."""
 _SETTLE_S = 3.0
 _MAX_P99_RATIO = 2.0
