@@ -15,6 +15,7 @@ from typing import get_args
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.cli_explain import add_explain_parser
+from quire.cluster.cli_help import DefaultsFormatter
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="serve a model over gRPC and the OpenAI HTTP API until Ctrl-C",
         description="Serves a model over gRPC and the OpenAI HTTP API until Ctrl-C.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     _add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
     serve.set_defaults(run=_serve)
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start a cluster here, ask it a few questions, show what that cost, stop it",
         description="Starts a cluster on this machine with two replica groups of two ranks, asks "
         "questions that share a system prompt, shows what each cost, and stops it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     _add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
     demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         help="send a prompt to a running server and print the text as it arrives",
         description="Sends a prompt to a running server and prints the text as it arrives. "
         "Where the server wants an API key, it is read from QUIRE_API_KEY.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.add_argument("--address", default="127.0.0.1:50051", help="of the gRPC server")
