@@ -174,8 +174,14 @@ class Group:
         await self.engine_loop.close()
 
     async def settle(self) -> None:
-        """Returns once nothing is left in the engine; pytest's patience is the limit."""
-        while (await self.engine_loop.call(lambda engine: engine.stats())).num_held_blocks:
+        """Returns once nothing is left in the engine; pytest's patience is the limit.
+
+        Requests that wait hold no blocks, so that blocks alone would not tell that all have gone.
+        """
+        while (
+            self.engine_loop.num_requests
+            or (await self.engine_loop.call(lambda engine: engine.stats())).num_held_blocks
+        ):
             await asyncio.sleep(0.01)
 
 
