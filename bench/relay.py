@@ -153,7 +153,7 @@ class _ClockEngine:
     """An `EngineLoop` as far as a `GroupService` sees it, without an engine."""
 
     def __init__(self, step_s: float) -> None:
-        self.num_steps = 0
+        self.num_steps = self.num_submitted = self.num_added = 0
         self.stats = EngineStats(**cast(Any, _LOAD))
         self.failed: asyncio.Future[RankFailure] = asyncio.get_running_loop().create_future()
         self._step_s = step_s
@@ -165,6 +165,7 @@ class _ClockEngine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         assert request.params.max_tokens is not None
+        self.num_submitted = self.num_added = self.num_submitted + 1
         self._running[request.request_id] = (sink, 0, request.params.max_tokens)
 
     def abort(self, request_id: str) -> None:

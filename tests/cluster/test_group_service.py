@@ -3,10 +3,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import grpc.aio
 import numpy as np
 import pytest
 
+from quire.cluster import attachment
 from quire.cluster.attachment import Attachment, Door
 from quire.cluster.wire import events_from_proto, tokens_to_bytes
 from quire.v1 import group_pb2 as pb
@@ -195,6 +197,24 @@ async def test_a_bad_request_is_refused_and_others_go_on(
         assert words in refused.error.message
         await call.write(submit("also good", [20]))
         assert len(tokens(await read_deltas(call, "also good"))) == 10
+
+
+async def test_what_nobody_foresaw_in_a_command_is_logged_and_counts_as_a_death(
+    start_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(message: object) -> Any:
+        raise RuntimeError("nobody foresaw this")
+
+    async with start_group() as group, connect(group) as stub:
+        monkeypatch.setattr(attachment, "params_from_proto", fail)
+        call = stub.Attach()
+        await call.write(submit("a", [20]))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_to_end(call)
+        assert group.service.num_requests == 0
+    # Not an end in peace, which would blame nobody, and be tried again with all that was on it.
+    assert raised.value.code() == grpc.StatusCode.INTERNAL
+    assert "nobody foresaw this" in caplog.text
 
 
 async def test_frames_say_how_many_submits_their_load_counts(start_group: Any) -> None:

@@ -8,6 +8,7 @@ ends, or the gateway falls silent, the engine no longer holds anything for it.
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -20,6 +21,8 @@ from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
 from quire.worker.errors import RankFailure
+
+_log = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.02
 
@@ -118,9 +121,15 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             attachment.close()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if failed.done():
             await self._abort_failed(context)
+        for error in outcomes:
+            # gRPC's own mean that the gateway is gone.
+            if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
+                _log.error("a gateway's stream failed", exc_info=error)
+                message = f"the group raised {type(error).__name__}; its log has more"
+                await context.abort(grpc.StatusCode.INTERNAL, message)
         if is_silent:
             message = f"the gateway said nothing for {self._gateway_timeout_s:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
