@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import group_client
+from quire.cluster import event_reader
 from quire.cluster.wire import events_from_proto
 from quire.router.directory import BlockDirectory
 from quire.v1 import group_pb2
@@ -88,7 +88,7 @@ async def test_lost_events_and_odd_messages_are_asked_for_again(
             return replace(batch, first_seq=batch.first_seq + 1, events=batch.events[1:])
         return batch
 
-    monkeypatch.setattr(group_client, "events_from_proto", lossy)
+    monkeypatch.setattr(event_reader, "events_from_proto", lossy)
     async with start_cluster(num_blocks=60) as cluster:
         directory = cluster.table._directory
         while directory.stats().num_gaps < 3:
@@ -97,6 +97,25 @@ async def test_lost_events_and_odd_messages_are_asked_for_again(
         while not _is_true(directory, cluster):
             await asyncio.sleep(0.05)
         assert directory.stats().num_drifted_buckets == 0
+
+
+async def test_what_nobody_foresaw_in_an_event_is_logged_and_the_events_go_on(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start_cluster() as cluster:
+        apply, failures = cluster.table.apply_events, [RuntimeError("nobody foresaw this")]
+
+        def fail_once(group_id: str, batch: EventBatch) -> object:
+            if failures and batch.events:
+                raise failures.pop()
+            return apply(group_id, batch)
+
+        monkeypatch.setattr(event_reader, "_PAUSE_AFTER_SURPRISE_S", 0.05)
+        monkeypatch.setattr(cluster.table, "apply_events", fail_once)
+        await ask_all(cluster)
+        while not _is_true(cluster.table._directory, cluster):  # pytest's patience is the limit.
+            await asyncio.sleep(0.05)
+    assert "nobody foresaw this" in caplog.text
 
 
 def _is_true(directory: BlockDirectory, cluster: Any) -> bool:

@@ -8,7 +8,6 @@ old stream still brings reaches nobody, and the group aborts what came over it.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from dataclasses import dataclass
 import grpc.aio
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
-from quire.cluster.group_link import AttachCall, Connect, GroupLink, grpc_connect
+from quire.cluster.event_reader import read_events
+from quire.cluster.group_link import AttachCall, Connect, grpc_connect
 from quire.cluster.group_listener import GroupListener
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.pulse import Ending, Pulse
 from quire.cluster.turns import Turns
-from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.errors import ConfigError
 
@@ -180,7 +179,8 @@ class GroupClient:
                             self._refute_death()
                             self._listener.attached(self)
                             if self._config.follow_events:
-                                helpers.append(asyncio.create_task(self._follow_events(link)))
+                                reading = read_events(link, self, self._listener)
+                                helpers.append(asyncio.create_task(reading))
                         self._take(frame)
             finally:
                 for helper in helpers:
@@ -241,22 +241,6 @@ class GroupClient:
             for stream in list(self._streams.values()):
                 stream.lose(HandedOver(f"the group at {self.address} drains"))
                 stream.abort()
-
-    async def _follow_events(self, link: GroupLink) -> None:
-        """Feeds the listener, from where it left off; a broken or odd stream is begun again.
-
-        Without events routing is worse but works, so their trouble never detaches the group.
-        """
-        while True:
-            position = self._listener.events_position(self)
-            request = pb.EventsRequest(
-                epoch=position.epoch, next_seq=position.next_seq, buckets=position.drifted
-            )
-            with contextlib.suppress(grpc.aio.AioRpcError, ValueError):
-                async for message in link.Events(request):
-                    if not self._listener.events(self, events_from_proto(message)):
-                        break
-            await asyncio.sleep(self._config.min_backoff_s)
 
     def _new_pulse(self) -> Pulse:
         return Pulse(
