@@ -388,3 +388,22 @@ async def test_events_of_a_stream_are_well_formed(start_cluster: Any) -> None:
     assert events[-2:] == ["data: [DONE]", ""]
     for event in events[:-2]:
         assert json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_for(
+    start_cluster: Any, stream: bool
+) -> None:
+    mismatch = {"kv_dtype": "another"}  # So that no group is ever attached.
+    async with (
+        start_cluster(num_groups=1, group_wait_s=300, expected=mismatch) as cluster,
+        httpx.AsyncClient() as client,
+    ):
+        body = {"prompt": "x", "stream": stream}
+        post = asyncio.create_task(client.post(f"{cluster.http_url}/v1/completions", json=body))
+        while not cluster.connections.demand.num_requests:
+            await asyncio.sleep(0.01)
+        post.cancel()
+        await asyncio.wait([post])
+        while cluster.connections.demand.num_requests:  # pytest's patience is the limit.
+            await asyncio.sleep(0.01)

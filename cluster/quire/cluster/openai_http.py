@@ -99,25 +99,25 @@ class _Api:
         requests = [
             _generation_request(request, body, prompt=prompt, params=params) for prompt in prompts
         ]
-        return await self._respond(request, body, requests, CompletionFormat, prefix="cmpl")
+        answer = self._answer(body, requests, CompletionFormat, prefix="cmpl")
+        return await unless_disconnected(request, answer)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await _read(request, ChatBody)
         prompt = Chat(messages=[turn.message() for turn in body.messages])
         generation_request = _generation_request(request, body, prompt=prompt, params=body.params())
-        return await self._respond(
-            request, body, [generation_request], ChatFormat, prefix="chatcmpl"
-        )
+        answer = self._answer(body, [generation_request], ChatFormat, prefix="chatcmpl")
+        return await unless_disconnected(request, answer)
 
-    async def _respond(
+    async def _answer(
         self,
-        request: Request,
         body: GenerationBody,
         generation_requests: Sequence[GenerationRequest],
         format_type: type[Format],
         *,
         prefix: str,
     ) -> Response:
+        """The whole answer; or, once its first chunk has decided its status, a stream."""
         generations = [await self._gateway.prepare(each) for each in generation_requests]
         params = generations[0].params
         shape = format_type(
@@ -130,8 +130,8 @@ class _Api:
         )
         chunks = self._gateway.stream(generations)
         if not body.stream:
-            return await unless_disconnected(request, _collect(chunks, shape))
-        first = await unless_disconnected(request, anext(chunks))
+            return await _collect(chunks, shape)
+        first = await anext(chunks)
         events = _events(first, chunks, shape, include_usage=body.include_usage)
         return EventStream(events, source=chunks)
 
