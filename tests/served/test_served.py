@@ -106,6 +106,19 @@ def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpo
     assert deltas[-1].finish_reason == "length"
 
 
+def test_calls_through_handles_are_batched_by_the_engine_and_not_held_back_by_serve(
+    endpoints: Endpoints,
+) -> None:
+    handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    call = handle.options(method_name="generate", stream=True).remote
+    params = SamplingParams(max_tokens=900, ignore_eos=True)
+    streams = [call([9, 10, 11], params) for _ in range(12)]
+    _eventually(lambda: _metric(endpoints, "quire_group_running") == 12)
+    for stream in streams:
+        stream.cancel()
+    _eventually(lambda: _metric(endpoints, "quire_group_running") == 0)
+
+
 def test_the_openai_client_completes_chats_and_streams(endpoints: Endpoints) -> None:
     with openai.OpenAI(base_url=f"http://{endpoints.http}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["demo"]

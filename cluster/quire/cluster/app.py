@@ -132,6 +132,9 @@ def build_app(
     groups = serve.deployment(
         **_group_count(config),
         **placement_options(config, on_gpu=on_gpu),
+        # Of calls through handles; the engine queues and batches, and Serve's 5 would keep them
+        # from it.
+        max_ongoing_requests=engine.max_num_waiting,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
             request_router_kwargs={"pool": deployments.POOL},
