@@ -22,12 +22,12 @@ import grpc.aio
 from quire import demo_model
 from quire.cluster.engine_loop import EngineLoop, Sink, StepResult
 from quire.cluster.gateway_service import Gateway
-from quire.cluster.group_service import GroupService
+from quire.cluster.group_service import GroupService, build_group_server
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import SERVICE, build_grpc_server
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
-from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
+from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.bench.report import format_table
 from quire.worker.engine import EngineStats
@@ -139,9 +139,7 @@ def _run_group(pipe: Connection, step_s: float) -> None:
             max_model_len=100_000,
             vocab_size=256,
         )
-        server = grpc.aio.server()
-        service = GroupService(cast(EngineLoop, engine_loop), description)
-        group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)
+        server = build_group_server(GroupService(cast(EngineLoop, engine_loop), description))
         stepping = asyncio.create_task(engine_loop.run())
         await _serve(pipe, server)
         stepping.cancel()

@@ -27,13 +27,13 @@ from quire.cluster.completion import CompletionConfig
 from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
-from quire.cluster.group_service import GroupService
+from quire.cluster.group_service import GroupService, build_group_server
 from quire.cluster.groups import Groups
 from quire.cluster.grpc_server import build_grpc_server
 from quire.cluster.model_card import Expectation
 from quire.cluster.openai_http import build_http_app
 from quire.router.table import RoutingTable
-from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
+from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
 from quire.worker.errors import RankFailure
@@ -265,8 +265,7 @@ def start_group(model: HashModel) -> StartGroup:
             group_pb2.GroupDescription(**said),
             **{"heartbeat_s": 0.05, "events_heartbeat_s": 0.1, **(service or {})},
         )
-        server = grpc.aio.server()
-        group_pb2_grpc.add_ReplicaGroupServicer_to_server(group_service, server)
+        server = build_group_server(group_service)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         group = Group(

@@ -181,6 +181,13 @@ async def test_bad_requests_are_refused_with_code_and_numbers(start_cluster: Any
                 assert word in (raised.value.details() or "")
 
 
+async def test_an_error_that_has_much_to_say_keeps_its_code(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError, match="…") as raised:
+            await collect(cluster.inference.Generate(request("x", model="ü" * 20_000)))
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_internal_errors_do_not_show_their_innards(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

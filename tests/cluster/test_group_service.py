@@ -217,6 +217,14 @@ async def test_what_nobody_foresaw_in_a_command_is_logged_and_counts_as_a_death(
     assert "nobody foresaw this" in caplog.text
 
 
+async def test_a_prompt_may_be_longer_than_grpc_takes_by_default(start_group: Any) -> None:
+    async with start_group() as group, connect(group) as stub:
+        call = stub.Attach()
+        await call.write(submit("long", [20] * 2_000_000))
+        (delta,) = await read_deltas(call, "long")
+    assert delta.error.code == pb.GroupError.INVALID_REQUEST  # This model's limit, and not gRPC's.
+
+
 async def test_frames_say_how_many_submits_their_load_counts(start_group: Any) -> None:
     async with start_group() as group, connect(group) as stub:
         group.executor.step_s = 0.005

@@ -407,3 +407,23 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
         await asyncio.wait([post])
         while cluster.connections.demand.num_requests:  # pytest's patience is the limit.
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cache_salt", "x" * 5_000_000, "cache_salt has 5000000 characters: at most 1000"),
+        ("stop", ["a", "x" * 5_000_000], "stop has a string of 5000000 characters: at most 1000"),
+        ("stop_token_ids", [9] * 3_000_000, "stop_token_ids has 3000000: at most 1000"),
+    ],
+)
+async def test_what_a_client_makes_long_is_refused_and_breaks_nobodys_stream(
+    start_cluster: Any, field: str, value: object, message: str
+) -> None:
+    async with start_cluster() as cluster, httpx.AsyncClient() as client:
+        answer = await client.post(
+            f"{cluster.http_url}/v1/completions", json={"prompt": "the cat", field: value}
+        )
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+        assert cluster.gateway.telemetry.resumes._value.get() == 0

@@ -10,6 +10,8 @@ from quire.worker.errors import InvalidRequest
 from quire.worker.hashing import BlockHashes, TokenIds
 from quire.worker.sampling_params import MAX_SEED, SamplingParams
 
+MAX_SALT_CHARS = 1000
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
@@ -39,6 +41,10 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest(f"priority={self.priority} is out of range: -2**31 to 2**31 - 1")
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt has {len(self.cache_salt)} characters: at most {MAX_SALT_CHARS}"
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidRequest(f"timeout={self.timeout_s!r} is out of range: above 0 seconds")
 

@@ -9,15 +9,13 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Self
 
-import grpc.aio
 import numpy as np
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.engine_loop import EngineLoop
-from quire.cluster.group_service import GroupService
+from quire.cluster.group_service import GroupService, build_group_server
 from quire.cluster.placement import start_ranks
 from quire.v1 import group_pb2 as pb
-from quire.v1 import group_pb2_grpc
 from quire.worker.engine import Engine, EngineStats
 from quire.worker.errors import QuireError
 from quire.worker.model_facts import ModelFacts
@@ -29,11 +27,6 @@ _HEARTBEATS = 8
 _GATEWAY_PATIENCE = 3
 """How many times as long a silent gateway is waited for: to be wrong about a gateway costs all its
 streams here, and to be late only the blocks that they hold."""
-_OPTIONS = [
-    # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-]
 _CLOSE_S = 1.0
 """What a stopping server gives streams that have nothing left to say."""
 _WARM_UP = Request(
@@ -59,8 +52,7 @@ class GroupServer:
             heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
         )
-        self._server = grpc.aio.server(options=_OPTIONS)
-        group_pb2_grpc.add_ReplicaGroupServicer_to_server(self._service, self._server)
+        self._server = build_group_server(self._service)
         port = self._server.add_insecure_port(f"{config.group_host}:0")
         self.address = f"{config.group_host}:{port}"
         """``host:port`` for gateways."""

@@ -25,6 +25,14 @@ from quire.worker.errors import RankFailure
 _log = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.02
+_OPTIONS = [
+    # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A message that is longer ends the stream, with all that is on it. A prompt of a million tokens
+    # is 4 MB, gRPC's default; what else a client can make long has bounds of its own.
+    ("grpc.max_receive_message_length", 256 * 2**20),
+]
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -176,3 +184,10 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     async def _abort_failed(self, context: Context) -> None:
         message = f"the group failed: {self._engine_loop.failed.result()}"
         await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+
+
+def build_group_server(service: GroupService) -> grpc.aio.Server:
+    """A server without ports, for the caller to add one, start it and stop it."""
+    server = grpc.aio.server(options=_OPTIONS)
+    group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)
+    return server

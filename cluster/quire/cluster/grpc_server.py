@@ -1,7 +1,7 @@
 """The `Inference` service that clients call, with health checking and reflection beside it.
 
-Errors carry the status codes that ``inference.proto`` promises. What nobody foresaw is logged with
-the request's id and reaches the client as INTERNAL with that id, without its innards.
+Errors carry the status codes that ``inference.proto`` promises. What nobody foresaw is logged under
+an incident's number and reaches the client as INTERNAL with that number, without its innards.
 """
 
 import asyncio
@@ -35,6 +35,8 @@ from quire.v1 import inference_pb2_grpc
 from quire.worker.errors import InvalidRequest, QueueFull
 
 _log = logging.getLogger(__name__)
+
+_MAX_DETAILS_BYTES = 2000
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -160,7 +162,7 @@ async def _statuses(context: Context) -> AsyncIterator[None]:
     except Exception as error:
         for kind, code in _CODES.items():
             if isinstance(error, kind):
-                await context.abort(code, str(error), _trailing_metadata(error))
+                await context.abort(code, _details(error), _trailing_metadata(error))
         incident = secrets.token_hex(4)
         _log.exception("incident %s", incident)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
@@ -180,6 +182,15 @@ def _remaining_s(context: Context) -> float | None:
     if remaining_s is not None and remaining_s <= 0:
         raise DeadlineExceeded("the call came after its deadline")
     return remaining_s
+
+
+def _details(error: Exception) -> str:
+    """Clients refuse trailers above 8 KB, and with them the status; gRPC writes %XX for a byte that
+    is not printable."""
+    message = str(error).encode()
+    if len(message) <= _MAX_DETAILS_BYTES:
+        return str(error)
+    return message[:_MAX_DETAILS_BYTES].decode(errors="ignore") + " …"
 
 
 def _trailing_metadata(error: Exception) -> tuple[tuple[str, str], ...]:

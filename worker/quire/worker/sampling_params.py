@@ -8,6 +8,11 @@ from quire.worker.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_STOP_CHARS = 1000
+"""Of each stop string."""
+MAX_STOP_TOKEN_IDS = 1000
+
+_MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,15 @@ class SamplingParams:
             self.stop_token_ids,
             "token ids, 0 or more",
         )
+        # They travel with the request and are looked for after each token.
+        longest = max(map(len, stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS}"
+            )
+        num_stop_ids = len(self.stop_token_ids or ())
+        if num_stop_ids > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"stop_token_ids has {num_stop_ids}: at most {MAX_STOP_TOKEN_IDS}")
         _require(
             self.logprobs is None
             or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
@@ -130,7 +144,9 @@ class SamplingParams:
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise InvalidRequest(f"{name}={value!r} is out of range: {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}…"
+        raise InvalidRequest(f"{name}={shown} is out of range: {allowed}")
 
 
 def _is_int(value: object) -> bool:
