@@ -28,6 +28,11 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--quantization", "int8", "--device", "cuda"], "set device='cpu'"),
         (["serve", "--kv-cache-dtype", "int4"], "kv-cache-dtype"),
         (["demo", "--gpu-memory-utilization", "2"], "kv_cache_memory_bytes"),
+        (["generate", "hi", "--max-tokens", "-5"], "max_tokens=-5 is out of range: 1 or more"),
+        (["generate", "hi", "--seed", "-1"], "seed=-1 is out of range"),
+        (["generate", "hi", "--top-p", "7"], "top_p=7.0 is out of range"),
+        (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
+        (["simulate", "trace.jsonl", "--format", "foo"], "'foo' (choose from 'mooncake'"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(
@@ -41,6 +46,20 @@ def test_bad_settings_are_refused_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "hello", "--address", "127.0.0.1:1"]) == 1
+@pytest.mark.parametrize("command", ["serve", "demo", "generate", "explain", "simulate"])
+def test_help_shows_no_default_where_there_is_none(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "default: None" not in shown
+    assert "default: False" not in shown
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["explain"]])
+def test_a_server_that_is_not_there_is_named(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--address", "127.0.0.1:1"]) == 1
     assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err

@@ -1,12 +1,11 @@
 """``quire explain``: asks a gateway why requests went where they did, and prints it as a table."""
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from quire.cluster.cli_help import DefaultsFormatter, add_server_flags, server_of
 
 if TYPE_CHECKING:
     from quire.v1 import inference_pb2 as pb
@@ -22,7 +21,7 @@ def add_explain_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
         description="Shows why a request went to the replica group it went to, or one line for "
         "each of the last requests. A gateway remembers the last ones that it routed itself. "
         "Where the server wants an API key, it is read from QUIRE_API_KEY.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
     )
     explain.add_argument(
         "request_id",
@@ -32,20 +31,14 @@ def add_explain_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
     explain.add_argument(
         "--limit", type=int, help=f"how many of the last ones to list; {_DEFAULT_LIMIT} if absent"
     )
-    explain.add_argument("--address", default="127.0.0.1:50051", help="of the gRPC server")
-    explain.add_argument(
-        "--tls", action="store_true", help="the server has TLS, with a well-known authority"
-    )
-    explain.add_argument(
-        "--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)"
-    )
+    add_server_flags(explain)
     explain.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.client import Server
+    from quire.cluster.client import print_rpc_error
     from quire.v1 import inference_pb2 as pb
     from quire.v1.inference_pb2_grpc import InferenceStub
     from quire.worker.errors import ConfigError
@@ -53,12 +46,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     limit = arguments.limit
     if limit is not None and not 1 <= limit < 2**32:
         raise ConfigError(f"limit={limit}: must be 1 or more")
-    server = Server(
-        address=arguments.address,
-        tls=arguments.tls,
-        tls_ca=arguments.tls_ca,
-        api_key=os.environ.get("QUIRE_API_KEY"),
-    )
+    server = server_of(arguments)
     request = pb.ExplainRoutingRequest(request_id=arguments.request_id or "", limit=limit or 0)
     with server.channel() as channel:
         try:
@@ -66,9 +54,7 @@ def _explain(arguments: argparse.Namespace) -> int:
                 request, metadata=server.metadata(), timeout=30
             )
         except grpc.RpcError as error:
-            print(
-                f"quire: {server.address}: {error.code().name}: {error.details()}", file=sys.stderr
-            )
+            print_rpc_error(server, error)
             return 1
     if request.request_id:
         print("\n\n".join(detailed(decision) for decision in answer.decisions))

@@ -24,7 +24,11 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument("trace", type=Path, help="a trace, or a log of your own")
     add = parser.add_argument_group("trace").add_argument
-    add("--format", help="mooncake (.jsonl), azure (.csv) or log; by the file's name if absent")
+    add(
+        "--format",
+        choices=("mooncake", "azure", "log"),
+        help="mooncake is .jsonl and azure .csv; by the file's name if absent",
+    )
     add("--block-size", type=int, help="tokens that a block of the trace stands for")
     add("--num-requests", type=int, help="only the first so many")
     add("--spread-ms", type=float, default=0.0, help="put off each arrival by up to so much")

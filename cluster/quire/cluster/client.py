@@ -7,9 +7,11 @@ from pathlib import Path
 
 import grpc
 
+from quire.cluster.wire import params_to_proto
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.errors import ConfigError
+from quire.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,13 @@ def generate_to_stdout(
     top_p: float,
     seed: int | None,
 ) -> int:
-    """Prints the text as it arrives; returns the process's exit status."""
-    sampling = pb.SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
+    """Prints the text as it arrives; returns the process's exit status.
+
+    Raises:
+        InvalidRequest: A number is out of its range.
+    """
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling = params_to_proto(params)
     if chat:
         turns = [("system", system)] if system is not None else []
         request = chat_request([*turns, ("user", prompt)], sampling=sampling)
@@ -93,9 +98,12 @@ def generate_to_stdout(
             for chunk in generate(channel, request, metadata=server.metadata()):
                 print(chunk.text, end="", flush=True)
         except grpc.RpcError as error:
-            print(
-                f"quire: {server.address}: {error.code().name}: {error.details()}", file=sys.stderr
-            )
+            print_rpc_error(server, error)
             return 1
     print()
     return 0
+
+
+def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
+    """Says on standard error what ``server`` answered, or that it did not."""
+    print(f"quire: {server.address}: {error.code().name}: {error.details()}", file=sys.stderr)
