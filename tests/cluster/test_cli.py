@@ -2,6 +2,8 @@ import pytest
 
 from quire.cluster.cli import main
 
+FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
+
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -22,6 +24,11 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--grpc-port", "70000"], "grpc_port=70000: must be a port"),
         (["serve", "--grpc-port", "8000"], "both 8000: they must differ"),
         (["serve", "-tp", "3"], "3"),
+        (["serve", *FREE_PORTS, "--api-keys-file", "/nowhere"], "quire: api_keys_file='/nowhere'"),
+        (
+            ["serve", *FREE_PORTS, "--tls-certificate", "/nowhere", "--tls-key", "/nowhere"],
+            "quire: tls_certificate='/nowhere'",
+        ),
         (["serve", "--routing-policy", "fastest"], "'fastest' (choose from 'prefix_aware', "),
         (["serve", "--max-queue-wait-s", "-1"], "max_queue_wait_s=-1.0: must be 0 or more"),
         (["serve", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs (9)"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quire.cluster.auth import ApiKeys
 from quire.cluster.autoscaling_serve import ServePolicy
 from quire.cluster.autoscaling_settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
@@ -15,6 +16,7 @@ from quire.cluster.errors import StartFailed
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
 from quire.cluster.placement import placement_options
 from quire.cluster.settings import config_from
+from quire.cluster.tls import ServerTls
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
 from quire.worker.text import Tokenizer
@@ -53,6 +55,7 @@ def running_cluster(
     _check_model(config)
     if ray_address is None:
         check_ports(config)
+        _check_files(config)
     with ray_session(address=ray_address):
         if ray_address is None:
             config = _shared_out(config)
@@ -230,6 +233,14 @@ def _check_model(config: ClusterConfig) -> None:
     resolve_max_model_len(engine, model)
     open_checkpoint(engine.model)
     Tokenizer.load(engine.model)
+
+
+def _check_files(config: ClusterConfig) -> None:
+    """The same for files that gateways on this machine read. Raises ConfigError."""
+    if config.api_keys_file is not None:
+        ApiKeys.load(config.api_keys_file)
+    if config.tls_certificate is not None and config.tls_key is not None:
+        ServerTls(certificate=config.tls_certificate, key=config.tls_key)
 
 
 def _shared_out(config: ClusterConfig) -> ClusterConfig:
