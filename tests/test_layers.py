@@ -1,0 +1,78 @@
+"""Who may import whom: the table of the design, and that nothing goes in a circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "kernels": set[str](),
+    "proto": set[str](),
+    "worker": {"kernels"},
+    "router": {"kernels", "worker"},  # And no more of them than tests/router/test_imports.py says.
+    "cluster": {"kernels", "proto", "router", "worker"},
+}
+"""By source root; each also itself."""
+KNOWS_RAY = {"cluster", "router/quire/router/serve_router.py"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of Quire's but the compiler's stubs, by name."""
+    return {
+        ".".join(path.relative_to(ROOT / root).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for root in MAY_IMPORT
+        for path in sorted((ROOT / root / "quire").rglob("*.py"))
+    }
+
+
+MODULES = modules()
+
+
+def root_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def imports(tree: ast.AST, *, everywhere: bool) -> Iterator[str]:
+    """The names of the modules that it imports; else only those that are needed to import it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            # What is imported from a package may be a module of it.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif everywhere or not (_is_later(node) or _is_for_types(node)):
+            yield from imports(node, everywhere=everywhere)
+
+
+def _is_later(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+@pytest.mark.parametrize("root", MAY_IMPORT)
+def test_a_folder_imports_only_what_the_design_lets_it(root: str) -> None:
+    found = [path for path in MODULES.values() if root_of(path) == root]
+    assert found
+    for path in found:
+        names = set(imports(ast.parse(path.read_text()), everywhere=True))
+        used = {root_of(MODULES[name]) for name in names & MODULES.keys()}
+        assert used <= MAY_IMPORT[root] | {root}, path
+        if not KNOWS_RAY & {root, str(path.relative_to(ROOT))}:
+            assert not {name for name in names if name.split(".")[0] == "ray"}, path
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {
+        name: set(imports(ast.parse(path.read_text()), everywhere=False)) & MODULES.keys() - {name}
+        for name, path in MODULES.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # Raises CycleError, which names them.
