@@ -5,12 +5,13 @@ those that it has are let finish.
 """
 
 import argparse
+import http.client
 import re
 import ssl
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from math import inf
 
 _INFLIGHT = re.compile(r"^quire_inflight_completions (\S+)$", re.MULTILINE)
 _LOOK_EVERY_S = 0.5
@@ -26,13 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + arguments.timeout_s
     while num_inflight := _num_inflight(arguments.url):
         if time.monotonic() > deadline_s:
-            print(f"{num_inflight:g} requests are left after {arguments.timeout_s:g} s")
+            is_silent = num_inflight == inf
+            why = (
+                "the gateway does not answer"
+                if is_silent
+                else f"{num_inflight:g} requests are left"
+            )
+            print(f"{why} after {arguments.timeout_s:g} s")
             return 1
         time.sleep(_LOOK_EVERY_S)
     return 0
 
 
 def _num_inflight(url: str) -> float:
+    """Infinite where the gateway is there and does not answer in time."""
     # The certificate names the service and not this pod; nothing secret is sent.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -41,8 +49,10 @@ def _num_inflight(url: str) -> float:
             f"{url}/metrics", timeout=_ANSWER_WITHIN_S, context=context
         ) as answer:
             found = _INFLIGHT.search(answer.read().decode())
-    except (urllib.error.URLError, OSError):
-        return 0.0
+    except TimeoutError:
+        return inf
+    except (http.client.HTTPException, OSError) as error:
+        return inf if isinstance(getattr(error, "reason", None), TimeoutError) else 0.0
     return float(found[1]) if found else 0.0
 
 
