@@ -78,7 +78,6 @@ class Gateway:
             start_wait_s=self.config.completion.group_wait_s,
             clock=clock,
         )
-        self._table = table
         self._clock = clock
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
@@ -249,7 +248,7 @@ class Gateway:
         return Completion(
             request,
             groups=self.groups,
-            table=self._table,
+            table=self.table,
             tokenizer=self.tokenizer,
             telemetry=self.telemetry,
             config=self.config.completion,

@@ -59,7 +59,11 @@ class RoutingCollector(Collector):
 def _accuracy_counters(stats: RoutingStats) -> tuple[_Row, ...]:
     accuracy = stats.accuracy
     return (
-        ("quire_unroutable", "Requests for which there was no group.", stats.num_unroutable),
+        (
+            "quire_unroutable",
+            "Times that a request found no group; one that waits looks again and again.",
+            stats.num_unroutable,
+        ),
         (
             "quire_routing_predicted_cached_tokens",
             "Prompt tokens predicted to be cached, of requests that have begun.",

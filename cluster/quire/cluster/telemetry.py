@@ -5,6 +5,7 @@ count themselves is read from them when someone scrapes.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,65 +25,50 @@ class Telemetry:
 
     def __init__(self, *, groups: Groups, table: RoutingTable) -> None:
         self.registry = registry = CollectorRegistry()
-        self.completions = Counter(
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.completions = counter(
             "quire_completions",
             "Completions that ended, by outcome: stop, length, cancelled or error.",
             ["outcome"],
-            registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "quire_prompt_tokens", "Prompt tokens of completions begun.", registry=registry
+        self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens of completions begun.")
+        self.cached_tokens = counter(
+            "quire_cached_prompt_tokens", "Prompt tokens that groups found in their cache."
         )
-        self.cached_tokens = Counter(
-            "quire_cached_prompt_tokens",
-            "Prompt tokens that groups found in their cache.",
-            registry=registry,
-        )
-        self.output_tokens = Counter(
-            "quire_output_tokens", "Tokens sent to clients.", registry=registry
-        )
-        self.resumes = Counter(
+        self.output_tokens = counter("quire_output_tokens", "Tokens sent to clients.")
+        self.resumes = counter(
             "quire_resumes",
             "Times that a completion went on elsewhere, or there anew, as its group was lost.",
-            registry=registry,
         )
-        self.handovers = Counter(
+        self.handovers = counter(
             "quire_handovers",
             "Times that a completion went elsewhere since its group drained or put it off.",
-            registry=registry,
         )
-        self.quarantined = Counter(
+        self.quarantined = counter(
             "quire_quarantined_completions",
             "Completions refused since too many groups had died under them.",
-            registry=registry,
         )
-        self.retry_budget = Gauge(
-            "quire_retry_budget", "Resumes that could be done at once now.", registry=registry
-        )
-        self.suspects = Gauge(
+        self.retry_budget = gauge("quire_retry_budget", "Resumes that could be done at once now.")
+        self.suspects = gauge(
             "quire_suspects",
             "Completions under which groups died in a row, on probation or waiting for it.",
-            registry=registry,
         )
-        self.inflight = Gauge(
-            "quire_inflight_completions", "Completions under way.", registry=registry
-        )
-        self.time_to_first_token = Histogram(
+        self.inflight = gauge("quire_inflight_completions", "Completions under way.")
+        self.time_to_first_token = histogram(
             "quire_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            registry=registry,
             buckets=_TTFT_BUCKETS,
         )
-        self.time_per_output_token = Histogram(
+        self.time_per_output_token = histogram(
             "quire_time_per_output_token_seconds",
             "Mean time between a completion's tokens, behind the first.",
-            registry=registry,
             buckets=_TPOT_BUCKETS,
         )
-        self.total_time = Histogram(
+        self.total_time = histogram(
             "quire_completion_seconds",
             "From a request's arrival to its last token.",
-            registry=registry,
             buckets=_TOTAL_BUCKETS,
         )
         registry.register(_GroupCollector(groups))

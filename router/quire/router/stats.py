@@ -24,11 +24,8 @@ class RoutingStats:
     num_routed: Mapping[str, int]
     """By reason."""
     num_unroutable: int
-    num_prompt_tokens: int
-    num_predicted_cached_tokens: int
     accuracy: AccuracyStats
     forecasts: Mapping[GroupId, GroupForecasts]
-    num_groups: int
     num_in_flight: int
     max_in_flight: int
     num_in_flight_blocks: int

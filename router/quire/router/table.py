@@ -74,8 +74,6 @@ class RoutingTable:
         self._num_decisions = 0
         self._num_routed: Counter[str] = Counter()
         self._num_unroutable = 0
-        self._num_prompt_tokens = 0
-        self._num_predicted_tokens = 0
 
     def route(
         self,
@@ -121,8 +119,6 @@ class RoutingTable:
                 raise
             self._num_decisions += 1
             self._num_routed[decision.reason] += 1
-            self._num_prompt_tokens += num_prompt_tokens
-            self._num_predicted_tokens += decision.predicted_cached_tokens
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
                 self._forget(oldest, "forgotten: too many are in flight")
@@ -243,14 +239,11 @@ class RoutingTable:
             return RoutingStats(
                 num_routed=dict(self._num_routed),
                 num_unroutable=self._num_unroutable,
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_predicted_cached_tokens=self._num_predicted_tokens,
                 accuracy=self._accuracy.stats(),
                 forecasts={
                     name: GroupForecasts(pace=group.fit.pace, mean_error=group.forecast_error)
                     for name, group in groups.items()
                 },
-                num_groups=len(groups),
                 num_in_flight=len(self._in_flight),
                 max_in_flight=config.max_in_flight,
                 num_in_flight_blocks=self._in_flight.num_blocks,
