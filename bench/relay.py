@@ -30,7 +30,7 @@ from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.bench.report import format_table
-from quire.worker.engine import EngineStats
+from quire.worker.engine_stats import EngineStats
 from quire.worker.errors import RankFailure
 from quire.worker.events import EventBatch
 from quire.worker.request import Request, TokenDelta

@@ -13,26 +13,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from quire.cluster.engine_loop import EngineLoop
-from quire.cluster.wire import (
-    logprobs_to_proto,
-    params_from_proto,
-    stats_to_proto,
-    tokens_from_bytes,
-)
+from quire.cluster.unsent import Key, Work
+from quire.cluster.wire import params_from_proto, stats_to_proto, tokens_from_bytes
 from quire.v1 import group_pb2 as pb
-from quire.v1 import inference_pb2
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 from quire.worker.request import Request, TokenDelta
 
-_FINISH_REASONS = {
-    "stop": inference_pb2.FINISH_REASON_STOP,
-    "length": inference_pb2.FINISH_REASON_LENGTH,
-    "abort": inference_pb2.FINISH_REASON_ABORT,
-}
 _LISTENS_IN = 4  # Times in a gateway's timeout that it is listened for.
-
-Key = tuple[str, int]
-"""Request and attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +27,7 @@ class Door:
     """Whom a group lets in: what its attachments share."""
 
     phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
-    on_probation: "_Work | None" = None
+    on_probation: Work | None = None
     """The one request on probation, of whichever gateway."""
 
 
@@ -54,10 +41,10 @@ class Attachment:
         self._door = door
         self._name = name
         self._numbers = itertools.count()
-        self._works: dict[Key, _Work] = {}
-        self._sendable: dict[Key, _Work] = {}
+        self._works: dict[Key, Work] = {}
+        self._sendable: dict[Key, Work] = {}
         self._refusals: list[pb.TokenDelta] = []
-        self._proven: _Work | None = None
+        self._proven: Work | None = None
         self._changed = asyncio.Event()
         self._is_heard = False
         self._num_submits = 0
@@ -164,7 +151,7 @@ class Attachment:
         except InvalidRequest as error:
             self._refuse(key, pb.GroupError.INVALID_REQUEST, str(error))
             return
-        work = _Work(engine_id, submit.token_limit)
+        work = Work(engine_id, submit.token_limit)
         if submit.probation_tokens:
             self._door.on_probation = work
             work.proven_at = len(request.resumed_token_ids) + submit.probation_tokens
@@ -184,7 +171,7 @@ class Attachment:
             work.token_limit = max(work.token_limit, credit.token_limit)
             self._offer(key, work)
 
-    def _take(self, key: Key, work: "_Work", output: TokenDelta | QuireError) -> None:
+    def _take(self, key: Key, work: Work, output: TokenDelta | QuireError) -> None:
         if isinstance(output, QuireError):
             self._end(key, _error_code(output), str(output))
             return
@@ -192,7 +179,7 @@ class Attachment:
         self.num_unsent_tokens += len(output.token_ids)
         self._offer(key, work)
 
-    def _offer(self, key: Key, work: "_Work") -> None:
+    def _offer(self, key: Key, work: Work) -> None:
         if work.can_send:
             self._sendable[key] = work
             self._changed.set()
@@ -211,7 +198,7 @@ class Attachment:
         self._acquit(work)
         self._engine_loop.abort(work.engine_id)
 
-    def _acquit(self, work: "_Work") -> None:
+    def _acquit(self, work: Work) -> None:
         if self._door.on_probation is work:
             self._door.on_probation = None
 
@@ -219,69 +206,6 @@ class Attachment:
         error = pb.GroupError(code=code, message=message)
         self._refusals.append(pb.TokenDelta(request_id=key[0], attempt=key[1], error=error))
         self._changed.set()
-
-
-class _Work:
-    """One request, and those of its tokens that were not sent."""
-
-    __slots__ = ("_unsent", "engine_id", "is_proven", "proven_at", "token_limit")
-
-    def __init__(self, engine_id: str, token_limit: int) -> None:
-        self.engine_id = engine_id
-        self.token_limit = token_limit
-        self.proven_at = 0
-        self.is_proven = False
-        """It has had the tokens of its probation, or has ended."""
-        self._unsent: pb.TokenDelta | None = None
-
-    @property
-    def num_unsent(self) -> int:
-        return 0 if self._unsent is None else len(self._unsent.token_ids)
-
-    @property
-    def can_send(self) -> bool:
-        """Whether `take` has anything to give: tokens within the limit, or an end without."""
-        delta = self._unsent
-        if delta is None:
-            return False
-        return (
-            not self.token_limit
-            or delta.token_offset < self.token_limit
-            or not delta.token_ids  # An end that brings none.
-        )
-
-    def add(self, key: Key, output: TokenDelta) -> None:
-        delta = self._unsent
-        if delta is None:
-            # Only what is not empty: this is done for every token.
-            self._unsent = delta = pb.TokenDelta(
-                request_id=key[0], attempt=key[1], token_offset=output.token_offset
-            )
-            if output.num_cached_tokens:
-                delta.num_cached_tokens = output.num_cached_tokens
-        delta.token_ids.extend(output.token_ids)
-        if output.logprobs:
-            delta.logprobs.extend(logprobs_to_proto(output.logprobs))
-        if output.finish_reason is not None:
-            delta.finish_reason = _FINISH_REASONS[output.finish_reason]
-        num_output = output.token_offset + len(output.token_ids)
-        self.is_proven = num_output >= self.proven_at or output.finish_reason is not None
-
-    def take(self) -> pb.TokenDelta:
-        """What may be sent now. The finish reason comes with the last token."""
-        delta = self._unsent
-        assert delta is not None
-        room = max(0, self.token_limit - delta.token_offset)
-        if not self.token_limit or len(delta.token_ids) <= room:
-            self._unsent = None
-            return delta
-        head = pb.TokenDelta()
-        head.CopyFrom(delta)
-        head.ClearField("finish_reason")
-        del head.token_ids[room:], head.logprobs[room:]
-        del delta.token_ids[:room], delta.logprobs[:room]
-        delta.token_offset += room
-        return head
 
 
 def _request(submit: pb.Submit, *, engine_id: str) -> Request:

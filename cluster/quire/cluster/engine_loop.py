@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from quire.worker.engine import Engine, EngineStats
+from quire.worker.engine import Engine
+from quire.worker.engine_stats import EngineStats
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError, RankFailure
 from quire.worker.events import BlockEvent, EventBatch
 from quire.worker.request import Request, TokenDelta

@@ -16,7 +16,8 @@ from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.group_service import GroupService, build_group_server
 from quire.cluster.placement import start_ranks
 from quire.v1 import group_pb2 as pb
-from quire.worker.engine import Engine, EngineStats
+from quire.worker.engine import Engine
+from quire.worker.engine_stats import EngineStats
 from quire.worker.errors import QuireError
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta

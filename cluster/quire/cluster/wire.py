@@ -5,12 +5,13 @@ field would cost a Python object for each of them.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
+from quire.worker.engine_stats import EngineStats
 from quire.worker.errors import InvalidRequest
 from quire.worker.events import (
     DIGEST_BYTES,
@@ -23,9 +24,6 @@ from quire.worker.events import (
 from quire.worker.hashing import BlockHashes, TokenIds
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import TokenLogprobs
-
-if TYPE_CHECKING:  # A gateway has no engine.
-    from quire.worker.engine import EngineStats
 
 _REPEATED = ("stop", "stop_token_ids")
 _LOAD = [
@@ -78,7 +76,7 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprob
     ]
 
 
-def stats_to_proto(stats: "EngineStats") -> group_pb.Load:
+def stats_to_proto(stats: EngineStats) -> group_pb.Load:
     """All of `Load` but what the engine does not know of."""
     return group_pb.Load(**{name: getattr(stats, name) for name in _LOAD})
 

@@ -14,52 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from quire.worker.blocks import BlockPool
 from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError, InvalidRequest, QueueFull, RankFailure
+from quire.worker.engine_stats import EngineStats
+from quire.worker.errors import InvalidRequest, QueueFull, RankFailure
 from quire.worker.events import EventLog
 from quire.worker.hashing import as_token_ids, root_hash
 from quire.worker.model_facts import ModelFacts
-from quire.worker.request import Request, RequestLimits, TokenDelta, check_request, derive_seed
+from quire.worker.request import Request, TokenDelta, check_request, derive_seed, request_limits
 from quire.worker.scheduler import Schedule, Scheduler
 from quire.worker.sequence import Sequence, Status
 from quire.worker.step import Executor, TokenLogprobs
 from quire.worker.step_input import StepInputs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    """How loaded an engine is, and what it has done since it began."""
-
-    num_running: int
-    num_waiting: int
-    num_pending_prefill_tokens: int
-    """Tokens of waiting and running requests to compute before they can decode; less hits."""
-    oldest_waiting_s: float
-    """Since the arrival of the one in the queue that came first; 0 for an empty queue."""
-    num_total_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_held_blocks: int
-    num_wasted_slots: int
-    """Slots of KV in held blocks that no token fills yet: the tails of last blocks."""
-    num_held_slots: int
-    """``num_held_blocks * block_size``."""
-    num_prompt_tokens: int
-    """Counter, as are the next ones: of requests that began to run, once each."""
-    num_hit_tokens: int
-    """Those among them that were in the cache."""
-    num_output_tokens: int
-    num_preemptions: int
-    num_steps: int
-    num_prefilled_tokens: int
-    """Prompt tokens computed, those computed again after a preemption too."""
-    num_full_step_tokens: int
-    """Those among them of steps that left prompt tokens waiting: all that a step could do."""
-    full_step_s: float
-    """Time spent in those steps. A counter too."""
 
 
 class Engine:
@@ -81,7 +48,7 @@ class Engine:
         epoch: int = 0,
     ) -> None:
         self.events = EventLog(epoch=epoch)
-        self._limits = _limits(config, model, num_blocks=executor.num_blocks)
+        self._limits = request_limits(config, model, num_blocks=executor.num_blocks)
         self._config = config
         self._model = model
         self._executor = executor
@@ -326,22 +293,3 @@ class Engine:
         except BaseException as error:
             self._failure = f"the engine has failed in an earlier step: {error!r}"
             raise
-
-
-def _limits(config: EngineConfig, model: ModelFacts, *, num_blocks: int) -> RequestLimits:
-    max_model_len, reason = model.max_model_len, "what the model was trained for"
-    if config.max_model_len is not None:
-        if config.max_model_len > max_model_len:
-            raise ConfigError(
-                f"max_model_len={config.max_model_len}: the model was trained for "
-                f"{max_model_len}; at most that"
-            )
-        max_model_len, reason = config.max_model_len, "as configured"
-    num_slots = num_blocks * config.block_size
-    if num_slots < max_model_len:
-        max_model_len = num_slots
-        reason = (
-            f"all that the KV cache's {num_blocks} blocks of {config.block_size} tokens hold "
-            "(kv_cache_memory_bytes gives it more)"
-        )
-    return RequestLimits(vocab_size=model.vocab_size, max_model_len=max_model_len, reason=reason)

@@ -2,16 +2,20 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.errors import InvalidRequest
+from quire.worker.errors import ConfigError, InvalidRequest
 from quire.worker.hashing import TokenIds
 from quire.worker.outputs import FinishReason
 from quire.worker.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.step import TokenLogprobs
+
+if TYPE_CHECKING:  # A gateway has neither.
+    from quire.worker.config import EngineConfig
+    from quire.worker.model_facts import ModelFacts
 
 
 def _no_tokens() -> TokenIds:
@@ -60,6 +64,32 @@ class RequestLimits:
     """Prompt + output, in tokens."""
     reason: str
     """Why it is not more, in words that go behind the number."""
+
+
+def request_limits(
+    config: "EngineConfig", model: "ModelFacts", *, num_blocks: int
+) -> RequestLimits:
+    """What an engine with so many blocks can take.
+
+    Raises:
+        ConfigError: The configuration asks for more context than the model has.
+    """
+    max_model_len, reason = model.max_model_len, "what the model was trained for"
+    if config.max_model_len is not None:
+        if config.max_model_len > max_model_len:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len}: the model was trained for "
+                f"{max_model_len}; at most that"
+            )
+        max_model_len, reason = config.max_model_len, "as configured"
+    num_slots = num_blocks * config.block_size
+    if num_slots < max_model_len:
+        max_model_len = num_slots
+        reason = (
+            f"all that the KV cache's {num_blocks} blocks of {config.block_size} tokens hold "
+            "(kv_cache_memory_bytes gives it more)"
+        )
+    return RequestLimits(vocab_size=model.vocab_size, max_model_len=max_model_len, reason=reason)
 
 
 def check_request(request: Request, limits: RequestLimits) -> int:
