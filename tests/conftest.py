@@ -1,4 +1,5 @@
-"""For all tests: tiny random Llama checkpoints, and what a test that hangs was waiting for.
+"""For all tests: hypothesis's profile, tiny random Llama checkpoints, and what a test that hangs
+was waiting for.
 
 The checkpoints are made once per run by transformers, which is also their oracle.
 """
@@ -11,6 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's business, and a run is to find what the last one found:
+# `--hypothesis-profile=default` looks for more.
+settings.register_profile(
+    "quire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("quire")
 
 MakeLlama = Callable[..., Path]
 
