@@ -42,8 +42,8 @@ CONFIG = ClusterConfig(
         num_threads=1,
     ),
     served_model_name="demo",
-    silence_timeout_s=2,
-    step_deadline_s=4,
+    silence_timeout_s=4,
+    step_deadline_s=8,
 )
 
 
