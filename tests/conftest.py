@@ -1,10 +1,25 @@
-"""Tiny random Llama checkpoints, made once per run by transformers, which is also their oracle."""
+"""For all tests: hypothesis's profile, tiny random Llama checkpoints, and what a test that hangs
+was waiting for.
 
-from collections.abc import Callable
+The checkpoints are made once per run by transformers, which is also their oracle.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's business, and a run is to find what the last one found:
+# `--hypothesis-profile=default` looks for more.
+settings.register_profile(
+    "quire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("quire")
 
 MakeLlama = Callable[..., Path]
 
@@ -79,3 +94,33 @@ def tiny_llama_9_3(make_llama: MakeLlama) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama_with_biases(make_llama: MakeLlama) -> Path:
     return make_llama("tiny-llama-biases", seed=2, attention_bias=True, mlp_bias=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Generator[None, bool | None, bool | None]:
+    """Of a test that hangs, pytest-timeout shows the threads; where tasks wait is said here."""
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def show_tasks_and_fail(number: int, frame: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # No event loop runs.
+            for task in asyncio.all_tasks():
+                print(f"{task.get_name()} waits at", *_awaits(task.get_coro()), sep="\n  ")
+        if callable(fail):
+            fail(number, frame)
+
+    signal.signal(signal.SIGALRM, show_tasks_and_fail)
+    return result
+
+
+def _awaits(awaitable: Any) -> list[str]:
+    """The lines at which a coroutine waits, the outermost first."""
+    lines = []
+    while awaitable is not None:
+        kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaitable, f"{k}_frame")), None)
+        frame = getattr(awaitable, f"{kind}_frame", None)
+        if frame is None:
+            break
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        awaitable = getattr(awaitable, f"{kind}_yieldfrom" if kind == "gi" else f"{kind}_await")
+    return lines

@@ -60,7 +60,7 @@ def start(peers: Any, tmp_path: Path) -> Callable[..., Any]:
             tmp_path,
             dtype="float32",
             num_threads=2,
-            timeout_s=30.0,
+            timeout_s=300.0,
             log=tmp_path / "log",
         )
 
@@ -232,11 +232,13 @@ def test_q_and_k_change_from_halves_to_neighbours(peers: Any, monkeypatch: Any) 
 def test_a_process_is_no_bystander_of_itself(peers: Any) -> None:
     idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        # Between these two readings the machine does next to nothing: what is left is ours.
-        beside_idle = peers.bystanders.others_s(idle.pid)
+        # What others do between two readings is in the second alone: the middle one is within.
+        before = peers.bystanders.others_s(idle.pid)
         beside_us = peers.bystanders.others_s(os.getpid())
+        after = peers.bystanders.others_s(idle.pid)
         if beside_us is None:
             pytest.skip("this machine has no /proc/stat")
-        assert beside_idle - beside_us == pytest.approx(time.process_time(), abs=0.5)
+        assert before - beside_us <= time.process_time() + 0.5
+        assert after - beside_us >= time.process_time() - 0.5
     finally:
         idle.communicate(b"\n")

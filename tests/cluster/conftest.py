@@ -154,6 +154,16 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 @dataclass
+class Clock:
+    """The real one, which can be put forward: deadlines pass when a test says so."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@dataclass
 class Group:
     """One replica group, served."""
 
@@ -178,11 +188,13 @@ class Group:
 
         Requests that wait hold no blocks, so that blocks alone would not tell that all have gone.
         """
-        while (
-            self.engine_loop.num_requests
-            or (await self.engine_loop.call(lambda engine: engine.stats())).num_held_blocks
-        ):
+        while self.engine_loop.num_requests or await self._num_held_blocks():
             await asyncio.sleep(0.01)
+
+    async def _num_held_blocks(self) -> int:
+        """And requests that came while the engine was asked, which are not in its answer."""
+        stats = await self.engine_loop.call(lambda engine: engine.stats())
+        return stats.num_held_blocks + self.engine_loop.num_requests
 
 
 @dataclass
@@ -194,10 +206,18 @@ class Cluster:
     table: RoutingTable
     connections: Groups
     gateway: Gateway
+    clock: Clock
+    """The gateway's."""
     grpc_address: str = ""
     http_url: str = ""
     inference: "inference_pb2_grpc.InferenceAsyncStub" = field(init=False)
     openai: AsyncOpenAI = field(init=False)
+
+    def take_steps_of(self, step_s: float) -> None:
+        """Slow ones keep a request from ending before a test has done to it what it is about,
+        however long that takes on a busy machine."""
+        for group in self.groups.values():
+            group.executor.step_s = step_s
 
     async def wait_ready(self, num_groups: int) -> None:
         while self.connections.num_ready != num_groups:
@@ -309,6 +329,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
             )
             stack.push_async_callback(connections.close)
             connections.set_addresses(group.address for group in started)
+            clock = Clock()
             gateway = Gateway(
                 model=MODEL,
                 tokenizer=model.tokenizer,
@@ -320,9 +341,10 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                     ),
                     **(config or {}),
                 ),
+                clock=clock,
             )
             groups = {group.name: group for group in started}
-            cluster = Cluster(model, groups, table, connections, gateway)
+            cluster = Cluster(model, groups, table, connections, gateway, clock)
             await _serve(cluster, stack)
             if expected is None:
                 await cluster.wait_ready(num_groups)

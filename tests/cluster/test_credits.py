@@ -54,9 +54,17 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
         found_slow = list((await anext(chunks)).token_ids)  # And no more for now.
         fast = [cluster.inference.Generate(request(seed=seed, max_tokens=60)) for seed in range(16)]
         first = [await anext(aiter(call)) for call in fast]
-        begin_step = group.executor.num_steps
+        num_fast_steps = 0
+        execute = group.executor.execute
+
+        def count(step: Any) -> Any:
+            nonlocal num_fast_steps
+            num_fast_steps += len(step.seq_lens_B) > 1
+            return execute(step)
+
+        group.executor.execute = count
         rest = await asyncio.gather(*[tokens_of(call) for call in fast])
-        assert group.executor.num_steps - begin_step < 60 + 30, "a token each step, but for lags"
+        assert num_fast_steps < 60, "a token each step"
 
         await group.settle()  # The engine ends the slow one's work and keeps no block for it.
         (stream,) = streams_of(cluster)
@@ -76,14 +84,14 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
 
 async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any) -> None:
     async with start_cluster(
-        num_groups=1, client={"window_tokens": WINDOW, "step_deadline_s": 0.3}
+        num_groups=1, client={"window_tokens": WINDOW, "step_deadline_s": 1.5}
     ) as cluster:
         params = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)
         generation = await cluster.gateway.prepare(GenerationRequest(prompt=PROMPT, params=params))
         chunks = cluster.gateway.stream([generation])
         found = list((await anext(chunks)).token_ids)
         await cluster.groups["g0"].settle()
-        await asyncio.sleep(1)
+        await asyncio.sleep(2.5)
         found += [token async for chunk in chunks for token in chunk.token_ids]
         assert cluster.gateway.telemetry.resumes._value.get() == 0
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=200)

@@ -31,8 +31,7 @@ async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
 
 async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> None:
     async with start_cluster(max_num_seqs=64, num_blocks=4000) as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.05  # So that none has ended when all have begun.
+        cluster.take_steps_of(0.1)  # So that none has ended when all have begun.
         calls = [generate(cluster, seed=seed) for seed in range(20)]
         chunks = [await begin(call) for call in calls]
         draining = cluster.groups[chunks[0][0].start.routing.group]
@@ -40,8 +39,7 @@ async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> 
         # All of the grace is for handing over.
         num_left = await draining.service.drain(timeout_s=60, handover_s=60)
         assert num_left == 0
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(0.002)
         num_steps = draining.executor.num_steps
         found = [await tokens_of(*each) for each in zip(calls, chunks, strict=True)]
         telemetry = cluster.gateway.telemetry
@@ -57,10 +55,11 @@ async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> 
 async def test_without_another_group_it_ends_what_it_runs(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
         (group,) = cluster.groups.values()
-        group.executor.step_s = 0.002
+        group.executor.step_s = 0.1
         call = generate(cluster)
         chunks = await begin(call)
         drained = asyncio.create_task(group.service.drain(timeout_s=60, handover_s=60))
+        group.executor.step_s = 0.002
         found = await tokens_of(call, chunks)
         assert await drained == 0
         assert cluster.gateway.telemetry.handovers._value.get() == 0
@@ -72,7 +71,7 @@ async def test_what_is_left_at_the_end_of_the_grace_is_given_back(
 ) -> None:
     async with start_cluster(num_groups=1, group_wait_s=30) as cluster, start_group("g1") as other:
         (group,) = cluster.groups.values()
-        group.executor.step_s = 0.01
+        group.executor.step_s = 0.1
         call = generate(cluster)
         chunks = await begin(call)
         assert await group.service.drain(timeout_s=0) == 1

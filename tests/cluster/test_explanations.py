@@ -120,13 +120,13 @@ async def test_a_completion_that_lost_its_group_is_told_attempt_by_attempt(
     start_cluster: Any,
 ) -> None:
     async with start_cluster() as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.005
+        cluster.take_steps_of(0.1)
         asked = request(explain_routing=True)
         asked.sampling.max_tokens = 60
         call = cluster.inference.Generate(asked)
         start = (await call.read()).start
         await cluster.groups[start.routing.group].kill()
+        cluster.take_steps_of(0)
         while await call.read() is not grpc.aio.EOF:
             pass
         first, second = await explain(cluster, request_id=start.request_id)
@@ -140,7 +140,7 @@ async def test_a_completion_that_lost_its_group_is_told_attempt_by_attempt(
 
 async def test_a_client_that_goes_away_is_told_of_as_such(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
-        cluster.groups["g0"].executor.step_s = 0.01
+        cluster.take_steps_of(0.1)
         asked = request()
         asked.sampling.max_tokens = 300
         call = cluster.inference.Generate(asked)

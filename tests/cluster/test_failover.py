@@ -17,6 +17,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 41))
 NUM_TOKENS = 120
+SLOW_S, FAST_S = 0.1, 0.002  # A step, until a test has done what it is about, and after it.
 WAIT_AT_GROUPS = AdmissionConfig(max_group_wait_s=1000, max_queue_wait_s=1000)
 """Else requests wait at the gateway."""
 
@@ -44,12 +45,12 @@ async def begin(call: Any, *, num_chunks: int) -> list[pb.GenerateResponse]:
 
 async def test_a_stream_goes_on_exactly_when_its_group_is_killed(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster, logprobs=0, presence_penalty=0.5)
         chunks = await begin(call, num_chunks=5)
         killed = cluster.groups[chunks[0].start.routing.group]
         await killed.kill()
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(call, chunks)
         await killed.settle()
         (other,) = [group for group in cluster.groups.values() if group is not killed]
@@ -64,12 +65,12 @@ async def test_a_stream_goes_on_exactly_when_its_group_is_killed(start_cluster: 
 
 async def test_a_stream_goes_on_exactly_when_a_rank_of_its_group_fails(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=5)
         failing = cluster.groups[chunks[0].start.routing.group]
         failing.executor.fails = True
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(call, chunks)
         assert "rank 1 died" in str(await failing.engine_loop.failed)
         await cluster.wait_ready(1)
@@ -79,21 +80,21 @@ async def test_a_stream_goes_on_exactly_when_a_rank_of_its_group_fails(start_clu
 
 async def test_a_silent_group_is_left_and_its_streams_go_on(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
         chunks = await begin(call, num_chunks=3)
         silent = cluster.groups[chunks[0].start.routing.group]
         # As a stopped process: its connections stand, but nothing comes over them.
         silent.service._heartbeat_s = 1e6
         silent.engine_loop._deliver = lambda result: None
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(call, chunks)
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 
 async def test_without_another_group_a_stream_ends_unavailable(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1, resume_wait_s=0.3) as cluster:
-        cluster.groups["g0"].executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         await cluster.groups["g0"].kill()
@@ -109,7 +110,7 @@ async def test_a_stream_waits_for_its_only_group_to_come_back(
 ) -> None:
     # A new request is not to wait at all here; one that is under way is worth more.
     async with start_cluster(num_groups=1, group_wait_s=0, resume_wait_s=30) as cluster:
-        cluster.groups["g0"].executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         if how == "killed":
@@ -126,7 +127,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
 ) -> None:
     async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
         former = cluster.groups["g0"]
-        former.executor.step_s = 0.002
+        former.executor.step_s = SLOW_S
         request = CompletionRequest(
             request_id="r",
             index=0,
@@ -162,8 +163,7 @@ async def test_a_draining_group_gets_no_new_requests_and_ends_those_it_has(
     start_cluster: Any,
 ) -> None:
     async with start_cluster() as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         draining = cluster.groups[chunks[0].start.routing.group]
@@ -173,6 +173,7 @@ async def test_a_draining_group_gets_no_new_requests_and_ends_those_it_has(
             others = await begin(generate(cluster, max_tokens=2), num_chunks=1)
             assert others[0].start.routing.group != draining.name
         assert cluster.connections.num_ready == 1
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(call, chunks)
         assert await drained == 0
         assert cluster.gateway.telemetry.resumes._value.get() == 0, "nothing was lost"
@@ -184,14 +185,14 @@ async def test_a_group_that_left_the_membership_ends_the_requests_it_has(
     start_cluster: Any,
 ) -> None:
     async with start_cluster() as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         leaving = chunks[0].start.routing.group
         staying = [group for group in cluster.groups.values() if group.name != leaving]
         cluster.connections.set_addresses(group.address for group in staying)
         assert cluster.connections.num_ready == 1
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(call, chunks)
         assert staying[0].executor.num_steps == 0
         while leaving in cluster.connections.loads:
@@ -208,8 +209,7 @@ async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
         group_wait_s=30,
         config={"admission": WAIT_AT_GROUPS},
     ) as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.01
+        cluster.take_steps_of(SLOW_S)
         killed, other = cluster.groups.values()
         calls, begun = [], []
         for group in (killed, other):
@@ -222,6 +222,7 @@ async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
         while not other.engine_loop.stats.num_waiting:
             await asyncio.sleep(0.01)
         await killed.kill()
+        cluster.take_steps_of(FAST_S)
         found = await read_rest(calls[0], begun[0])
         assert await read_rest(waiting, []) == found[:2]
         await read_rest(calls[1], begun[1])
@@ -232,8 +233,7 @@ async def test_without_a_retry_budget_a_lost_stream_says_so(start_cluster: Any) 
     async with start_cluster() as cluster:
         config = ResumeConfig(retry_burst=0, retry_share=0, retry_per_s=0)
         cluster.gateway._resumes = Resumes(config, clock=lambda: 0.0)
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.005
+        cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         await cluster.groups[chunks[0].start.routing.group].kill()
@@ -246,8 +246,7 @@ async def test_full_queues_are_said_to_be_full(start_cluster: Any) -> None:
     async with start_cluster(
         max_num_waiting=1, max_num_seqs=1, config={"admission": WAIT_AT_GROUPS}
     ) as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.05
+        cluster.take_steps_of(SLOW_S)
         calls = [generate(cluster, max_tokens=300) for _ in range(8)]
         reads = [asyncio.ensure_future(call.read()) for call in calls]
         done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_EXCEPTION)

@@ -284,8 +284,8 @@ async def test_unknown_paths_and_methods_answer_in_the_same_form(start_cluster: 
 
 
 async def test_what_breaks_later_is_an_error_in_the_stream(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster:
-        cluster.groups["g0"].executor.step_s = 0.002
+    async with start_cluster(num_groups=1, resume_wait_s=0.3) as cluster:
+        cluster.take_steps_of(0.1)
         stream = await cluster.openai.completions.create(
             model="hash",
             prompt="x",
@@ -306,7 +306,7 @@ async def test_a_client_that_goes_away_takes_its_requests_with_it(
 ) -> None:
     async with start_cluster(num_groups=1) as cluster:
         group = cluster.groups["g0"]
-        group.executor.step_s = 0.005
+        group.executor.step_s = 0.1
         body = {"prompt": [5], "max_tokens": 390, "ignore_eos": True, "n": 2, "stream": stream}
         async with httpx.AsyncClient() as client:
             request = asyncio.create_task(

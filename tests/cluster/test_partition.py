@@ -87,8 +87,8 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
 ) -> None:
     far = {"max_num_seqs": 64, "num_blocks": 4000}
     async with (
-        start_cluster(num_groups=1, client={"silence_timeout_s": 0.5}, **far) as cluster,
-        start_group("far", service={"gateway_timeout_s": 1.0}, **far) as cut,
+        start_cluster(num_groups=1, client={"silence_timeout_s": 1.5}, **far) as cluster,
+        start_group("far", service={"gateway_timeout_s": 2.0}, **far) as cut,
         Wire.to(cut.address) as wire,
     ):
         (near,) = cluster.groups.values()
@@ -123,7 +123,7 @@ async def test_connections_that_break_are_no_deaths(start_cluster: Any) -> None:
     """As often as groups may die under a request: it goes on, on the same group each time."""
     async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
         (group,) = cluster.groups.values()
-        group.executor.step_s = 0.005
+        group.executor.step_s = 0.05
         async with Wire.to(group.address) as wire:
             cluster.connections.set_addresses([wire.address])
             await cluster.connections.wait_for_change(timeout_s=5)
@@ -135,6 +135,7 @@ async def test_connections_that_break_are_no_deaths(start_cluster: Any) -> None:
                 await cluster.connections.wait_for_change(timeout_s=30)
                 await cluster.wait_ready(1)
                 chunks.append(await anext(aiter(call)))
+            group.executor.step_s = 0.002
             found = await tokens_of(call, chunks)
             assert cluster.gateway.telemetry.quarantined._value.get() == 0
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
@@ -144,16 +145,14 @@ async def test_a_killed_group_loses_none_of_a_hundred_streams(start_cluster: Any
     async with start_cluster(
         num_groups=3, max_num_seqs=128, max_num_batched_tokens=256, num_blocks=8000
     ) as cluster:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.1  # So that none has ended when all have begun.
+        cluster.take_steps_of(0.1)  # So that none has ended when all have begun.
         calls = [generate(cluster, seed=seed) for seed in range(100)]
         chunks = [[await anext(aiter(call))] for call in calls]
         killed = cluster.groups["g0"]
         num_there = sum(each[0].start.routing.group == "g0" for each in chunks)
         assert num_there >= 20
         await killed.kill()
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.002
+        cluster.take_steps_of(0.002)
         found = await asyncio.gather(
             *[tokens_of(*each) for each in zip(calls, chunks, strict=True)]
         )

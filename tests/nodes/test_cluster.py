@@ -38,11 +38,15 @@ def run(index):
         temperature=0.9 if index % 2 else 0.0, seed=index, max_tokens=num_tokens, ignore_eos=True
     )
     request = pb.GenerateRequest(text=f"A whale is {index}", sampling=sampling)
-    for chunk in generate(channel, request):
-        first = not streams[index]
-        streams[index].extend(chunk.token_ids)
-        if first:
-            begun.wait()
+    try:
+        for chunk in generate(channel, request):
+            first = not streams[index]
+            streams[index].extend(chunk.token_ids)
+            if first:
+                begun.wait()
+    except BaseException:
+        begun.abort()  # Nobody is to wait for one that has failed.
+        raise
 
 with grpc.insecure_channel(address) as channel:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(num_streams)]
@@ -105,7 +109,7 @@ def cluster() -> Iterator[Cluster]:
                         "num_threads": 1,
                         "max_num_seqs": 16,
                         "max_num_batched_tokens": 256,
-                        "step_timeout_s": 10,
+                        "step_timeout_s": 60,
                     },
                     "num_groups": 2,
                     "nodes_per_group": 2,

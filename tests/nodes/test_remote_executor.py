@@ -78,7 +78,7 @@ def start(tiny_llama: Path) -> Iterator[Callable[..., RemoteExecutor]]:
     launchers: list[LeavingLauncher] = []
 
     def make(**fields: Any) -> RemoteExecutor:
-        small: dict[str, Any] = {"num_blocks": 128, "step_timeout_s": 20.0, "num_threads": 1}
+        small: dict[str, Any] = {"num_blocks": 128, "step_timeout_s": 120.0, "num_threads": 1}
         config = EngineConfig(
             model=tiny_llama, tensor_parallel_size=2, device="cpu", **small | fields
         )
@@ -91,7 +91,7 @@ def start(tiny_llama: Path) -> Iterator[Callable[..., RemoteExecutor]]:
         executor.close()
     for launcher in launchers:
         for process in launcher.processes:
-            process.wait(timeout=20)
+            process.wait(timeout=120)
 
 
 class LeavingLauncher(rank_launcher.ProcessLauncher):
@@ -166,7 +166,7 @@ def test_ranks_of_a_killed_executor_end_with_it(tiny_llama: Path) -> None:
         pids = [int(pid) for pid in script.stdout.readline().split()]
         assert len(pids) == 2
         script.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a rank outlives its executor"
         time.sleep(0.02)
@@ -204,12 +204,12 @@ def test_who_has_no_key_is_turned_away_unread(caplog: pytest.LogCaptureFixture) 
     with socket.create_connection(reception.address) as stranger:
         connection = Connection(os.dup(stranger.fileno()))
         connection.send_bytes(pickle.dumps(Bomb()))
-        assert reception.accept(wait_s=5, timeout_s=5) is None
+        assert reception.accept(wait_s=60, timeout_s=60) is None
         connection.close()
     assert "turned away 127.0.0.1: AuthenticationError" in caplog.text
     with socket.create_connection(reception.address):
         pass  # One that leaves at once does no harm either.
-    assert reception.accept(wait_s=5, timeout_s=5) is None
+    assert reception.accept(wait_s=60, timeout_s=60) is None
     reception.close()
 
 
@@ -228,7 +228,7 @@ def test_a_rank_wants_to_see_the_key_too() -> None:
             connection.recv_bytes()
             connection.send_bytes(b"no digest")
             with pytest.raises(AuthenticationError):
-                coming.result(timeout=10)
+                coming.result()
 
 
 def test_who_has_the_key_is_let_in() -> None:
@@ -236,12 +236,12 @@ def test_who_has_the_key_is_let_in() -> None:
     assert reception.accept(wait_s=0.01, timeout_s=5) is None
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(connect, reception.address, reception.key, HELLO)
-        rank = reception.accept(wait_s=10, timeout_s=5)
+        rank = reception.accept(wait_s=60, timeout_s=60)
         reception.close()
         assert rank is not None
         assert rank.hello == HELLO
         assert rank.how_it_died() is None
-        with coming.result(timeout=10) as connection:
+        with coming.result() as connection:
             connection.send_bytes(b"one")
             assert rank.connection.recv_bytes() == b"one"
             connection.send_bytes(b"two")

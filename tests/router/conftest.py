@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from quire.worker.hashing import BlockHash
 
@@ -13,10 +12,6 @@ from quire.worker.hashing import BlockHash
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import ray.serve  # noqa: F401
-
-# How long an example takes is the machine's business.
-settings.register_profile("router", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("router")
 
 
 @pytest.fixture(scope="session")

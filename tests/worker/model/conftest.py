@@ -115,7 +115,7 @@ def config_of() -> Callable[..., EngineConfig]:
         small: dict[str, Any] = {
             "device": "cpu",
             "num_blocks": 128,
-            "step_timeout_s": 20.0,
+            "step_timeout_s": 120.0,
             "num_threads": 1,
         }
         return EngineConfig(model=model, **(small | fields))

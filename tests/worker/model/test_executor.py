@@ -18,6 +18,7 @@ import torch
 from quire.worker.errors import ConfigError, RankFailure
 from quire.worker.executor import InProcessExecutor, make_executor
 from quire.worker.process_executor import ProcessExecutor
+from quire.worker.rank_process import RankProcess
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
@@ -43,7 +44,7 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wait_until_gone(pids: Sequence[int], *, deadline_s: float = 20.0) -> None:
+def wait_until_gone(pids: Sequence[int], *, deadline_s: float = 120.0) -> None:
     deadline = time.monotonic() + deadline_s
     while any(map(exists, pids)):
         assert time.monotonic() < deadline, f"still there: {[p for p in pids if exists(p)]}"
@@ -92,6 +93,21 @@ def test_a_killed_rank_fails_the_group_by_name(start: Any, driver: Any) -> None:
     assert not any(map(exists, executor.pids))
     with pytest.raises(RankFailure, match=message):
         driver.generate(executor, PROMPTS, num_tokens=1)
+
+
+def test_a_rank_that_takes_its_time_to_die_is_named_too(
+    start: Any, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = start()
+    how_it_died, begin_s = RankProcess.how_it_died, time.monotonic()
+
+    def late(rank: RankProcess) -> str | None:
+        return how_it_died(rank) if time.monotonic() > begin_s + 1 else None
+
+    monkeypatch.setattr(RankProcess, "how_it_died", late)
+    os.kill(executor.pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailure, match=r"rank 1 \(pid \d+\) died with signal 9"):
+        driver.generate(executor, PROMPTS, num_tokens=50)
 
 
 def test_two_steps_are_under_way_at_a_time_and_late_tokens_are_put_in(
@@ -185,7 +201,7 @@ def test_ranks_of_a_killed_script_end_with_it(tiny_llama: Path, tmp_path: Path) 
     )
     try:
         assert script.stdout is not None
-        assert select.select([script.stdout], [], [], 60)[0]
+        assert select.select([script.stdout], [], [], 300)[0]
         pids = [int(pid) for pid in script.stdout.readline().split()]
         assert len(pids) == 2
         assert all(map(exists, pids))

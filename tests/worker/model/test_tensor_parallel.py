@@ -39,9 +39,9 @@ class ThreadRank(TensorParallel):
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self._group[self.rank] = x
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=300)
         everything = [part.clone() for part in self._group if part is not None]
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=300)
         return everything
 
     def all_reduce(self, x: Tensor) -> Tensor:

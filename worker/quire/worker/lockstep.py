@@ -23,6 +23,10 @@ START_TIMEOUT_S = 1800.0
 _SETTLE_S = 0.3
 """When one rank dies the others soon fail too, in a collective: wait this long for the cause."""
 
+_DEATH_S = 10.0
+"""A rank that hangs up without a word is ending: wait this long until the kernel says how. On a
+busy machine a process may be stopped between closing its sockets and being dead."""
+
 _Message = TypeVar("_Message")
 
 
@@ -184,14 +188,16 @@ class LockstepExecutor(ABC):
         raise: so a death comes before all that was said, and what was said first before the rest.
         """
         said = [first] if first is not None else []
-        deadline = time.monotonic() + _SETTLE_S
-        while self._stop.alive and time.monotonic() < deadline:
+        begin_s = time.monotonic()
+        while self._stop.alive:
             for rank in self._ranks:
                 death = rank.how_it_died()
                 if death is not None:
                     self._lose(f"{rank.describe()} {death}")
             if not said:
                 said = self._drain_failures()
+            if time.monotonic() - begin_s > (_SETTLE_S if said else _DEATH_S):
+                break
             time.sleep(0.005)
         if not said:
             self._lose("a rank hung up" if self._stop.alive else "the executor is closed")
