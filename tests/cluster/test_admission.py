@@ -124,7 +124,7 @@ def test_a_request_that_can_begin_is_released_at_once() -> None:
 
 
 def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
-    queue = admission()
+    queue = admission(max_queue_wait_s=10)
     tickets = [ticket(priority=priority) for priority in (0, 5, -5, 0)]
     for each in tickets:
         queue.offer(each, [FULL], now_s=0)
@@ -170,7 +170,7 @@ def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
 
 
 def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
-    queue = admission(max_queued_requests=3)
+    queue = admission(max_queued_requests=3, max_queue_wait_s=10)
     low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
     for each in low:
         queue.offer(each, [FULL], now_s=0)

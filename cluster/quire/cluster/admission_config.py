@@ -14,7 +14,7 @@ class AdmissionConfig:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    max_queue_wait_s: float = 10.0
+    max_queue_wait_s: float = 1.5
     """A request that is predicted to wait for longer until a group begins it is refused. This is
     for bursts: it holds while a request found free groups a moment ago."""
     standing_wait_s: float = 1.0

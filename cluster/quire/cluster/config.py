@@ -57,13 +57,13 @@ class ClusterConfig:
     tls_key: Path | None = None
     api_keys_file: Path | None = None
     """One API key a line; clients must show one. ``None`` lets everyone in."""
-    max_queue_wait_s: float = 10.0
+    max_queue_wait_s: float = AdmissionConfig.max_queue_wait_s
     """A request that is predicted to wait for longer until a group begins it is refused at once."""
-    standing_wait_s: float = 1.0
+    standing_wait_s: float = AdmissionConfig.standing_wait_s
     """The same once no request has found a free group for as long as this."""
-    max_queued_requests: int = 1024
+    max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
-    max_queued_tokens: int = 1_000_000
+    max_queued_tokens: int = AdmissionConfig.max_queued_tokens
     """Prompt tokens of these."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
