@@ -60,7 +60,7 @@ class ClusterConfig:
     max_queue_wait_s: float = AdmissionConfig.max_queue_wait_s
     """A request that is predicted to wait for longer until a group begins it is refused at once."""
     standing_wait_s: float = AdmissionConfig.standing_wait_s
-    """The same once no request has found a free group for as long as this."""
+    """The same, where it is less, once no request has found a free group for as long as this."""
     max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
     max_queued_tokens: int = AdmissionConfig.max_queued_tokens
