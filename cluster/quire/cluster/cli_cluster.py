@@ -104,8 +104,8 @@ def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-queue-wait-s",
         type=float,
-        default=ClusterConfig.max_queue_wait_s,
-        help="a request that would wait for longer for its turn is refused",
+        help="a request that would wait for longer for its turn is refused [1; with --max-groups "
+        "five times --target-ttft-s]",
     )
     add(
         "--standing-wait-s",
