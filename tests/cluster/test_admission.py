@@ -94,6 +94,22 @@ def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
     assert per_s == pytest.approx(0.5, rel=0.1)
 
 
+def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decodes() -> None:
+    """A prompt is told as begun as a whole while another waits, and nothing in its other steps."""
+    known = Capacity()
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    for second in range(100):
+        begun, steps_ahead = 1 + second // 3, 3 - second % 3  # Of 1,000 tokens each.
+        load = pb.Load(
+            num_running=1,
+            num_waiting=1,
+            num_prompt_tokens=3000 * begun,
+            num_pending_prefill_tokens=1000 * (steps_ahead - 1) + 3000,
+        )
+        known.observe(described, load, now_s=float(second))
+    assert known.begun_per_s([group()], tokens_each=1000) == pytest.approx(1, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("state", "tokens_each", "expected"),
     [

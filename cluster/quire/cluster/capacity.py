@@ -204,10 +204,9 @@ class _GroupPace:
             # A prompt counts as begun as a whole; what of it is still to come is known exactly
             # where nothing else waits, and evens out over time where something does.
             num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
-            if num_computed < before.num_pending_prefill_tokens:
-                self._add("prefill", num_computed, time_s)
-            elif longer_s := self._longer_s(time_s):
-                self._add("prefill", num_computed, longer_s)
+            if num_computed >= before.num_pending_prefill_tokens:
+                time_s = min(time_s, self._prefill_s(num_computed, time_s))
+            self._add("prefill", num_computed, time_s)
         elif before.num_running:
             self._decodes.add(1, time_s)
         if self.max_num_seqs is not None and before.num_running >= self.max_num_seqs:
@@ -216,14 +215,15 @@ class _GroupPace:
             self._add("output_when_short", num_output, time_s)
         return num_prompt, num_hits
 
-    def _longer_s(self, time_s: float) -> float:
-        """By how much a step that computed all prompts at hand was longer than one with decodes
-        alone; 0 where that is little or not known.
+    def _prefill_s(self, num_tokens: int, step_s: float) -> float:
+        """For how long a step computed prompts that computed all there were: what it took longer
+        than one of decodes alone, where that is most of it; else as long as was thought.
 
-        There was room for more: a short prompt alone in a step would pass for a slow group.
+        It had room for more: a short prompt alone in a step would pass for a slow group.
         """
         decode_s = 1 / self._decodes.per_s(prior=_MIN_PER_S)
-        return time_s - decode_s if time_s >= 2 * decode_s else 0.0
+        longer_s = step_s - decode_s if step_s >= 2 * decode_s else 0.0
+        return max(longer_s, num_tokens / self.prefill_per_s)
 
     def _add(self, name: str, amount: float, time_s: float) -> None:
         for speeds in (self._own, self._others):
