@@ -49,6 +49,8 @@ class Phase:
     num_refused: int = 0
     num_lost: int = 0
     begin_s: float = field(default_factory=time.monotonic)
+    span_s: float = 0.0
+    """Until the last one ended."""
     completed: list[tuple[float, float]] = field(default_factory=list)
     """When each was due, from the begin of the phase, and its time to first token."""
     refusal_s: list[float] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Phase:
         return {
             "name": self.name,
             "offered_per_s": self.offered_per_s,
+            "served_per_s": len(self.completed) / self.span_s,
             "sent": self.num_sent,
             "completed": len(self.completed),
             "refused": self.num_refused,
@@ -130,6 +133,7 @@ class Bench:
             ):
                 await asyncio.sleep(due_s - time.monotonic())
                 tasks.create_task(self._request(phase, due_s=due_s))
+        phase.span_s = time.monotonic() - phase.begin_s
         await asyncio.sleep(REST_S)
         return phase
 

@@ -9,8 +9,10 @@ Then requests come at that rate, and at ``--factor`` times it. Each is accepted,
 counted; or refused with RESOURCE_EXHAUSTED; whatever else becomes of one, it is *lost*, and there
 must be none of these.
 
-All phases are of one run, so the last line, the ratio of the two p99s, is what to compare. The
-client's own lag is told with each phase: where it is not small, the client is what was measured.
+All phases are of one run, so the last line, the ratio of the two p99s, is what to compare. What was
+served per second is told with each phase: where the last one served clearly more than the capacity,
+the machine was busy with something else when that was measured, and the ratio is of two different
+machines. So is the client's own lag: where it is not small, the client is what was measured.
 A gateway's work is per token and per request: for groups to be the limit where they share a machine
 with it, the model must not be too small (``--model M``).
 """
@@ -73,7 +75,8 @@ def main() -> None:
 
 def _print(summary: dict[str, Any]) -> None:
     print(
-        f"{summary['name']:>14}: {summary['offered_per_s']:.1f}/s, {summary['sent']} sent, "
+        f"{summary['name']:>14}: {summary['offered_per_s']:.1f}/s, {summary['served_per_s']:.1f}/s "
+        f"served; {summary['sent']} sent, "
         f"{summary['completed']} completed, {summary['refused']} refused, {summary['lost']} lost; "
         f"TTFT p50 {summary['ttft_p50_s']:.3f} s, p99 {summary['ttft_p99_s']:.3f} s; refused "
         f"after p50 {summary['refusal_p50_s']:.3f} s, p99 {summary['refusal_p99_s']:.3f} s; "

@@ -99,19 +99,19 @@ def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "admission",
         "Past these bounds a request is refused at once, and told when to come again; what was "
-        "taken so keeps its latency. Longer waits take larger bursts.",
+        "taken so keeps its latency. Both waits together make a cluster patient with bursts.",
     ).add_argument
     add(
         "--max-queue-wait-s",
         type=float,
-        default=ClusterConfig.max_queue_wait_s,
-        help="a request that would wait for longer for its turn is refused",
+        help="a request that would wait for longer for its turn is refused [1; with --max-groups "
+        "five times --target-ttft-s]",
     )
     add(
         "--standing-wait-s",
         type=float,
         default=ClusterConfig.standing_wait_s,
-        help="the same, once no request has found a free group for as long as this",
+        help="the same, where less, once no request has found a free group for so long",
     )
     add(
         "--max-queued-requests",
