@@ -26,6 +26,8 @@ from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
 
+from quire.cluster.local import ended_by_signal
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -43,11 +45,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         sys.exit(f"bench.chaos: {reason}")
-    rows = _run(arguments)
-    lines = [*_head(arguments), *matrix(rows)]
-    print("\n".join(["", *lines]), flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n")
+    rows: list[Row] = []
+    with ended_by_signal():  # What was begun is cleaned up, and what was seen is told.
+        try:
+            _run(arguments, rows)
+        finally:
+            lines = [*_head(arguments), *matrix(rows)]
+            print("\n".join(["", *lines]), flush=True)
+            if arguments.output is not None:
+                arguments.output.write_text("\n".join(lines) + "\n")
     sys.exit(any(row.outcome.broken for row in rows))
 
 
@@ -77,10 +83,10 @@ def settings(*, tp: int, num_streams: int) -> dict[str, object]:
     }
 
 
-def _run(arguments: argparse.Namespace) -> list[Row]:
+def _run(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    """Adds a row for each fault."""
     requests = make_requests(arguments.streams, num_tokens=arguments.tokens)
     reference = offline(requests)
-    rows: list[Row] = []
     config = settings(tp=arguments.tp, num_streams=arguments.streams)
     with cluster_under_fire(config, keep_logs=arguments.keep_logs) as cluster:
         cluster.wait_ready()
@@ -91,7 +97,6 @@ def _run(arguments: argparse.Namespace) -> list[Row]:
             rows.append(_row(stage, FAULTS[name]))
             outcome = rows[-1].outcome
             _say(f"{name}: {'; '.join(outcome.seen)} | broken: {outcome.broken or 'nothing'}")
-    return rows
 
 
 def _row(stage: Stage, fault: Fault) -> Row:

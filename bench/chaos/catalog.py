@@ -16,7 +16,7 @@ class Fault:
     """Returns when the cluster is whole and idle again."""
 
 
-_FREE = f"all blocks are free {ends.FREE_WITHIN_S:g} s after the last of them at most"
+_FREE = f"both gateways' KV gauges are 0 {ends.FREE_WITHIN_S:g} s after the last of them at most"
 
 FAULTS = {
     "replica-killed": Fault(
@@ -106,9 +106,9 @@ FAULTS = {
         run=rollouts.cache_exhausted,
     ),
     "feed-lost": Fault(
-        what="gateways miss a fifth of the groups' messages and of the events in the rest; "
-        "a group is killed",
-        promise="all exact; the hit rate recovers",
+        what="gateways miss a fifth of the groups' cache messages and of the events in the rest, "
+        "get a tenth twice and a tenth out of order; a group is killed",
+        promise="all exact; the hit rate recovers; idle, the directories are exact 5 s later",
         run=rollouts.feed_lost,
     ),
     "head-killed": Fault(

@@ -115,12 +115,26 @@ class Cluster:
         return found
 
     def total(self, name: str) -> float:
-        """A metric over all its labels and all gateways that answer."""
-        return sum(
-            sum(metrics.get(name, {}).values())
-            for metrics in map(self.metrics, FRONTS)
-            if metrics is not None
-        )
+        """A metric over all its labels and both gateways.
+
+        Raises:
+            NotReady: One does not answer.
+        """
+        return sum(value for front in FRONTS for value in self._values(front, name).values())
+
+    def _values(self, front: str, name: str) -> dict[str, float]:
+        metrics = self.metrics(front)
+        if metrics is None:
+            raise NotReady(f"{front} does not answer")
+        return metrics.get(name, {})
+
+    def wait_exact_directories(self) -> None:
+        """Until both gateways believe that groups hold as many blocks as they do, while idle.
+
+        Raises:
+            NotReady: They do not after minutes.
+        """
+        self._wait(self._inexact)
 
     def wait_known(self) -> None:
         """Until all groups and gateways are there and know each other.
@@ -163,6 +177,16 @@ class Cluster:
     def _busy(self) -> str:
         held = self.total("quire_group_held_blocks")
         return f"blocks are held: {held:.0f}" if held else ""
+
+    def _inexact(self) -> str:
+        for front in FRONTS:
+            known = sum(self._values(front, "quire_directory_holdings").values())
+            there = sum(self._values(front, "quire_group_cached_blocks").values())
+            if known != there:
+                return (
+                    f"{front} believes groups to hold {known:.0f} blocks, and they do {there:.0f}"
+                )
+        return ""
 
 
 def _is_running(pid: int) -> bool:

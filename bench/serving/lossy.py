@@ -1,4 +1,4 @@
-"""Gateways that are told less of the groups' caches than the groups say."""
+"""Gateways that are told of the groups' caches otherwise than the groups say: less, twice, late."""
 
 import random
 from collections.abc import Callable
@@ -21,30 +21,47 @@ class Loss:
     """Of messages that never arrive: the next one shows the gap, and a replay mends it."""
     events: float = 0.0
     """Of events left out in messages that look whole: only a digest can show it."""
+    repeated: float = 0.0
+    """Of messages that come twice."""
+    overtaken: float = 0.0
+    """Of messages that come behind the group's next one."""
     seed: int = 0
 
     @property
     def is_any(self) -> bool:
-        return self.batches > 0 or self.events > 0
+        return any((self.batches, self.events, self.repeated, self.overtaken))
 
 
 class LossyTable(RoutingTable):
-    """A routing table that some of what it is told does not reach. Snapshots do."""
+    """A routing table that is not told all, nor each once and in order. Snapshots it is."""
 
     def __init__(self, *, loss: Loss, **options: Any) -> None:
         super().__init__(**options)
         self._loss = loss
         self._draw: Callable[[], float] = random.Random(loss.seed).random
+        self._late: dict[GroupId, EventBatch] = {}
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         if batch.snapshot is None and batch.events:
-            if self._draw() < self._loss.batches:
+            if self._is_hit(self._loss.batches):
                 return Applied(0)
             batch = replace(batch, events=tuple(map(self._passed, batch.events)))
-        return super().apply_events(group_id, batch)
+            if group_id not in self._late and self._is_hit(self._loss.overtaken):
+                self._late[group_id] = batch
+                return Applied(0)
+        applied = super().apply_events(group_id, batch)
+        if self._is_hit(self._loss.repeated):
+            super().apply_events(group_id, batch)
+        late = self._late.pop(group_id, None)
+        if late is not None:
+            super().apply_events(group_id, late)
+        return applied
 
     def _passed(self, event: BlockEvent) -> BlockEvent:
-        return BlocksStored(BlockHashes()) if self._draw() < self._loss.events else event
+        return BlocksStored(BlockHashes()) if self._is_hit(self._loss.events) else event
+
+    def _is_hit(self, share: float) -> bool:
+        return share > 0 and self._draw() < share
 
 
 def lossy_gateway(loss: Loss) -> type[Gateway]:

@@ -128,7 +128,7 @@ def batch(first_seq: int, *names: int) -> EventBatch:
     return EventBatch(epoch=1, first_seq=first_seq, events=events)
 
 
-def test_a_lost_message_leaves_a_gap_and_a_lost_event_does_not(bench_module: BenchModule) -> None:
+def test_a_lost_or_late_message_leaves_a_gap_and_a_lost_event_does_not(bench_module: BenchModule) -> None:
     lossy = bench_module("serving.lossy")
 
     def table(**loss: float) -> Any:
@@ -147,6 +147,14 @@ def test_a_lost_message_leaves_a_gap_and_a_lost_event_does_not(bench_module: Ben
     whole = table()
     assert whole.apply_events(A, batch(0, 1, 2)) == Applied(2)
     assert whole.stats().directory.num_holdings == 2
+    twice = table(repeated=1.0)
+    assert twice.apply_events(A, batch(0, 1)) == Applied(1)
+    assert twice.apply_events(A, batch(1, 2)) == Applied(1)
+    assert twice.stats().directory.num_holdings == 2
+    late = table(overtaken=1.0)
+    assert late.apply_events(A, batch(0, 1)) == Applied(0)
+    assert isinstance(late.apply_events(A, batch(1, 2)), NeedsResync)
+    assert late.stats().directory.num_holdings == 1, "the first came behind the second"
 
 
 # What is made of answers.

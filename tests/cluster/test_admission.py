@@ -28,7 +28,7 @@ def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: in
         load = pb.Load(
             num_running=NUM_SLOTS,
             num_waiting=1,
-            num_pending_prefill_tokens=10,
+            num_pending_prefill_tokens=2 * prefill_per_s,
             num_prompt_tokens=second * prefill_per_s,
             num_output_tokens=second * output_per_s,
         )
@@ -64,6 +64,50 @@ def test_speeds_are_those_of_a_busy_group() -> None:
         known.observe(described, idle, now_s=now_s)
     # 100 tokens/s in outputs of 50 end 2 sequences a second; 1,000 tokens/s begin 10 of 100.
     assert known.begun_per_s([FULL], tokens_each=100) == pytest.approx(2, rel=0.1)
+
+
+def after_steps(num_tokens: int, *, step_s: float, decode_s: float) -> Capacity:
+    """Knows one group that computed one such prompt in each of ten steps, and decoded between."""
+    known = Capacity()
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    now_s = 0.0
+    for number in range(10):
+        decoding = pb.Load(num_running=1, num_prompt_tokens=number * num_tokens)
+        for _ in range(5):
+            known.observe(described, decoding, now_s=now_s)
+            now_s += decode_s
+        asked = {"num_waiting": 1, "num_pending_prefill_tokens": num_tokens}
+        waiting = pb.Load(num_running=1, num_prompt_tokens=number * num_tokens, **asked)
+        known.observe(described, waiting, now_s=now_s)
+        now_s += step_s
+    return known
+
+
+def test_a_short_prompt_alone_in_a_step_does_not_pass_for_a_slow_group() -> None:
+    known = after_steps(20, step_s=0.1, decode_s=0.1)
+    assert known.room([group()], wait_s=1, tokens_each=20) >= 100
+
+
+def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
+    known = after_steps(1500, step_s=2.1, decode_s=0.1)
+    per_s = known.begun_per_s([group()], tokens_each=1500)
+    assert per_s == pytest.approx(0.5, rel=0.1)
+
+
+def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decodes() -> None:
+    """A prompt is told as begun as a whole while another waits, and nothing in its other steps."""
+    known = Capacity()
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    for second in range(100):
+        begun, steps_ahead = 1 + second // 3, 3 - second % 3  # Of 1,000 tokens each.
+        load = pb.Load(
+            num_running=1,
+            num_waiting=1,
+            num_prompt_tokens=3000 * begun,
+            num_pending_prefill_tokens=1000 * (steps_ahead - 1) + 3000,
+        )
+        known.observe(described, load, now_s=float(second))
+    assert known.begun_per_s([group()], tokens_each=1000) == pytest.approx(1, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +168,7 @@ def test_a_request_that_can_begin_is_released_at_once() -> None:
 
 
 def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
-    queue = admission()
+    queue = admission(max_queue_wait_s=10)
     tickets = [ticket(priority=priority) for priority in (0, 5, -5, 0)]
     for each in tickets:
         queue.offer(each, [FULL], now_s=0)
@@ -170,7 +214,7 @@ def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
 
 
 def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
-    queue = admission(max_queued_requests=3)
+    queue = admission(max_queued_requests=3, max_queue_wait_s=10)
     low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
     for each in low:
         queue.offer(each, [FULL], now_s=0)

@@ -1,6 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
+from quire.cluster import app
 from quire.cluster.cli import main
+from quire.cluster.config import ClusterConfig
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 
@@ -31,6 +35,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["serve", "--routing-policy", "fastest"], "'fastest' (choose from 'prefix_aware', "),
         (["serve", "--max-queue-wait-s", "-1"], "max_queue_wait_s=-1.0: must be 0 or more"),
+        (["serve", "--max-queued-requests", "0"], "max_queued_requests=0: must be 1 or more"),
+        (["serve", "--max-group-deaths", "1"], "max_group_deaths=1: must be 2 or more"),
+        (["serve", "--step-deadline-s", "0"], "step_deadline_s=0.0: must be above 0"),
+        (["serve", "-tp", "2", "--nodes-per-group", "3"], "nodes_per_group=3: must divide"),
         (["serve", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs (9)"),
         (["serve", "--quantization", "int8", "--device", "cuda"], "set device='cpu'"),
         (["serve", "--kv-cache-dtype", "int4"], "kv-cache-dtype"),
@@ -51,6 +59,34 @@ def test_bad_settings_are_refused_before_anything_starts(
         status = exited.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+BOUNDS = {
+    "max_queue_wait_s": 7.0,
+    "standing_wait_s": 3.0,
+    "max_queued_requests": 5,
+    "max_queued_tokens": 6,
+    "silence_timeout_s": 4.0,
+    "step_deadline_s": 8.0,
+    "max_group_deaths": 9,
+    "drain_timeout_s": 11.0,
+    "handover_s": 2.0,
+    "nodes_per_group": 2,
+    "cpus_per_group": 4.0,
+}
+
+
+def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in BOUNDS.items()]
+    assert main(["serve", "-tp", "2"]) == main(["serve", "-tp", "2", *flags]) == 0
+    plain, bounded = served
+    own = ClusterConfig(engine=plain.engine, served_model_name=plain.served_model_name)
+    assert plain == own
+    assert bounded == replace(own, **BOUNDS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("command", ["serve", "demo", "generate", "explain", "simulate"])

@@ -109,6 +109,35 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
         assert tokens == expected
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_once: int) -> None:
+    """Four of them, on two groups that die one after the other or at once."""
+    poison = [250, *range(20, 40)]
+    async with start_cluster(num_groups=8, group_wait_s=30) as cluster:
+        groups = list(cluster.groups.values())
+        for group in groups:
+            group.executor.step_s = 0.005
+            make_deadly(group, poison=poison[0], at_length=10)
+        cluster.connections.set_addresses([group.address for group in groups[:at_once]])
+        params = pb.SamplingParams(seed=1, max_tokens=20, ignore_eos=True, n=4)
+        call = cluster.inference.Generate(
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=poison), sampling=params)
+        )
+        reading = asyncio.create_task(tokens_of(call, []))
+        await groups[0].engine_loop.failed
+        cluster.connections.set_addresses([groups[1].address])
+        await groups[1].engine_loop.failed
+        cluster.connections.set_addresses([group.address for group in groups])
+        with pytest.raises(grpc.aio.AioRpcError, match="quarantined: 3 replica groups died"):
+            await reading
+        while cluster.gateway._num_inflight:
+            await asyncio.sleep(0.01)
+        assert cluster.gateway.telemetry.quarantined._value.get() == 1
+        assert cluster.gateway.telemetry.suspects._value.get() == 0
+        num_dead = sum(group.engine_loop.failed.done() for group in groups)
+    assert num_dead == MAX_GROUP_DEATHS
+
+
 async def test_a_quarantined_request_over_http_is_an_error_that_is_not_retried(
     start_cluster: Any,
 ) -> None:

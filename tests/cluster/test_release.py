@@ -9,6 +9,7 @@ import grpc.aio
 import httpx
 import pytest
 
+from quire.cluster.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -19,6 +20,8 @@ OPTIONS = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 512,
     "num_blocks": 8000,
+    # All of them are taken, however slow the group turns out to be.
+    "config": {"admission": AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)},
 }
 
 

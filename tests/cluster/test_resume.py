@@ -1,9 +1,10 @@
 import asyncio
+import itertools
 
 import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.resume import Losses, Probation, ResumeConfig, RetryBudget
+from quire.cluster.resume import Blame, Losses, Probation, ResumeConfig, RetryBudget
 from quire.worker.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
@@ -11,24 +12,66 @@ pytestmark = pytest.mark.anyio
 CONFIG = ResumeConfig(max_attempts=5, max_group_deaths=3, probation_tokens=8)
 
 
+EPOCHS = itertools.count(1)
+
+
 def died(*, is_refuted: bool = False) -> GroupDied:
-    return GroupDied("gone", Death("g", epoch=1, is_refuted=is_refuted))
+    return GroupDied("gone", Death("g", epoch=next(EPOCHS), is_refuted=is_refuted))
+
+
+def add(losses: Losses, error: GroupLost, *, num_tokens: int = 0) -> None:
+    """As attempts do: a suspect's are on probation."""
+    losses.add(error, num_tokens=num_tokens, on_probation=losses.is_suspect)
 
 
 def test_three_deaths_in_a_row_convict_and_two_make_a_suspect() -> None:
     losses = Losses(CONFIG)
     seen = []
     for _ in range(3):
-        losses.add(died(), num_tokens=7)
+        add(losses, died(), num_tokens=7)
         seen.append((losses.is_suspect, losses.is_convicted))
     assert seen == [(False, False), (True, False), (True, True)]
 
 
+def test_completions_of_a_prompt_are_blamed_as_one_and_a_group_counts_once() -> None:
+    blame = Blame()
+    first, second, third = (Losses(CONFIG, blame) for _ in range(3))
+    shared = died()
+    add(first, shared)
+    add(second, shared)
+    assert first.num_deaths == 1
+    add(third, died())
+    assert first.is_suspect
+    assert not first.is_convicted
+    add(second, died())
+    assert all(losses.is_convicted for losses in (first, second, third))
+
+
+def test_groups_that_die_together_convict_no_prompt_that_ran_on_all_of_them() -> None:
+    blame = Blame()
+    completions = [Losses(CONFIG, blame) for _ in range(5)]
+    for losses in completions:
+        losses.add(died(), num_tokens=0, on_probation=False)
+    assert completions[0].is_suspect
+    assert not completions[0].is_convicted
+
+
+def test_a_death_behind_the_place_of_the_others_convicts_no_other_completion() -> None:
+    blame = Blame()
+    first, second = Losses(CONFIG, blame), Losses(CONFIG, blame)
+    for error in (died(), died()):
+        add(first, error)
+        add(second, error)
+    add(first, died(), num_tokens=8)  # It was on probation, and acquitted.
+    assert first.num_deaths == 3
+    assert not first.is_convicted
+
+
 def test_who_got_past_the_place_of_earlier_deaths_is_acquitted_of_them() -> None:
     losses = Losses(CONFIG)
-    losses.add(died(), num_tokens=0)
-    losses.add(died(), num_tokens=0)
-    losses.add(died(), num_tokens=8)
+    add(losses, died())
+    add(losses, died())
+    add(losses, died(), num_tokens=8)
     assert losses.num_deaths == 1
     assert losses.num_lost == 3
 
@@ -36,17 +79,17 @@ def test_who_got_past_the_place_of_earlier_deaths_is_acquitted_of_them() -> None
 def test_draining_counts_for_nothing_and_a_broken_connection_as_no_death() -> None:
     losses = Losses(CONFIG)
     for _ in range(50):
-        losses.add(HandedOver("drains"), num_tokens=0)
+        add(losses, HandedOver("drains"))
     assert (losses.num_lost, losses.num_deaths) == (0, 0)
-    losses.add(GroupLost("odd"), num_tokens=0)
+    add(losses, GroupLost("odd"))
     assert (losses.num_lost, losses.num_deaths) == (1, 0)
 
 
 def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
     losses = Losses(CONFIG)
     cut_off = died()
-    losses.add(died(), num_tokens=0)
-    losses.add(cut_off, num_tokens=0)
+    add(losses, died())
+    add(losses, cut_off)
     assert losses.is_suspect
     cut_off.death.is_refuted = True
     assert not losses.is_suspect
@@ -56,9 +99,9 @@ def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
 def test_attempts_have_an_end_whatever_they_die_of() -> None:
     losses = Losses(CONFIG)
     for _ in range(4):
-        losses.add(died(), num_tokens=100)
+        add(losses, died(), num_tokens=100)
         assert not losses.is_hopeless
-    losses.add(died(), num_tokens=100)
+    add(losses, died(), num_tokens=100)
     assert losses.is_hopeless
     assert not losses.is_convicted
 

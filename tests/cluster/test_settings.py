@@ -34,6 +34,22 @@ def test_autoscaling_is_read_by_name() -> None:
     assert (config.min_groups, config.max_groups) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 1.0),
+        ({"autoscaling": {"max_groups": 4}}, 10.0),
+        ({"autoscaling": {"max_groups": 4, "target_ttft_s": 0.1}}, 1.0),
+        ({"autoscaling": {"max_groups": 4}, "max_queue_wait_s": 0.5}, 0.5),
+        ({"max_queue_wait_s": 0}, 0.0),
+    ],
+)
+def test_a_burst_may_wait_for_longer_where_it_calls_for_groups(
+    given: dict[str, object], expected: float
+) -> None:
+    assert config_from(given).admission().max_queue_wait_s == expected
+
+
 def test_without_a_model_it_is_the_demo_model() -> None:
     config = config_from({})
     assert config.engine.model == demo_model.PATH

@@ -15,6 +15,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from quire.cluster import telemetry
+from quire.cluster.config import ClusterConfig
 from quire.cluster.demand import Demand
 from quire.cluster.deployments import Gateway, ReplicaGroup
 from quire.cluster.groups import Groups
@@ -32,6 +33,18 @@ OTHERS = {"RayService", "HTTPRoute", "GRPCRoute", "PodMonitor", "ServiceMonitor"
 CRDS = Path(os.environ.get("QUIRE_CRDS", Path(__file__).parents[3] / "shared/data/crds"))
 
 Manifest = dict[str, Any]
+
+BOUNDS = {
+    ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",
+    ("admission", "standingWaitSeconds"): "standing_wait_s",
+    ("admission", "maxQueuedRequests"): "max_queued_requests",
+    ("admission", "maxQueuedTokens"): "max_queued_tokens",
+    ("failover", "silenceSeconds"): "silence_timeout_s",
+    ("failover", "stepDeadlineSeconds"): "step_deadline_s",
+    ("failover", "maxGroupDeaths"): "max_group_deaths",
+    ("gateway", "handoverSeconds"): "handover_s",
+}
+"""Values of the chart that the application knows by another name, and has the same default for."""
 
 
 def render(values: dict[str, Any]) -> list[Manifest]:
@@ -146,6 +159,23 @@ def test_the_application_accepts_its_settings(
         assert config.min_groups == scaled["minGroups"]
         assert config.max_groups == scaled["maxGroups"]
         assert config.autoscaling.target_ttft_s == scaled["targetTtftSeconds"]
+
+
+def test_admission_and_failover_are_as_given_or_as_without_the_chart(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    config = config_from(settings(manifests))
+    known = {(section, name) for section in ("admission", "failover") for name in chart(section)}
+    assert known <= BOUNDS.keys()
+    for (section, name), field in BOUNDS.items():
+        wanted = values.get(section, {}).get(name, getattr(ClusterConfig, field))
+        assert getattr(config, field) == wanted
+
+
+def chart(section: str) -> dict[str, Any]:
+    """The chart's own values."""
+    given: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())[section]
+    return given
 
 
 def test_serve_accepts_its_configuration(manifests: list[Manifest], values: dict[str, Any]) -> None:
@@ -293,6 +323,9 @@ def test_services_and_policies_select_pods_that_exist(manifests: list[Manifest])
         ({"engine": {"device": "cuda", "blocksize": 16}}, "blocksize"),
         ({"engine": {"block_size": 24}}, "block_size"),
         ({"routing": {"policy": "fastest"}}, "policy"),
+        ({"admission": {"maxQueueWaitSeconds": -1}}, "maxQueueWaitSeconds"),
+        ({"admission": {"maxQueueWait": 2}}, "maxQueueWait"),
+        ({"failover": {"maxGroupDeaths": 1}}, "maxGroupDeaths"),
         ({"model": {"source": "s3"}}, "source"),
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
         ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),

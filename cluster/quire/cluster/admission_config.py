@@ -14,12 +14,12 @@ class AdmissionConfig:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    max_queue_wait_s: float = 10.0
-    """A request that is predicted to wait for longer until a group begins it is refused. This is
-    for bursts: it holds while a request found free groups a moment ago."""
+    max_queue_wait_s: float = 1.0
+    """A request that is predicted to wait for longer until a group begins it is refused. More takes
+    larger bursts; the first of an overload that lasts then wait for as long."""
     standing_wait_s: float = 1.0
-    """The same, once none has found them free for as long as this: a queue that stands makes
-    requests wait and nothing faster."""
+    """The same, where it is less, once no request has found free groups for as long as this: a
+    queue that stands makes requests wait and nothing faster."""
     min_queued_per_group: int = 2
     """So many requests for each group may wait in any case, be they as long as they may."""
     max_group_wait_s: float = 0.25

@@ -53,7 +53,7 @@ class Attempts:
         self._config = config
         self._resumes = resumes
         self._clock = clock
-        self._losses = Losses(config.resume)
+        self._losses = Losses(config.resume, request.blame)
         self._number = 0
         self._num_tokens = 0
         self._num_refusals = 0
@@ -62,6 +62,7 @@ class Attempts:
         self._decision: Decision | None = None
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
+        self._on_probation = False
         self._leave_probation: Callable[[], None] = _do_nothing
         resumes.budget.began()
 
@@ -76,11 +77,11 @@ class Attempts:
 
         Raises:
             QueueFull: Every group that was asked has a full queue.
+            Quarantined: Another completion of the prompt was, meanwhile.
             Unavailable: There is no group.
         """
         self._num_tokens = len(token_ids)
-        if self._losses.is_suspect:
-            self._leave_probation = await self._resumes.probation.enter()
+        self._on_probation = False
         try:
             return await self._begin(token_ids)
         except BaseException:
@@ -120,14 +121,12 @@ class Attempts:
         assert self._stream is not None
         if self._stream.num_tokens:
             self._full_since_s = None
-        self._losses.add(error, num_tokens=self._stream.num_tokens)
+        was_convicted = self._losses.is_convicted
+        self._losses.add(error, num_tokens=self._stream.num_tokens, on_probation=self._on_probation)
         if self._losses.is_convicted:
-            self._telemetry.quarantined.inc()
-            raise Quarantined(
-                f"quarantined: {self._losses.num_deaths} replica groups died one after the other "
-                "while they ran this request, the last of them with no other suspect; it is not "
-                f"tried again. The last one: {error}"
-            )
+            if not was_convicted:
+                self._telemetry.quarantined.inc()
+            raise self._quarantined()
         if isinstance(error, HandedOver):
             self._telemetry.handovers.inc()
             return
@@ -154,7 +153,8 @@ class Attempts:
             self._avoided.add(self.decision.group)
             return HandedOver(error.message)
         if error.code == pb.GroupError.GROUP_FAILED:
-            return GroupDied(error.message, Death(self.decision.group, epoch=0))
+            assert self._stream is not None
+            return GroupDied(error.message, Death(self.decision.group, self._stream.epoch))
         return GroupLost(error.message)
 
     @property
@@ -170,6 +170,12 @@ class Attempts:
         deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
+            if self._losses.is_suspect and not self._on_probation:
+                self._leave_probation = await self._resumes.probation.enter()
+                self._on_probation = True
+                deadline_s = self._clock() + wait_s
+            if self._losses.is_convicted:
+                raise self._quarantined()
             if self._groups.card not in (None, self._request.model):
                 raise Unavailable("the model was replaced while the request was under way")
             try:
@@ -217,7 +223,14 @@ class Attempts:
             sampling=params_to_proto(self._request.params),
             cache_salt=self._request.cache_salt,
             priority=self._request.priority,
-            probation_tokens=resume.probation_tokens if self._losses.is_suspect else 0,
+            probation_tokens=resume.probation_tokens if self._on_probation else 0,
+        )
+
+    def _quarantined(self) -> Quarantined:
+        return Quarantined(
+            f"quarantined: {self._losses.num_deaths} replica groups died one after the other "
+            "while they ran this request, the last of them with no other suspect; it is not "
+            f"tried again. The last one: {self._error}"
         )
 
     def _unavailable(self) -> Unavailable:

@@ -7,9 +7,12 @@ A request waits for three things, and begins when it has the last of them:
     blocks   KV that must be let go before it    over  blocks let go per second
 
 A speed counts only over times in which a group had more to do than it could do at once: what it
-does otherwise says how much was asked of it. How many sequences end per second is the tokens that
-come out over the mean length of an output, and that mean counts outputs under way (*censored*: they
-are at least so long), or else short ones, which end first, would pass for all of them.
+does otherwise says how much was asked of it. Of a step that computed all there was, what it took
+longer than one without prompts counts, where that is the greater part.
+
+How many sequences end per second is the tokens that come out over the mean length of an output, and
+that mean counts outputs under way (*censored*: they are at least so long), or else short ones,
+which end first, would pass for all of them.
 
 A gateway sees what the others sent only in the groups' frames. Until then it takes each of them to
 have sent as much as itself: several then fill the room that all of them see once and not once each,
@@ -167,6 +170,7 @@ class _GroupPace:
         self.block_size = description.block_size or 1
         self._own = _Speeds()
         self._others = others
+        self._decodes = _Rate()  # Steps per second that compute no prompt.
         self._last: tuple[float, pb.Load] | None = None
 
     @property
@@ -200,12 +204,26 @@ class _GroupPace:
             # A prompt counts as begun as a whole; what of it is still to come is known exactly
             # where nothing else waits, and evens out over time where something does.
             num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
+            if num_computed >= before.num_pending_prefill_tokens:
+                time_s = min(time_s, self._prefill_s(num_computed, time_s))
             self._add("prefill", num_computed, time_s)
+        elif before.num_running:
+            self._decodes.add(1, time_s)
         if self.max_num_seqs is not None and before.num_running >= self.max_num_seqs:
             self._add("output_when_full", num_output, time_s)
         elif before.num_waiting:
             self._add("output_when_short", num_output, time_s)
         return num_prompt, num_hits
+
+    def _prefill_s(self, num_tokens: int, step_s: float) -> float:
+        """For how long a step computed prompts that computed all there were: what it took longer
+        than one of decodes alone, where that is most of it; else as long as was thought.
+
+        It had room for more: a short prompt alone in a step would pass for a slow group.
+        """
+        decode_s = 1 / self._decodes.per_s(prior=_MIN_PER_S)
+        longer_s = step_s - decode_s if step_s >= 2 * decode_s else 0.0
+        return max(longer_s, num_tokens / self.prefill_per_s)
 
     def _add(self, name: str, amount: float, time_s: float) -> None:
         for speeds in (self._own, self._others):

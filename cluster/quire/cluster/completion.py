@@ -15,7 +15,7 @@ from quire.cluster.errors import GroupLost
 from quire.cluster.explanations import routing_message
 from quire.cluster.groups import Groups
 from quire.cluster.model_card import ModelCard
-from quire.cluster.resume import ResumeConfig, Resumes
+from quire.cluster.resume import Blame, ResumeConfig, Resumes
 from quire.cluster.telemetry import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
@@ -63,6 +63,8 @@ class CompletionRequest:
     """What the client calls the request."""
     explain_routing: bool = False
     """Tell the client of every candidate."""
+    blame: Blame = field(default_factory=Blame)
+    """Shared by all completions of the prompt."""
 
 
 class Completion:

@@ -9,6 +9,10 @@ from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
+_WAIT_OF_TARGET = 5.0
+"""Times the autoscaler's target that a burst may wait: by how much it is above that says how many
+groups are wanted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
@@ -57,13 +61,15 @@ class ClusterConfig:
     tls_key: Path | None = None
     api_keys_file: Path | None = None
     """One API key a line; clients must show one. ``None`` lets everyone in."""
-    max_queue_wait_s: float = 10.0
-    """A request that is predicted to wait for longer until a group begins it is refused at once."""
-    standing_wait_s: float = 1.0
-    """The same once no request has found a free group for as long as this."""
-    max_queued_requests: int = 1024
+    max_queue_wait_s: float | None = None
+    """A request that is predicted to wait for longer until a group begins it is refused at once.
+    ``None`` is 1 s; with ``autoscaling`` five times its ``target_ttft_s``, since a queue past that
+    is what asks for groups."""
+    standing_wait_s: float = AdmissionConfig.standing_wait_s
+    """The same, where it is less, once no request has found a free group for as long as this."""
+    max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
-    max_queued_tokens: int = 1_000_000
+    max_queued_tokens: int = AdmissionConfig.max_queued_tokens
     """Prompt tokens of these."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
@@ -134,8 +140,15 @@ class ClusterConfig:
 
     def admission(self) -> AdmissionConfig:
         """For each gateway."""
+        max_queue_wait_s = self.max_queue_wait_s
+        if max_queue_wait_s is None:
+            max_queue_wait_s = AdmissionConfig.max_queue_wait_s
+            if self.autoscaling is not None:
+                max_queue_wait_s = max(
+                    max_queue_wait_s, _WAIT_OF_TARGET * self.autoscaling.target_ttft_s
+                )
         return AdmissionConfig(
-            max_queue_wait_s=self.max_queue_wait_s,
+            max_queue_wait_s=max_queue_wait_s,
             standing_wait_s=self.standing_wait_s,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,

@@ -93,6 +93,10 @@ class Gateway:
         can_serve = self.groups.num_ready > 0 or self.config.wakes_groups
         return can_serve and not self._is_draining
 
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
         self._is_draining = True

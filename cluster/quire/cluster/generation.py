@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.cluster.completion import CompletionRequest
 from quire.cluster.model_card import ModelCard
+from quire.cluster.resume import Blame
 from quire.worker.errors import InvalidRequest
 from quire.worker.hashing import BlockHashes, TokenIds
 from quire.worker.sampling_params import MAX_SEED, SamplingParams
@@ -68,6 +69,7 @@ class Generation:
     def requests(self, *, first_index: int) -> Iterator[CompletionRequest]:
         """One for each completion, numbered from ``first_index``, their seeds one after another."""
         assert self.params.seed is not None
+        blame = Blame()
         for number in range(self.params.n):
             seed = (self.params.seed + number) % (MAX_SEED + 1)
             yield CompletionRequest(
@@ -82,6 +84,7 @@ class Generation:
                 priority=self.priority,
                 client_id=self.client_id,
                 explain_routing=self.explain_routing,
+                blame=blame,
             )
 
 

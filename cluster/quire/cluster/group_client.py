@@ -119,6 +119,7 @@ class GroupClient:
             on_credit=self._give_credit,
             on_proven=on_proven,
             turns=self._turns,
+            epoch=self.description.epoch,
         )
         self._streams[stream.key] = stream
         self._commands.put_nowait(pb.GroupCommand(submit=submit))

@@ -32,7 +32,10 @@ class GroupStream:
         on_credit: Callable[["GroupStream", int], None],
         on_proven: Callable[[], None] | None = None,
         turns: Turns | None = None,
+        epoch: int = 0,
     ) -> None:
+        self.epoch = epoch
+        """The group's incarnation."""
         self.key = (submit.request_id, submit.attempt)
         self._window = window
         self._on_abort = on_abort

@@ -133,18 +133,28 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self._gateway = gateway
-        self._updates: set[asyncio.Task[None]] = set()
-        self._server_status = dict.fromkeys(("", SERVICE), self._status())
+        self._changed = asyncio.Event()
+        self._on_change()
         gateway.watch(self._on_change)
 
-    def _on_change(self) -> None:
-        task = asyncio.create_task(self._update())
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """Ends when the gateway drains: who watches would keep it until the grace is over."""
+        unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        shown = None
+        while True:
+            changed = self._changed
+            status = self._server_status.get(request.service, unknown)
+            if status != shown:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                shown = status
+            if self._gateway.is_draining:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
+            await changed.wait()
 
-    async def _update(self) -> None:
-        for service in ("", SERVICE):
-            await self.set(service, self._status())
+    def _on_change(self) -> None:
+        self._server_status = dict.fromkeys(("", SERVICE), self._status())
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus:
         is_ready = self._gateway.is_ready

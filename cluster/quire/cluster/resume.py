@@ -5,10 +5,11 @@ A group that drains, is full, or is merely cut off for a moment is nobody's faul
 they must be if a hundred streams are to survive one crash. A completion under which
 ``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between, is a
 *suspect*: it is run again while no other suspect is on the same group, so that one more death is
-its own. What kills a group does so again where it did before, at the first token behind those that
-were received, or a few later where the last ones were lost on the way; who gets past that point is
-acquitted, and the next one's turn comes. So no more than ``max_group_deaths`` groups die of a
-request, and who only happened to be there is resumed.
+its own. The completions of one prompt are blamed together, as one request. What kills a group does
+so again where it did before, at the first token behind those that were received, or a few later
+where the last ones were lost on the way; who gets past that point is acquitted, and the next one's
+turn comes. So no more than ``max_group_deaths`` groups die of a request, and who only happened to
+be there is resumed.
 """
 
 import asyncio
@@ -45,19 +46,47 @@ class ResumeConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
 
 
-class Losses:
-    """What has become of one completion's attempts."""
+class Blame:
+    """What the completions of one prompt share: the groups that died under any of them."""
 
-    def __init__(self, config: ResumeConfig) -> None:
-        self.num_lost = 0
-        """Attempts lost, but for those handed over."""
-        self._config = config
-        self._deaths: list[Death] = []
+    def __init__(self) -> None:
+        self.is_convicted = False
+        """From then on none of them is run again."""
+        self._deaths: list[list[Death]] = []
 
     @property
     def num_deaths(self) -> int:
-        """Groups that died under it in a row."""
-        return sum(not death.is_refuted for death in self._deaths)
+        """Groups that died, each counted once, however many of the completions it ran."""
+        return len(
+            {
+                (death.group, death.epoch)
+                for deaths in self._deaths
+                for death in deaths
+                if not death.is_refuted
+            }
+        )
+
+    def completion(self) -> list[Death]:
+        """A list for the deaths of one more completion, for it to keep."""
+        self._deaths.append([])
+        return self._deaths[-1]
+
+
+class Losses:
+    """What has become of one completion's attempts."""
+
+    def __init__(self, config: ResumeConfig, blame: Blame | None = None) -> None:
+        """``blame`` is that of its prompt."""
+        self.num_lost = 0
+        """Attempts lost, but for those handed over."""
+        self._config = config
+        self._blame = blame or Blame()
+        self._deaths = self._blame.completion()
+
+    @property
+    def num_deaths(self) -> int:
+        """Groups that died in a row under it, or under others of its prompt."""
+        return self._blame.num_deaths
 
     @property
     def is_suspect(self) -> bool:
@@ -65,21 +94,28 @@ class Losses:
 
     @property
     def is_convicted(self) -> bool:
-        return self.num_deaths >= self._config.max_group_deaths
+        return self._blame.is_convicted
 
     @property
     def is_hopeless(self) -> bool:
         return self.num_lost >= self._config.max_attempts
 
-    def add(self, error: GroupLost, *, num_tokens: int) -> None:
-        """Counts a lost attempt, which had brought ``num_tokens``."""
+    def add(self, error: GroupLost, *, num_tokens: int, on_probation: bool) -> None:
+        """Counts a lost attempt, which had brought ``num_tokens``.
+
+        Only a death on probation can convict: completions of one prompt may be on several groups
+        that die of something else.
+        """
         if isinstance(error, HandedOver):
             return
         self.num_lost += 1
         if num_tokens >= self._config.probation_tokens:
             self._deaths.clear()  # It got past where those groups died.
+            on_probation = False
         if isinstance(error, GroupDied):
             self._deaths.append(error.death)
+            if on_probation and self.num_deaths >= self._config.max_group_deaths:
+                self._blame.is_convicted = True
 
 
 class RetryBudget:

@@ -132,6 +132,8 @@ capabilities: {drop: [ALL]}
 {{/* The arguments of quire.cluster.app:application. */}}
 {{- define "quire.settings" -}}
 {{- $gateway := .Values.gateway -}}
+{{- $admission := .Values.admission -}}
+{{- $failover := .Values.failover -}}
 {{- $engine := merge (dict "tensor_parallel_size" .Values.groups.tensorParallelSize) .Values.engine -}}
 {{- with include "quire.modelPath" . }}{{ $_ := set $engine "model" . }}{{ end -}}
 {{- $settings := dict
@@ -145,7 +147,15 @@ capabilities: {drop: [ALL]}
   "host" "0.0.0.0"
   "grpc_port" $gateway.ports.grpc
   "http_port" $gateway.ports.http
+  "max_queue_wait_s" $admission.maxQueueWaitSeconds
+  "standing_wait_s" $admission.standingWaitSeconds
+  "max_queued_requests" (int $admission.maxQueuedRequests)
+  "max_queued_tokens" (int $admission.maxQueuedTokens)
+  "silence_timeout_s" $failover.silenceSeconds
+  "step_deadline_s" $failover.stepDeadlineSeconds
+  "max_group_deaths" $failover.maxGroupDeaths
   "drain_timeout_s" $gateway.drainSeconds
+  "handover_s" $gateway.handoverSeconds
   "start_first" .Values.upgrade.startFirst -}}
 {{- with .Values.groups.autoscaling }}{{ if .enabled -}}
 {{- $_ := set $settings "autoscaling" (dict

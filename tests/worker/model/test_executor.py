@@ -181,11 +181,16 @@ time.sleep(600)
 """
 
 
-def test_ranks_of_a_killed_script_end_with_it(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", ["1", "0"], ids=["memory", "gloo"])
+def test_a_killed_script_leaves_neither_ranks_nor_files(
+    tiny_llama: Path, tmp_path: Path, native: str
+) -> None:
     """The script has no ``__main__`` guard, and runs where its imports could not be found."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "torch.py").write_text("raise ImportError('from the working directory')")
     (tmp_path / "elsewhere").mkdir()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     (tmp_path / "script.py").rename(tmp_path / "elsewhere" / "script.py")
     script = subprocess.Popen(
         [sys.executable, str(tmp_path / "elsewhere" / "script.py"), str(tiny_llama)],
@@ -195,8 +200,8 @@ def test_ranks_of_a_killed_script_end_with_it(tiny_llama: Path, tmp_path: Path) 
         env=os.environ
         | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # What is killed leaves the file behind by which its ranks met.
-            "TMPDIR": str(tmp_path),
+            "TMPDIR": str(temporary),
+            "QUIRE_NATIVE": native,
         },
     )
     try:
@@ -209,3 +214,4 @@ def test_ranks_of_a_killed_script_end_with_it(tiny_llama: Path, tmp_path: Path) 
         script.kill()
         script.communicate()
     wait_until_gone(pids)
+    assert not list(temporary.iterdir())

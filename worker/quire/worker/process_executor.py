@@ -49,7 +49,7 @@ class ProcessExecutor(LockstepExecutor):
             RankStart(
                 rank=rank.number,
                 config=config,
-                rendezvous=processes.directory / "rendezvous",
+                rendezvous=processes.rendezvous,
                 slots_offset=offset,
                 slot_bytes=size,
             )

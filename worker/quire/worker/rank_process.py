@@ -5,12 +5,10 @@ the user's main module again and so needs a guard in every script.
 """
 
 import os
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -66,12 +64,17 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self.ranks: list[RankProcess] = []
-        self.directory = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self._owner_pid = os.getpid()
         # Nothing is ever written: when the last write end closes, every rank sees the end.
         self._lifeline_read, self._lifeline_write = os.pipe()
         # Memory without a name: gone with its last user, however that ends.
         self.shared_fd = os.memfd_create("quire-ranks")
+        self._rendezvous_fd = os.memfd_create("quire-rendezvous")
+
+    @property
+    def rendezvous(self) -> Path:
+        """An empty file for the ranks to meet by, under the name that each of them has for it."""
+        return Path(f"/proc/self/fd/{self._rendezvous_fd}")
 
     def start(self, config: EngineConfig, *, shared_bytes: int, send_timeout_s: float) -> None:
         """Starts all ranks at once. A message that one does not take in time raises
@@ -100,7 +103,7 @@ class RankProcesses:
                     [sys.executable, "-P", "-m", RANK_MODULE, *map(str, fds)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
-                    pass_fds=fds,
+                    pass_fds=(*fds, self._rendezvous_fd),
                     # Not in the terminal's foreground group: Ctrl-C is for this process alone.
                     process_group=0,
                 )
@@ -118,7 +121,7 @@ class RankProcesses:
         os.close(self._lifeline_write)
         os.close(self._lifeline_read)
         os.close(self.shared_fd)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._rendezvous_fd)
 
 
 def threads_per_rank(config: EngineConfig) -> int:

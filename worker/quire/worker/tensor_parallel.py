@@ -142,8 +142,8 @@ def join(
 ) -> TensorParallel:
     """This rank's end of a group on one node, over the fastest way there is between its ranks.
 
-    ``rendezvous`` is a file that does not exist yet: nothing can take it between the choice and
-    the use, as a port could be. ``shared_fd`` is a file of
+    ``rendezvous`` is an empty file: nothing can take it between the choice and the use, as a port
+    could be. ``shared_fd`` is a file of
     `quire.kernels.native_shared.shared_bytes` zeros.
     """
     library = native.library() if device.type == "cpu" else None
