@@ -1,0 +1,110 @@
+"""Which running replicas Ray Serve stops first: said to it from within its own controller.
+
+Serve asks a policy how many replicas there should be, and chooses itself who goes
+(`DeploymentScheduler._get_replicas_to_stop`); it offers no way to have a say. But it asks the
+policy in the process and thread of that scheduler, one round of its loop before the scheduler
+chooses. So that one method is wrapped here, by whoever has an order to give.
+
+Always true: as many replicas go as Serve wants; those that do not run yet go first, as Serve has
+it; a running one is exchanged only for another running one of the same deployment, for which an
+order was given; and Serve's own choice stands, with one warning, wherever its inside is not what is
+known here or anything goes wrong. Nothing else in Quire depends on Serve's inside.
+"""
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from ray.serve._private.common import ReplicaID
+
+_log = logging.getLogger("ray.serve")
+
+_METHOD = "_get_replicas_to_stop"
+_PARAMETERS = [
+    "self",
+    "deployment_id",
+    "max_num_to_stop",
+    "gang_id_by_replica",
+    "replicas_by_gang_id",
+    "gang_size",
+]
+"""Of the method in Ray 2.60."""
+
+Choose = Callable[..., set[Any]]
+Replica = TypeVar("Replica", bound=Hashable)
+
+_orders: dict[Hashable, tuple[Hashable, ...]] = {}
+"""By deployment; the latest only. What has gone since is passed over."""
+
+
+def stop_first(order: Sequence["ReplicaID"]) -> None:
+    """Has Serve stop these running replicas of one deployment in this order, until told another.
+
+    To be called in the process of Serve's controller. Never fails.
+    """
+    if order and _is_serve_steered():
+        _orders[order[0].deployment_id] = tuple(order)
+
+
+def exchanged(
+    chosen: AbstractSet[Replica], order: Sequence[Replica], *, can_go: AbstractSet[Replica]
+) -> set[Replica]:
+    """As many as were chosen: those of them that no order was given for, and the first of it."""
+    ordered = [replica for replica in order if replica in can_go]
+    num_ordered = sum(replica in chosen for replica in ordered)
+    return set(chosen).difference(ordered).union(ordered[:num_ordered])
+
+
+@functools.cache
+def _is_serve_steered() -> bool:
+    try:
+        from ray.serve._private.deployment_scheduler import DeploymentScheduler
+    except ImportError as error:
+        _left_to_serve(repr(error))
+        return False
+    return steer(DeploymentScheduler)
+
+
+def steer(scheduler: type) -> bool:
+    """Wraps the class's choice, if it is the one known here; else warns and leaves it alone."""
+    choose = getattr(scheduler, _METHOD, None)
+    try:
+        parameters = list(inspect.signature(choose).parameters) if choose is not None else []
+    except (TypeError, ValueError):
+        parameters = []
+    if choose is None or parameters != _PARAMETERS:
+        _left_to_serve(f"{_METHOD} takes {parameters}, not {_PARAMETERS}")
+        return False
+    setattr(scheduler, _METHOD, _steered(choose))
+    return True
+
+
+def _steered(choose: Choose) -> Choose:
+    @functools.wraps(choose)
+    def choose_in_order(
+        self: Any, deployment_id: Hashable, max_num_to_stop: int, *gangs: Any, **named_gangs: Any
+    ) -> set[Any]:
+        chosen = choose(self, deployment_id, max_num_to_stop, *gangs, **named_gangs)
+        order = _orders.get(deployment_id)
+        if order is None or any(gang is not None for gang in (*gangs, *named_gangs.values())):
+            return chosen
+        try:
+            # It reads only, so that asking for all of them tells which there are.
+            can_go = choose(self, deployment_id, sys.maxsize)
+            return exchanged(chosen, order, can_go=can_go)
+        except Exception as error:  # Of a method that is not ours, by a name that need not last.
+            _left_to_serve(repr(error))
+            return chosen
+
+    return choose_in_order
+
+
+@functools.cache
+def _left_to_serve(reason: str) -> None:
+    """Warns once for each reason."""
+    _log.warning("which group goes when there are too many is left to Ray Serve: %s", reason)
