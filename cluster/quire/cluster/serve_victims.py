@@ -5,22 +5,23 @@ Serve asks a policy how many replicas there should be, and chooses itself who go
 policy in the process and thread of that scheduler, one round of its loop before the scheduler
 chooses. So that one method is wrapped here, by whoever has an order to give.
 
-Always true: as many replicas go as Serve wants; those that do not run yet go first, as Serve has
-it; a running one is exchanged only for another running one of the same deployment, for which an
-order was given; and Serve's own choice stands, with one warning, wherever its inside is not what is
+Always true: as many replicas go as Serve wants; those that do not run yet go first, then those that
+are not on the head's node, then those on nodes with the fewest replicas, as Serve has it, so that
+nodes get empty. Among equals Serve takes the newest, and here the order decides that was given for
+their deployment. Serve's own choice stands, with one warning, wherever its inside is not what is
 known here or anything goes wrong. Nothing else in Quire depends on Serve's inside.
 """
 
 import functools
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from ray.serve._private.common import ReplicaID
+    from ray.serve._private.common import DeploymentID, ReplicaID
 
 _log = logging.getLogger("ray.serve")
 
@@ -42,20 +43,31 @@ _orders: dict[Hashable, tuple[Hashable, ...]] = {}
 """By deployment; the latest only. What has gone since is passed over."""
 
 
-def stop_first(order: Sequence["ReplicaID"]) -> None:
-    """Has Serve stop these running replicas of one deployment in this order, until told another.
+def stop_first(deployment_id: "DeploymentID", order: Sequence["ReplicaID"]) -> None:
+    """Has Serve stop these running replicas of a deployment in this order, until told another.
 
     To be called in the process of Serve's controller. Never fails.
     """
-    if order and _is_serve_steered():
-        _orders[order[0].deployment_id] = tuple(order)
+    if len(order) > 1 and _is_serve_steered():
+        _orders[deployment_id] = tuple(order)
 
 
 def exchanged(
-    chosen: AbstractSet[Replica], order: Sequence[Replica], *, can_go: AbstractSet[Replica]
+    chosen: AbstractSet[Replica],
+    order: Sequence[Replica],
+    *,
+    node_of: Mapping[Replica, str],
+    num_on_node: Mapping[str, int],
+    head: str,
 ) -> set[Replica]:
-    """As many as were chosen: those of them that no order was given for, and the first of it."""
-    ordered = [replica for replica in order if replica in can_go]
+    """As many as were chosen. Of those that run, and that an order was given for, others may go.
+
+    ``node_of`` are the replicas that run, ``num_on_node`` those of all deployments.
+    """
+    ordered = sorted(
+        (replica for replica in order if replica in node_of),
+        key=lambda replica: (node_of[replica] == head, num_on_node[node_of[replica]]),
+    )
     num_ordered = sum(replica in chosen for replica in ordered)
     return set(chosen).difference(ordered).union(ordered[:num_ordered])
 
@@ -94,9 +106,15 @@ def _steered(choose: Choose) -> Choose:
         if order is None or any(gang is not None for gang in (*gangs, *named_gangs.values())):
             return chosen
         try:
-            # It reads only, so that asking for all of them tells which there are.
-            can_go = choose(self, deployment_id, sys.maxsize)
-            return exchanged(chosen, order, can_go=can_go)
+            running = self._running_replicas
+            nodes = Counter(node for replicas in running.values() for node in replicas.values())
+            return exchanged(
+                chosen,
+                order,
+                node_of=running[deployment_id],
+                num_on_node=nodes,
+                head=self._head_node_id,
+            )
         except Exception as error:  # Of a method that is not ours, by a name that need not last.
             _left_to_serve(repr(error))
             return chosen
