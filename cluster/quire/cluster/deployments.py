@@ -88,7 +88,11 @@ class ReplicaGroup:
             "num_waiting": stats.num_waiting,
             "max_num_seqs": self._config.engine.max_num_seqs,
             "kv_use": stats.num_held_blocks / stats.num_total_blocks,
-            "worth": self._worth.observe(stats, now_s=now_s),
+            "worth": self._worth.observe(
+                num_hit_tokens=stats.num_hit_tokens,
+                num_held_tokens=stats.num_held_slots - stats.num_wasted_slots,
+                now_s=now_s,
+            ),
             **demand,
         }
 

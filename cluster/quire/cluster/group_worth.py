@@ -9,8 +9,6 @@ groups hold is asked for in all of them: it counts for all alike, and decides no
 
 from math import exp
 
-from quire.worker.engine import EngineStats
-
 LATELY_S = 120.0
 """A hit counts in full at first, and for 1/e after so long."""
 
@@ -23,9 +21,13 @@ class GroupWorth:
         self._num_hit_tokens = 0
         self._time_s = 0.0
 
-    def observe(self, stats: EngineStats, *, now_s: float) -> float:
-        """The group's worth in tokens, by its statistics at a time that does not go back."""
+    def observe(self, *, num_hit_tokens: int, num_held_tokens: int, now_s: float) -> float:
+        """The group's worth in tokens, at a time that does not go back.
+
+        ``num_hit_tokens`` counts prompt tokens that were in the cache, since the group began;
+        ``num_held_tokens`` are those of running requests, now.
+        """
         self._num_saved_tokens *= exp((self._time_s - now_s) / LATELY_S)
-        self._num_saved_tokens += stats.num_hit_tokens - self._num_hit_tokens
-        self._num_hit_tokens, self._time_s = stats.num_hit_tokens, now_s
-        return self._num_saved_tokens + stats.num_held_slots - stats.num_wasted_slots
+        self._num_saved_tokens += num_hit_tokens - self._num_hit_tokens
+        self._num_hit_tokens, self._time_s = num_hit_tokens, now_s
+        return self._num_saved_tokens + num_held_tokens
