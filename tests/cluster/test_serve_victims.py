@@ -27,7 +27,7 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DeploymentScheduler, "_get_replicas_to_stop", choose)
     monkeypatch.setattr(serve_victims, "_orders", {})
     serve_victims._is_serve_steered.cache_clear()
-    serve_victims._left_to_serve.cache_clear()
+    monkeypatch.setattr(serve_victims, "_has_warned", False)
     yield
     serve_victims._is_serve_steered.cache_clear()
 

@@ -34,9 +34,8 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: En
 
 def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoints) -> None:
     """The older one, where Serve would take the newer; its streams go on, token for token."""
-    stream = prompt(1), 400
     with grpc.insecure_channel(scaled_endpoints.grpc) as channel, ThreadPoolExecutor(10) as pool:
-        older, _, expected = run(channel, *stream)
+        older, _, _ = run(channel, prompt(1), 2)
         enough, ended = threading.Event(), threading.Event()
 
         def load(number: int) -> None:
@@ -45,45 +44,44 @@ def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoin
                 run(channel, prompt(number, num_tokens=30), 100)
                 number += 10
 
-        def streams() -> list[tuple[str, list[int]]]:
-            ran = []
+        def stream(token_ids: list[int]) -> list[list[int]]:
+            answers = []
             while not ended.is_set():
-                group, _, token_ids = run(channel, *stream)
-                ran.append((group, token_ids))
-            return ran
+                answers.append(run(channel, token_ids, 400)[2])
+            return answers
 
         loads = [pool.submit(load, 100 + number) for number in range(5)]
         wait_until(lambda: num_groups("RUNNING") == 2)
-        newer, known = known_elsewhere(channel, older)
-        for _ in range(60):
-            assert run(channel, known, 2)[:2] == (newer, 848)
+        newer, valued = known(channel, lambda group: group != older)
+        for _ in range(100):
+            assert run(channel, valued, 2)[:2] == (newer, 496)
+        _, streamed = known(channel, lambda group: group == older)
         enough.set()
-        for each in loads:
-            each.result()
-        # They go where their prompt is known.
-        running = [pool.submit(streams) for _ in range(2)]
+        streams = [pool.submit(stream, streamed) for _ in range(2)]
         wait_until(lambda: num_groups() == 1)
         ended.set()
-        ran = [each for one in running for each in one.result()]
-        assert all(token_ids == expected for _, token_ids in ran)
+        for each in loads:
+            each.result()
+        answers = [answer for each in streams for answer in each.result()]
+        group, _, expected = run(channel, streamed, 400)
+        assert group == newer
+        assert all(answer == expected for answer in answers)
         last = InferenceStub(channel).ExplainRouting(pb.ExplainRoutingRequest(limit=1000))
         ends = {(each.routing.group, each.outcome.split(":")[0]) for each in last.decisions}
         assert (older, "moved") in ends
-        assert run(channel, known, 2)[:2] == (newer, 848)
 
 
 def prompt(seed: int, *, num_tokens: int = 500) -> list[int]:
     return random.Random(seed).choices(range(3, 4000), k=num_tokens)
 
 
-def known_elsewhere(channel: grpc.Channel, group: str) -> tuple[str, list[int]]:
-    """Another group, and a prompt of 850 tokens that only it knows."""
-    for seed in range(1000, 1200):
-        token_ids = prompt(seed, num_tokens=850)
-        other, _, _ = run(channel, token_ids, 2)
-        if other != group:
-            return other, token_ids
-    raise AssertionError(f"{group} took every prompt")
+def known(channel: grpc.Channel, is_wanted: Callable[[str], bool]) -> tuple[str, list[int]]:
+    """A group that is wanted, and a prompt that it alone knows."""
+    for token_ids in map(prompt, range(1000, 1200)):
+        group, _, _ = run(channel, token_ids, 2)
+        if is_wanted(group):
+            return group, token_ids
+    raise AssertionError("no such group took any prompt")
 
 
 def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> tuple[str, int, list[int]]:

@@ -42,6 +42,8 @@ Replica = TypeVar("Replica", bound=Hashable)
 _orders: dict[Hashable, tuple[Hashable, ...]] = {}
 """By deployment; the latest only. What has gone since is passed over."""
 
+_has_warned = False
+
 
 def stop_first(deployment_id: "DeploymentID", order: Sequence["ReplicaID"]) -> None:
     """Has Serve stop these running replicas of a deployment in this order, until told another.
@@ -115,14 +117,16 @@ def _steered(choose: Choose) -> Choose:
                 num_on_node=nodes,
                 head=self._head_node_id,
             )
-        except Exception as error:  # Of a method that is not ours, by a name that need not last.
+        except Exception as error:  # Whatever becomes of names that are not ours.
             _left_to_serve(repr(error))
             return chosen
 
     return choose_in_order
 
 
-@functools.cache
 def _left_to_serve(reason: str) -> None:
-    """Warns once for each reason."""
-    _log.warning("which group goes when there are too many is left to Ray Serve: %s", reason)
+    """Warns, once in a controller's life."""
+    global _has_warned
+    if not _has_warned:
+        _log.warning("which group goes when there are too many is left to Ray Serve: %s", reason)
+    _has_warned = True
