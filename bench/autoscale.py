@@ -7,8 +7,8 @@ Groups are the simulator's, with its costs of an 8B model on an H100. Requests o
 ``--rate`` times as fast, a rate for each equal part of the replay. Groups report once a second and
 the policy is asked twice a second, a fifth of a second after them: slower than under Ray Serve.
 A new group takes ``--start-s`` to start. A request goes to the group with the least prefill ahead
-of it and of its own, cached prefixes subtracted. What goes is the newest group, which finishes
-what it has, and counts until then.
+of it and of its own, cached prefixes subtracted. The group that goes is the one worth least; it
+finishes what it has, and counts until then.
 
 Groups that the policy never has at once do not help: the fixed numbers to compare with are what
 it used on average and its maximum.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from quire.cluster.autoscaling import Observation, Sample, State, decide
 from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.group_worth import GroupWorth
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.pool import LruPool
@@ -120,6 +121,8 @@ class Elastic:
     full_ms: float = 0.0
     began: tuple[float, int] = (0.0, 0)
     """The step under way: when, and with how many tokens pending."""
+    num_hit_tokens: int = 0
+    worth: GroupWorth = field(default_factory=GroupWorth)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def end(self, now_ms: float) -> None:
@@ -136,7 +139,8 @@ class Elastic:
         self.began = now_ms, self.group.num_pending
 
     def report(self, now_ms: float) -> None:
-        group = self.group
+        group, pool = self.group, self.pool
+        kv_use = 1 - pool.num_available / pool.num_blocks
         self.samples.append(
             Sample(
                 time_s=now_ms / 1000,
@@ -147,7 +151,12 @@ class Elastic:
                 num_running=group.num_running,
                 num_waiting=group.num_waiting,
                 max_num_seqs=ENGINE.max_num_seqs,
-                kv_use=1 - self.pool.num_available / self.pool.num_blocks,
+                kv_use=kv_use,
+                worth=self.worth.observe(
+                    num_hit_tokens=self.num_hit_tokens,
+                    num_held_tokens=round(kv_use * COST.num_cache_tokens),
+                    now_s=now_ms / 1000,
+                ),
             )
         )
 
@@ -173,6 +182,7 @@ class Replay:
         self._fixed = fixed
         self._state = State()
         self._now_ms = 0.0
+        self._next_request, self._next_report_ms, self._next_decision_ms = 0, REPORT_MS, LAG_MS
         self._queue: list[int] = []  # Requests that wait at the gateway.
         self._groups: list[Elastic] = []
         self._ends: list[tuple[float, int]] = []
@@ -180,25 +190,28 @@ class Replay:
         for _ in range(settings.min_groups if fixed is None else fixed):
             self._start(ready_ms=0.0)
 
-    def run(self) -> None:
+    def run(self, *, until_ms: float = inf) -> None:
+        """To the end, or up to a time; it can go on from there."""
         arrivals = self._trace.arrival_ms
-        request_id, report_ms, decide_ms = 0, REPORT_MS, LAG_MS
-        while request_id < len(arrivals) or self._ends or self._queue:
-            arrival = arrivals[request_id] if request_id < len(arrivals) else inf
+        while self._next_request < len(arrivals) or self._ends or self._queue:
+            arrival = arrivals[self._next_request] if self._next_request < len(arrivals) else inf
             end = self._ends[0][0] if self._ends else inf
-            self._now_ms = min(arrival, end, report_ms, decide_ms)
-            if self._now_ms == end:
+            next_ms = min(arrival, end, self._next_report_ms, self._next_decision_ms)
+            if next_ms > until_ms:
+                return
+            self._now_ms = next_ms
+            if next_ms == end:
                 self._end(heappop(self._ends))
-            elif self._now_ms == report_ms:
+            elif next_ms == self._next_report_ms:
+                self._next_report_ms += REPORT_MS
                 for each in self._running():
-                    each.report(report_ms)
-                report_ms += REPORT_MS
-            elif self._now_ms == decide_ms:
+                    each.report(next_ms)
+            elif next_ms == self._next_decision_ms:
+                self._next_decision_ms += DECIDE_MS
                 self._decide()
-                decide_ms += DECIDE_MS
             else:
-                self._route(request_id)
-                request_id += 1
+                self._next_request += 1
+                self._route(self._next_request - 1)
         for each in self._groups:
             self.group_ms += self._now_ms - each.asked_ms
 
@@ -217,9 +230,10 @@ class Replay:
         if self._fixed is not None:
             return
         staying = [each for each in self._groups if not each.is_leaving]
+        candidates = [each for each in running if not each.is_leaving]
         observation = Observation(
             num_groups=len(staying),
-            groups=[tuple(each.samples) for each in running if not each.is_leaving],
+            groups=[tuple(each.samples) for each in candidates],
             num_gateway_tokens=sum(self._trace.num_input[request] for request in self._queue),
         )
         now_s = self._now_ms / 1000
@@ -228,9 +242,16 @@ class Replay:
             self.changes.append((now_s, decision.num_groups, decision.reason))
         for _ in range(decision.num_groups - len(staying)):
             self._start(ready_ms=self._now_ms + self._start_ms)
-        for each in staying[decision.num_groups :]:
-            each.is_leaving = True
-            self._leave(each)
+        # What does not run yet goes first, as under Ray Serve.
+        order = [each for each in reversed(staying) if each not in candidates]
+        order += [candidates[index] for index in decision.going]
+        for each in order[: max(len(staying) - decision.num_groups, 0)]:
+            self._let_go(each, candidates)
+
+    def _let_go(self, each: Elastic, candidates: list[Elastic]) -> None:
+        """``candidates`` are the groups that run, and could go instead."""
+        each.is_leaving = True
+        self._leave(each)
 
     def _start(self, *, ready_ms: float) -> None:
         pool = LruPool(
@@ -267,6 +288,7 @@ class Replay:
             return each.group.num_pending + missing, each.group.num_running
 
         best = min(groups, key=cost)
+        best.num_hit_tokens += trace.block_size * best.pool.match(chain, limit)
         before = best.group.wake_at
         best.group.add(request_id, self._now_ms)
         if best.group.wake_at != before and best.group.wake_at is not None:

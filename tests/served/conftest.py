@@ -48,11 +48,14 @@ def endpoints() -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="module")
 def scaled_endpoints() -> Iterator[Endpoints]:
-    """The same with groups of one rank, that come and go."""
+    """The same with groups of one rank, that come and go, and hand over what they have at once."""
     config = replace(
         CONFIG,
-        engine=replace(CONFIG.engine, tensor_parallel_size=1),
-        autoscaling=AutoscalingSettings(min_groups=0, max_groups=2, idle_delay_s=8),
+        engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
+        autoscaling=AutoscalingSettings(
+            min_groups=0, max_groups=2, down_delay_s=1, down_step_s=1, idle_delay_s=8
+        ),
+        drain_timeout_s=0,
     )
     with marked_processes(), running_cluster(config) as endpoints:
         yield endpoints

@@ -1,5 +1,7 @@
 """Groups that come and go under a real Ray Serve: from none, to none, and again."""
 
+import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from ray import serve
 from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -29,6 +32,77 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: En
         assert again == [first] * 4
 
 
+def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoints) -> None:
+    """The older one, where Serve would take the newer; its streams go on, token for token."""
+    with grpc.insecure_channel(scaled_endpoints.grpc) as channel, ThreadPoolExecutor(10) as pool:
+        older, _, _ = run(channel, prompt(1), 2)
+        enough, ended = threading.Event(), threading.Event()
+
+        def load(number: int) -> None:
+            """One request more than a group may run, none of which a cache knows."""
+            while not enough.is_set():
+                run(channel, prompt(number, num_tokens=30), 100)
+                number += 10
+
+        def stream(token_ids: list[int]) -> list[list[int]]:
+            answers = []
+            while not ended.is_set():
+                answers.append(run(channel, token_ids, 400)[2])
+            return answers
+
+        loads = [pool.submit(load, 100 + number) for number in range(5)]
+        wait_until(lambda: num_groups("RUNNING") == 2)
+        newer, valued = known(channel, lambda group: group != older)
+        for _ in range(100):
+            assert run(channel, valued, 2)[:2] == (newer, 496)
+        _, streamed = known(channel, lambda group: group == older)
+        enough.set()
+        streams = [pool.submit(stream, streamed) for _ in range(2)]
+        wait_until(lambda: num_groups() == 1)
+        ended.set()
+        for each in loads:
+            each.result()
+        answers = [answer for each in streams for answer in each.result()]
+        group, _, expected = run(channel, streamed, 400)
+        assert group == newer
+        assert all(answer == expected for answer in answers)
+        last = InferenceStub(channel).ExplainRouting(pb.ExplainRoutingRequest(limit=1000))
+        ends = {(each.routing.group, each.outcome.split(":")[0]) for each in last.decisions}
+        assert (older, "moved") in ends
+
+
+def prompt(seed: int, *, num_tokens: int = 500) -> list[int]:
+    return random.Random(seed).choices(range(3, 4000), k=num_tokens)
+
+
+def known(channel: grpc.Channel, is_wanted: Callable[[str], bool]) -> tuple[str, list[int]]:
+    """A group that is wanted, and a prompt that it alone knows."""
+    for token_ids in map(prompt, range(1000, 1200)):
+        group, _, _ = run(channel, token_ids, 2)
+        if is_wanted(group):
+            return group, token_ids
+    raise AssertionError("no such group took any prompt")
+
+
+def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> tuple[str, int, list[int]]:
+    """The group that took it first, the prompt tokens that it knew, and what was answered."""
+    sampling = pb.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
+    chunks: list[pb.GenerateResponse] = []
+    while not chunks:
+        try:
+            chunks.extend(generate(channel, request))
+        except grpc.RpcError as error:
+            # While there is one group only, it has more to do than it should.
+            if chunks or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            time.sleep(0.1)
+    assert chunks[-1].usage.num_output_tokens == max_tokens
+    start = chunks[0].start
+    answer = [token for chunk in chunks for token in chunk.token_ids]
+    return start.routing.group, start.num_cached_tokens, answer
+
+
 def ask(channel: grpc.Channel) -> list[int]:
     sampling = pb.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     chunks = list(generate(channel, pb.GenerateRequest(text="A whale is", sampling=sampling)))
@@ -37,9 +111,10 @@ def ask(channel: grpc.Channel) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def num_groups() -> int:
+def num_groups(state: str | None = None) -> int:
+    """In that state, or in any."""
     status = serve.status().applications[APP_NAME].deployments["ReplicaGroup"]
-    return sum(status.replica_states.values())
+    return sum(n for name, n in status.replica_states.items() if state in (None, name))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

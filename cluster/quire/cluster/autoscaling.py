@@ -1,9 +1,10 @@
-"""How many replica groups there should be.
+"""How many replica groups there should be, and which go first when there are too many.
 
 `decide` is a function of what the groups said, of what it decided before, and of the time that it
 is given. It goes up at once and as far as is needed; it goes down by one group at a time, and only
 after fewer have been enough for ``down_delay_s``. Where a group that runs has not been heard of,
-it does not go down: a hung group and an idle one look alike.
+it does not go down: a hung group and an idle one look alike. What goes is worth least
+(`quire.cluster.group_worth`).
 
 Needed is the largest of four numbers of groups (`_need`): for prompt tokens that arrive, and those
 that wait already, at the speed that the groups were seen to have; for KV cache; for sequences.
@@ -45,6 +46,8 @@ class Sample:
     max_num_seqs: int = 1
     kv_use: float = 0.0
     """The share of KV blocks that running requests hold."""
+    worth: float = 0.0
+    """Tokens that would have to be computed again without the group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +92,8 @@ class Decision:
     a group is unheard of."""
     predicted_wait_s: float | None
     """Of a prompt that comes now, on the groups that run; None where no speed is known."""
+    going: tuple[int, ...] = ()
+    """Indices of all groups that run, in the order in which they should go."""
 
 
 def decide(
@@ -118,7 +123,16 @@ def decide(
             state, patience=_patience(state, now_s, settings), asked_s=state.asked_s or now_s
         )
     wait_s = _predicted_wait_s(observation, state.pace)
-    return Decision(num_groups=target, reason=reason, predicted_wait_s=wait_s), state
+    going = least_worth_first(observation.groups)
+    decision = Decision(num_groups=target, reason=reason, predicted_wait_s=wait_s, going=going)
+    return decision, state
+
+
+def least_worth_first(groups: Sequence[Sequence[Sample]]) -> tuple[int, ...]:
+    """Indices of the groups. Of equals the last one comes first: in Serve's order, the newest.
+    One that was not heard of yet has nothing to lose."""
+    worths = [group[-1].worth if group else 0.0 for group in groups]
+    return tuple(sorted(range(len(groups)), key=lambda index: (worths[index], -index)))
 
 
 def _one_less(

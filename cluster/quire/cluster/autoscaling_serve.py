@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.autoscaling import STALE_S, Observation, Sample, State, decide, num_pending
 from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.serve_victims import stop_first
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -30,6 +31,9 @@ class ServePolicy:
         state: State = context.policy_state.get(_STATE) or State()
         observation = observe(context, now_s=context.current_time)
         decision, state = decide(observation, state, context.current_time, self._settings)
+        # Always, and not only when there should be fewer: a limit that is lowered takes groups too.
+        going = [context.running_replicas[index] for index in decision.going]
+        stop_first(context.deployment_id, going)
         if decision.num_groups != observation.num_groups:
             _log.info(
                 "%d groups instead of %d: %s; %d prompt tokens wait, for %s",
@@ -86,6 +90,7 @@ def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
             num_waiting=int(values["num_waiting"]),
             max_num_seqs=int(values["max_num_seqs"]),
             kv_use=values["kv_use"],
+            worth=values["worth"],
         )
         for time_s, values in sorted(by_time.items())
         if len(values) == len(names)

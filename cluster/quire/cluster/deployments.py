@@ -21,6 +21,7 @@ from quire.cluster.autoscaling_serve import DEMAND_PREFIX
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
+from quire.cluster.group_worth import GroupWorth
 from quire.cluster.serve_port import keep_to_node_address
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -47,6 +48,7 @@ class ReplicaGroup:
             config = replace(config, group_host=ray.util.get_node_ip_address())
         self._config = config
         self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
+        self._worth = GroupWorth()
         self._group_id = serve.get_replica_context().replica_id.unique_id
         self._server = await GroupServer.start(config, group_id=self._group_id)
 
@@ -86,6 +88,11 @@ class ReplicaGroup:
             "num_waiting": stats.num_waiting,
             "max_num_seqs": self._config.engine.max_num_seqs,
             "kv_use": stats.num_held_blocks / stats.num_total_blocks,
+            "worth": self._worth.observe(
+                num_hit_tokens=stats.num_hit_tokens,
+                num_held_tokens=stats.num_held_slots - stats.num_wasted_slots,
+                now_s=now_s,
+            ),
             **demand,
         }
 
