@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
             run_begin_s = time.monotonic()
             if run_begin_s - begin_s + (longest_s or _PER_RUN_S) > arguments.budget:
                 return SOME_LEFT
-            record = runs.run(case, round_, folder=arguments.cache)
+            record = runs.run(case, round_, folder=arguments.cache, timed=arguments.timed)
             longest_s = max(longest_s, time.monotonic() - run_begin_s)
             print(progress(case, round_, record), flush=True)
     return 0
@@ -150,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what is kept").add_argument
     add("--state", type=Path, default=Path("bench-serving.jsonl"))
+    add("--timed", action="store_true", help="keep each step, and each request's way through all")
     add("--output", type=Path, help="a Markdown file for the tables")
     add("--report", action="store_true", help="run nothing, print what the state file has")
     add("--validate", action="store_true", help="run nothing, simulate what was run")
