@@ -18,6 +18,7 @@ caches up and is not counted.
 """
 
 import argparse
+import os
 import sys
 import time
 from itertools import product
@@ -65,6 +66,8 @@ def _main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, runs: Runs) -> int:
     from quire.cluster.local import ray_session
 
+    # Ray starts its workers at niceness 15: groups and gateways would have what others leave.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     wanted = cases(
         arguments.policies,
         num_groups=arguments.groups,
