@@ -29,6 +29,7 @@ from bench.serving.case import MULTITENANT, SERVE, Load, cases
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.validate import validation
+from bench.serving.way import ways
 from bench.serving.workloads import Tenants
 
 from quire.router.policy_names import POLICY_NAMES
@@ -56,7 +57,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.validate:
         text = "\n".join(validation(runs, fit=arguments.fit))
     else:
-        text = "\n".join(tables(runs.records, reference=arguments.reference))
+        text = "\n".join((*tables(runs.records, reference=arguments.reference), *ways(runs)))
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n")

@@ -17,6 +17,7 @@ import grpc
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
 from bench.serving.case import SERVE, Case
 from bench.serving.figures import figures, rows_of, write_trace
+from bench.serving.forecasts import Forecast
 from bench.serving.handles import groups_behind_serve
 from bench.serving.load import Gateways, Request, Stream, Target, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
@@ -42,8 +43,6 @@ _SETTLE_S = 1.5
 Record = dict[str, Any]
 Probe = tuple[int, float]
 """Tokens of a cold prompt, and seconds until its first token came."""
-Forecast = tuple[float | None, float]
-"""Seconds from routing to the first token: as forecast, if they were, and as they were."""
 
 
 class Runs:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from bench.serving.admitted import admitted
@@ -46,8 +47,10 @@ class Costs:
     contention: float
     path_s: float
     """From client to group and back, beside all that waits and computes."""
-    origin: str
-    """In a sentence."""
+    slower: float = 1.0
+    """Times that prompts took as long a token as `quire bench step` says."""
+    origin: str = ""
+    """In a few sentences."""
 
 
 def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
@@ -65,7 +68,13 @@ def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
         timed = [record for record in mine if record.get("times")]
         yield f"## {title}\n"
         if fit:
-            pairs = [_pair(runs, record, _from_bench_step(record, fit)) for record in mine]
+            each = [_from_bench_step(record, fit) for record in mine]
+            pairs = [_pair(runs, record, costs) for record, costs in zip(mine, each, strict=True)]
+            yield (
+                f"A prompt's token took {median(costs.slower for costs in each):.2f} times as long "
+                "as `quire bench step` says, and the path adds "
+                f"{1000 * median(costs.path_s for costs in each):.1f} ms: medians of the runs.\n"
+            )
         elif timed:
             costs = _from_timed_runs(runs, timed)
             yield costs.origin + "\n"
@@ -111,7 +120,7 @@ def _from_bench_step(record: Record, fit: Sequence[Path]) -> Costs:
     case = case_of(record["case"])
     cost = fit_cost(list(fit), num_cache_tokens=case.num_blocks * WorkerConfig.block_size)
     slower, path_s = _calibrated(cost, record["probes"])
-    return Costs(cost=cost.slowed(slower), contention=0.0, path_s=path_s, origin="")
+    return Costs(cost=cost.slowed(slower), contention=0.0, path_s=path_s, slower=slower)
 
 
 def _pair(runs: Runs, record: Record, costs: Costs) -> Pair:

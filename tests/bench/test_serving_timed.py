@@ -125,6 +125,19 @@ def test_only_pairs_that_every_round_measured_alike_are_clear(bench_module: Benc
     )
 
 
+def test_forecasts_are_held_against_what_came_behind_the_warm_up(
+    bench_module: BenchModule,
+) -> None:
+    forecasts = bench_module("serving.forecasts")
+    run = [(9.0, 1.0), (9.0, 1.0), (None, 0.05), *[(0.09, 0.1)] * 4, (0.3, 0.1), (0.2, 0.4)]
+    table = "\n".join(forecasts.forecast_table([("a", run), ("b", [(None, 1.0)] * 5)]))
+    # 20 % of 9 is 1: that one is left out. Errors are then 10 % four times, 50 %, 200 % and 800 %,
+    # whose place 0.9 * 6 is two fifths of the way between the last two; the sums are 9.86 and 1.9.
+    assert "| a | 8 | 7 | 10% | 440% | 10.0 | 5.19 |" in table
+    assert "| b |" not in table
+    assert list(forecasts.forecast_table([])) == []
+
+
 # The cluster's admission in the simulator.
 
 
