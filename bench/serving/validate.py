@@ -5,16 +5,16 @@ policy, admission, number of groups and gateways, cache and step budget. What a 
 from one of two places:
 
     timed runs   the steps that they kept (`bench.serving.steps`), and the way of their requests
-                 (`bench.serving.way`): measured in the same conditions as what is predicted
+                 (`bench.serving.way`): first of the run itself, which are measured in the very
+                 conditions of what is predicted; then of all other rounds, which know nothing of
+                 the run and little of what else the machine did then
     --fit        `quire bench step` on the same machine, and the few prompts that each run sent
                  before its load, one after the other: how many times as slow the machine was in
                  that run, and what the way through client, gateway and back adds
-
-Where runs of both kinds are there, those that were not timed are predicted.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -26,12 +26,12 @@ from bench.serving.case import SERVE, Case, case_of
 from bench.serving.figures import WARM_UP
 from bench.serving.runs import Record, Runs
 from bench.serving.steps import fit_steps
-from bench.serving.timed import read_lines
+from bench.serving.timed import Line, read_lines
 from bench.serving.way import mean_path_s
 
 from quire.router.simulate.cost import CostModel
 from quire.router.simulate.fit import fit_cost
-from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.group import EngineConfig, Order
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace_files import load_trace
@@ -65,7 +65,7 @@ def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
     records.sort(key=lambda record: case_of(record["case"]).title)
     for title, group in groupby(records, key=lambda record: case_of(record["case"]).title):
         mine = list(group)
-        timed = [record for record in mine if record.get("times")]
+        timed = [_Timed.of(runs, record) for record in mine if record.get("times")]
         yield f"## {title}\n"
         if fit:
             each = [_from_bench_step(record, fit) for record in mine]
@@ -75,17 +75,47 @@ def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
                 "as `quire bench step` says, and the path adds "
                 f"{1000 * median(costs.path_s for costs in each):.1f} ms: medians of the runs.\n"
             )
+            yield from table(pairs)
         elif timed:
-            costs = _from_timed_runs(runs, timed)
-            yield costs.origin + "\n"
-            others = [record for record in mine if record not in timed]
-            pairs = [_pair(runs, record, costs) for record in others or mine]
+            yield from _of_timed(runs, mine, timed)
         else:
             raise ConfigError(
                 f"{title}: there are no step costs: give --fit FILE with the JSON of "
                 "`quire bench step` on this machine, or run a round with --timed"
             )
+
+
+def _of_timed(runs: Runs, records: Sequence[Record], timed: Sequence["_Timed"]) -> Iterator[str]:
+    yield "**Costs from each run's own steps.** " + _costs_of(timed).origin + "\n"
+    yield from table([_pair(runs, each.record, _costs_of([each])) for each in timed])
+    yield from _without(runs, timed)
+    pairs = []
+    for record in records:
+        others = [each for each in timed if each.record["round"] != record["round"]]
+        if others:
+            pairs.append(_pair(runs, record, _costs_of(others)))
+    if pairs:
+        yield "**Costs from the steps of the other rounds' runs.**\n"
         yield from table(pairs)
+
+
+def _without(runs: Runs, timed: Sequence["_Timed"]) -> Iterator[str]:
+    """What each part of the model is worth: predictions that lack it."""
+    yield "Mean TTFT, predicted ÷ measured, of a simulation without one of its parts:\n"
+    yield "| policy | round | whole | no contention | no admission | no path | first come first |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for each in timed:
+        costs = _costs_of([each])
+        pairs = [
+            _pair(runs, each.record, costs),
+            _pair(runs, each.record, replace(costs, contention=0.0)),
+            _pair(runs, each.record, costs, has_gate=False),
+            _pair(runs, each.record, replace(costs, path_s=0.0)),
+            _pair(runs, each.record, costs, order="fcfs"),
+        ]
+        cells = [f"{p.predicted['ttft_mean_s'] / p.measured['ttft_mean_s']:.2f}" for p in pairs]
+        yield f"| {pairs[0].label} | {pairs[0].round} | {' | '.join(cells)} |"
+    yield ""
 
 
 def _can_be_simulated(case: Case) -> bool:
@@ -93,18 +123,28 @@ def _can_be_simulated(case: Case) -> bool:
     return case.policy != SERVE and case.use_directory and not case.lose_events
 
 
-def _from_timed_runs(runs: Runs, records: Sequence[Record]) -> Costs:
-    case = case_of(records[0]["case"])
-    lines = [read_lines(runs.trace_folder / record["times"]) for record in records]
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    record: Record
+    lines: Sequence[Line]
+
+    @classmethod
+    def of(cls, runs: Runs, record: Record) -> "_Timed":
+        return cls(record=record, lines=read_lines(runs.trace_folder / record["times"]))
+
+
+def _costs_of(timed: Sequence[_Timed]) -> Costs:
+    case = case_of(timed[0].record["case"])
+    lines = [each.lines for each in timed]
     fit = fit_steps(lines, num_cache_tokens=case.num_blocks * WorkerConfig.block_size)
-    path_s = mean_path_s([record["rows"] for record in records], lines)
+    path_s = mean_path_s([each.record["rows"] for each in timed], lines)
     cost = fit.cost
     return Costs(
         cost=cost,
         contention=fit.contention,
         path_s=path_s,
         origin=(
-            f"Costs of {fit.num_steps} steps of {len(records)} timed runs: a prefill takes "
+            f"{fit.num_steps} steps of {len(timed)} runs together: a prefill takes "
             f"{cost.base:.1f} ms, {1000 * cost.per_token:.0f} µs a token and "
             f"{1e6 * cost.per_context:.0f} ns for each token that it attends to, decodes "
             f"{cost.decode_base:.1f} ms and {1e6 * cost.decode_linear / cost.num_cache_tokens:.0f} "
@@ -123,7 +163,9 @@ def _from_bench_step(record: Record, fit: Sequence[Path]) -> Costs:
     return Costs(cost=cost.slowed(slower), contention=0.0, path_s=path_s, slower=slower)
 
 
-def _pair(runs: Runs, record: Record, costs: Costs) -> Pair:
+def _pair(
+    runs: Runs, record: Record, costs: Costs, *, order: Order = "srpf", has_gate: bool = True
+) -> Pair:
     case = case_of(record["case"])
     trace = load_trace(
         runs.trace_folder / record["trace"], format="log", block_size=WorkerConfig.block_size
@@ -139,13 +181,13 @@ def _pair(runs: Runs, record: Record, costs: Costs) -> Pair:
             engine=EngineConfig(
                 chunk_tokens=case.max_num_batched_tokens,
                 max_num_seqs=case.max_num_seqs,
-                order="srpf",
+                order=order,
             ),
             eviction="utility",
             event_loss=case.lose_batches,
             use_table=True,
         ),
-        make_gate=admitted(case),
+        make_gate=admitted(case) if has_gate else None,
     )
     return Pair(
         label=case.label,

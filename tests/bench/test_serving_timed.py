@@ -1,5 +1,6 @@
 """What the serving bench makes of timed runs, and of a machine that others use too."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,64 @@ def test_the_stages_of_a_way_add_up_to_the_time_to_first_token(bench_module: Ben
     assert stages.shape == (3, len(way.STAGES))  # One warmed up, one failed.
     assert 1000 * stages[0] == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8, 9], abs=1e-6)
     assert way.mean_path_s([rows], [lines]) == pytest.approx(0.001 * (1 + 2 + 4 + 8 + 9))
+
+
+# The simulator beside a timed run.
+
+
+def test_a_timed_run_is_replayed_at_the_cost_of_its_own_steps(
+    bench_module: BenchModule, tmp_path: Path
+) -> None:
+    case_module, figures = bench_module("serving.case"), bench_module("serving.figures")
+    load, runs_module = bench_module("serving.load"), bench_module("serving.runs")
+    timed = bench_module("serving.timed")
+    streams = []
+    for number in range(40):
+        tokens = (*range(96), 100 + number)
+        stream = load.Stream(
+            request=load.Request(name=f"r{number}", token_ids=tokens, max_tokens=4),
+            **{"server_id": f"{number}-0", "group": "a", "finish": "length"},
+        )
+        stream.sent_s, stream.num_cached_tokens = 50 + 0.2 * number, 96
+        stream.tokens, stream.times = [1, 2, 3, 4], [stream.sent_s + 0.03] * 4
+        stream.ended_s = stream.sent_s + 0.03
+        streams.append(stream)
+    rows = figures.rows_of(streams)
+    case = case_module.Case(policy="round_robin", num_groups=1, load=case_module.Load())
+    record = {
+        **{"case": json.loads(case.key), "round": 0, "trace": "t.jsonl", "times": "t"},
+        **{"rows": rows, "values": figures.figures(rows, num_groups=1)},
+    }
+    (tmp_path / "state.jsonl").write_text(json.dumps(record) + "\n")
+    runs = runs_module.Runs(tmp_path / "state.jsonl")
+    figures.write_trace(streams, runs.trace_folder / "t.jsonl", block_size=16)
+
+    # 2 ms to the gateway, 1 to the group and 7 back; there, 20 in all.
+    points = (
+        *(("arrived_s", 0.002), ("prepared_s", 0.002), ("routed_s", 0.002), ("came_s", 0.003)),
+        *(("added_s", 0.003), ("began_s", 0.003), ("first_s", 0.023), ("started_s", 0.03)),
+    )
+    requests = [
+        {"kind": "request", "request": row["id"]} | {p: row["sent_s"] + s for p, s in points}
+        for row in rows
+    ]
+    kinds = [(p, d) for p in (0, 10, 100, 500) for d in (0, 1, 4, 9) if p or d] * 2
+    steps = [
+        step("", 10.0 * number, cost_ms(prefill, decodes), prefill=prefill, decodes=decodes)
+        for number, (prefill, decodes) in enumerate(kinds)
+    ]
+    for line in steps:
+        del line["by"]
+    timed.write_lines(runs.trace_folder / "t" / "group-a.jsonl", [*steps, *requests])
+
+    text = "\n".join(bench_module("serving.validate").validation(runs, fit=[]))
+    assert "30 steps of 1 runs together: a prefill takes 4.0 ms, 400 µs a token" in text
+    assert "The path adds 10.0 ms." in text
+    # One token is left to compute, behind 96: 4.4 ms and 0.0096 more.
+    assert "| round_robin | 1 | 99.0 % / 99.0 % | 14.4 / 30.0 |" in text
+    assert "| round_robin | 0 | 0.48 | 0.48 | 0.48 | 0.15 | 0.48 |" in text
+    way = "\n".join(bench_module("serving.way").ways(runs))
+    assert "| round_robin, 1 groups | 32 | 2.0 (2.0) | 0.0 (0.0) | 0.0 (0.0) | 1.0 (1.0) |" in way
 
 
 # How closely predictions agree.
