@@ -18,6 +18,7 @@ caches up and is not counted.
 """
 
 import argparse
+import os
 import sys
 import time
 from itertools import product
@@ -28,6 +29,7 @@ from bench.serving.case import MULTITENANT, SERVE, Load, cases
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.validate import validation
+from bench.serving.way import ways
 from bench.serving.workloads import Tenants
 
 from quire.router.policy_names import POLICY_NAMES
@@ -55,7 +57,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.validate:
         text = "\n".join(validation(runs, fit=arguments.fit))
     else:
-        text = "\n".join(tables(runs.records, reference=arguments.reference))
+        text = "\n".join((*tables(runs.records, reference=arguments.reference), *ways(runs)))
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n")
@@ -65,6 +67,8 @@ def _main(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, runs: Runs) -> int:
     from quire.cluster.local import ray_session
 
+    # Ray starts its workers at niceness 15: groups and gateways would have what others leave.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     wanted = cases(
         arguments.policies,
         num_groups=arguments.groups,
@@ -101,7 +105,7 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
             run_begin_s = time.monotonic()
             if run_begin_s - begin_s + (longest_s or _PER_RUN_S) > arguments.budget:
                 return SOME_LEFT
-            record = runs.run(case, round_, folder=arguments.cache)
+            record = runs.run(case, round_, folder=arguments.cache, timed=arguments.timed)
             longest_s = max(longest_s, time.monotonic() - run_begin_s)
             print(progress(case, round_, record), flush=True)
     return 0
@@ -150,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what is kept").add_argument
     add("--state", type=Path, default=Path("bench-serving.jsonl"))
+    add("--timed", action="store_true", help="keep each step, and each request's way through all")
     add("--output", type=Path, help="a Markdown file for the tables")
     add("--report", action="store_true", help="run nothing, print what the state file has")
     add("--validate", action="store_true", help="run nothing, simulate what was run")

@@ -34,6 +34,8 @@ def rows_of(streams: Sequence[Stream]) -> list[Row]:
             "predicted": stream.num_predicted_tokens,
             "output": len(stream.tokens),
             "group": stream.group,
+            "id": stream.server_id,
+            "sent_s": round(stream.sent_s, 6),
             "tokens": hashlib.sha256(json.dumps(stream.tokens).encode()).hexdigest()[:12],
             "error": stream.error,
         }

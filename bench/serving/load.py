@@ -65,8 +65,10 @@ class Stream:
     """"stop", "length", "abort" or "cancelled"; empty if it never ended properly."""
     sent_s: float = 0.0
     ended_s: float = 0.0
+    server_id: str = ""
+    """What the gateway calls the request."""
     group: str = ""
-    """That the request went to first."""
+    """That it went to first."""
     num_cached_tokens: int = 0
     """Of the prompt, found in that group's cache."""
     num_predicted_tokens: int = 0
@@ -290,6 +292,7 @@ def _take(stream: Stream, chunk: pb.GenerateResponse) -> None:
         stream.error = f"a chunk came after the finish ({stream.finish})"
         return
     if chunk.HasField("start"):
+        stream.server_id = chunk.start.request_id
         stream.group = chunk.start.routing.group
         stream.num_cached_tokens = chunk.start.num_cached_tokens
         stream.num_predicted_tokens = chunk.start.routing.predicted_cached_tokens

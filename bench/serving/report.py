@@ -6,6 +6,7 @@ from statistics import median
 
 from bench.serving.case import Case, case_of
 from bench.serving.figures import num_unlike
+from bench.serving.forecasts import forecast_table
 from bench.serving.runs import Record
 
 _COLUMNS = (
@@ -44,7 +45,17 @@ def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
         num_requests, num_different = num_unlike([record["rows"] for _, record in here])
         yield (
             f"{num_requests} requests were answered by several runs; "
-            f"{num_different} of them not with the same tokens by all.\n"
+            f"{num_different} of them not with the same tokens by all."
+        )
+        others = [record["machine"]["others_cores"] for _, record in here if record.get("machine")]
+        if others:
+            yield (
+                f"Others' work on the machine took {median(others):.2f} cores in the middle one of "
+                f"{len(others)} runs, {max(others):.2f} at most."
+            )
+        yield ""
+        yield from forecast_table(
+            [(case.label, record.get("forecasts", [])) for case, record in here]
         )
 
 

@@ -9,21 +9,29 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
 from bench.serving.case import SERVE, Case
 from bench.serving.figures import figures, rows_of, write_trace
+from bench.serving.forecasts import Forecast
 from bench.serving.handles import groups_behind_serve
 from bench.serving.load import Gateways, Request, Stream, Target, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
+from bench.serving.machine import Machine
+from bench.serving.timed import timed_gateway, timed_group
 
 from quire.cluster.app import running_app
 from quire.cluster.config import ClusterConfig
+from quire.cluster.explanations import MAX_LIMIT
 from quire.router.config import RoutingConfig
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError
 from quire.worker.model_config import read_model_config, resolve_max_model_len
 
 _CHANNELS = 8
@@ -52,12 +60,16 @@ class Runs:
             for record in self.records
         )
 
-    def run(self, case: Case, round_: int, *, folder: Path) -> Record:
-        """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints."""
-        measured = measure(case, folder=folder)
+    def run(self, case: Case, round_: int, *, folder: Path, timed: bool = False) -> Record:
+        """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints.
+
+        ``timed``: beside the trace, `bench.serving.timed` leaves a folder of what it keeps.
+        """
+        trace = self.trace_folder / f"{len(self.records):04}.jsonl"
+        times = trace.with_suffix("") if timed else None
+        measured = measure(case, folder=folder, times=times)
         streams = measured.streams
         rows = rows_of(streams)
-        trace = self.trace_folder / f"{len(self.records):04}.jsonl"
         write_trace(streams, trace, block_size=EngineConfig.block_size)
         record = {
             "case": asdict(case),
@@ -65,8 +77,11 @@ class Runs:
             "commit": _commit(),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "trace": trace.name,
+            "times": times.name if times is not None else None,
             "gateways": measured.gateways,
             "probes": measured.probes,
+            "machine": measured.machine,
+            "forecasts": measured.forecasts,
             "values": figures(rows, num_groups=case.num_groups),
             "rows": rows,
         }
@@ -84,27 +99,37 @@ class Runs:
 class Measured:
     streams: list[Stream]
     probes: list[Probe]
-    gateways: list[int]
+    machine: dict[str, float]
+    """Cores that were busy while the load was on, and with whose work."""
+    gateways: list[int] = field(default_factory=list)
     """How many requests each gateway completed, warming up included."""
+    forecasts: list[Forecast] = field(default_factory=list)
 
 
-def measure(case: Case, *, folder: Path) -> Measured:
+def measure(case: Case, *, folder: Path, times: Path | None = None) -> Measured:
     config = cluster_config(case, folder=folder)
+    loss = Loss(batches=case.lose_batches, events=case.lose_events)
+    if times is not None and (loss.is_any or case.policy == SERVE):
+        raise ConfigError(f"{case.label}: cannot be timed; leave --timed out")
     if case.policy == SERVE:
         with groups_behind_serve(config) as target:
-            streams, probes = asyncio.run(_apply_load(case, target, config))
-            return Measured(streams=streams, probes=probes, gateways=[])
-    loss = Loss(batches=case.lose_batches, events=case.lose_events)
+            return asyncio.run(_apply_load(case, target, config))
     gateway = lossy_gateway(loss) if loss.is_any else None
-    with running_app(config, gateway=gateway) as endpoints:
+    group = None
+    if times is not None:
+        gateway, group = timed_gateway(times.resolve()), timed_group(times.resolve())
+    with running_app(config, gateway=gateway, group=group) as endpoints:
 
-        async def load() -> tuple[list[Stream], list[Probe]]:
+        async def load() -> Measured:
             async with Gateways([endpoints.grpc], num_channels=_CHANNELS * case.num_gateways) as to:
                 return await _apply_load(case, to, config)
 
-        streams, probes = asyncio.run(load())
-        gateways = _completions(endpoints.http, case.num_gateways)
-        return Measured(streams=streams, probes=probes, gateways=gateways)
+        measured = asyncio.run(load())
+        return replace(
+            measured,
+            gateways=_completions(endpoints.http, case.num_gateways),
+            forecasts=_forecasts(endpoints.grpc, measured.streams),
+        )
 
 
 def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
@@ -123,6 +148,9 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
         routing=RoutingConfig(policy=policy, use_directory=case.use_directory),
         num_groups=case.num_groups,
         num_gateways=case.num_gateways,
+        # All are to be served: what is refused would make its policy look fast.
+        max_queue_wait_s=case.load.limit_s,
+        standing_wait_s=case.load.limit_s,
         # Several gateways share a port, which "any free one" would not let them.
         grpc_port=_free_port(),
         http_port=_free_port(),
@@ -131,24 +159,26 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
     )
 
 
-async def _apply_load(
-    case: Case, target: Target, config: ClusterConfig
-) -> tuple[list[Stream], list[Probe]]:
+async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> Measured:
     await asyncio.sleep(_SETTLE_S)
     load = case.load
     await run(_warm_up(case), target, limit_s=20)
     probes = await _probe(target)
+    before = Machine.now()
     if load.loop == "closed":
         streams = await run_chats(
             load.chats(), target, num_users=load.num_users, limit_s=load.limit_s
         )
-        return streams, probes
-    model = read_model_config(config.engine.model)
-    requests = load.requests(
-        vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
-        max_tokens=resolve_max_model_len(config.engine, model),
-    )
-    return await run(requests, target, limit_s=load.limit_s), probes
+    else:
+        model = read_model_config(config.engine.model)
+        requests = load.requests(
+            vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
+            max_tokens=resolve_max_model_len(config.engine, model),
+        )
+        streams = await run(requests, target, limit_s=load.limit_s)
+    after = Machine.now()
+    machine = {} if before is None or after is None else after.since(before)
+    return Measured(streams=streams, probes=probes, machine=machine)
 
 
 def _warm_up(case: Case) -> Sequence[Request]:
@@ -181,6 +211,26 @@ async def _probe(target: Target) -> list[Probe]:
         if stream.is_complete and stream.ttft_s is not None:
             probes.append((num_tokens, stream.ttft_s))
     return probes
+
+
+def _forecasts(address: str, streams: Sequence[Stream]) -> list[Forecast]:
+    """As `quire explain` shows them, of the ``streams`` that the gateway remembers, in their order.
+
+    Of several gateways one is asked.
+    """
+    with grpc.insecure_channel(address) as channel:
+        request = pb.ExplainRoutingRequest(limit=MAX_LIMIT)
+        answer = InferenceStub(channel).ExplainRouting(request, timeout=10)
+    decisions = {decision.request_id: decision for decision in answer.decisions}
+    found = [decisions[stream.server_id] for stream in streams if stream.server_id in decisions]
+    return [
+        (
+            decision.routing.forecast_s if decision.routing.HasField("forecast_s") else None,
+            decision.waited_s,
+        )
+        for decision in found
+        if decision.HasField("waited_s")
+    ]
 
 
 def _completions(http_address: str, num_gateways: int) -> list[int]:

@@ -1,62 +1,121 @@
 """The simulator beside the real cluster: what it says of the very requests that were served.
 
 Each run's requests, with the times at which they were really sent, are replayed with the same
-policy, number of groups and gateways, cache and step budget; what a step costs was fitted to
-`quire bench step` on the same machine. A few prompts that each run sent before its load, one after
-the other, say two things that steps do not: how many times as slow the machine was in that run,
-and what the way through client, gateway and back adds.
+policy, admission, number of groups and gateways, cache and step budget. What a step costs comes
+from one of two places:
+
+    timed runs   the steps that they kept (`bench.serving.steps`), and the way of their requests
+                 (`bench.serving.way`): first of the run itself, which are measured in the very
+                 conditions of what is predicted; then of all other rounds, which know nothing of
+                 the run and little of what else the machine did then
+    --fit        `quire bench step` on the same machine, and the few prompts that each run sent
+                 before its load, one after the other: how many times as slow the machine was in
+                 that run, and what the way through client, gateway and back adds
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, groupby
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from bench.serving.admitted import admitted
+from bench.serving.agreement import NAMES, Pair, table
 from bench.serving.case import SERVE, Case, case_of
 from bench.serving.figures import WARM_UP
 from bench.serving.runs import Record, Runs
+from bench.serving.steps import fit_steps
+from bench.serving.timed import Line, read_lines
+from bench.serving.way import mean_path_s
 
 from quire.router.simulate.cost import CostModel
 from quire.router.simulate.fit import fit_cost
-from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.group import EngineConfig, Order
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace_files import load_trace
 from quire.worker.config import EngineConfig as WorkerConfig
 from quire.worker.errors import ConfigError
 
-_NAMES = ("hit_rate", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One run: measured and predicted figures by name."""
+class Costs:
+    """What a simulation is told of the machine."""
 
-    case: Case
-    slower: float
-    """Times that prompts took as long a token as `quire bench step` says."""
+    cost: CostModel
+    contention: float
     path_s: float
-    """From client to group and back, beside the step."""
-    measured: dict[str, float]
-    predicted: dict[str, float]
+    """From client to group and back, beside all that waits and computes."""
+    slower: float = 1.0
+    """Times that prompts took as long a token as `quire bench step` says."""
+    origin: str = ""
+    """In a few sentences."""
 
 
 def validation(runs: Runs, *, fit: Sequence[Path]) -> Iterator[str]:
-    """Markdown. Raises ConfigError: there is no fit, or nothing to replay."""
-    if not fit:
-        raise ConfigError("fit: give the JSON of `quire bench step` on this machine: --fit FILE")
-    pairs = [
-        _pair(record, runs.trace_folder / record["trace"], fit)
+    """Markdown. Raises ConfigError: there is nothing to fit to, or nothing to replay."""
+    records = [
+        record
         for record in runs.records
         if _can_be_simulated(case_of(record["case"])) and "hit_rate" in record["values"]
     ]
-    if not pairs:
+    if not records:
         raise ConfigError("nothing was run yet that could be replayed")
-    pairs.sort(key=lambda pair: pair.case.title)
-    for title, group in groupby(pairs, key=lambda pair: pair.case.title):
-        yield from _table(title, list(group))
+    records.sort(key=lambda record: case_of(record["case"]).title)
+    for title, group in groupby(records, key=lambda record: case_of(record["case"]).title):
+        mine = list(group)
+        timed = [_Timed.of(runs, record) for record in mine if record.get("times")]
+        yield f"## {title}\n"
+        if fit:
+            each = [_from_bench_step(record, fit) for record in mine]
+            pairs = [_pair(runs, record, costs) for record, costs in zip(mine, each, strict=True)]
+            yield (
+                f"A prompt's token took {median(costs.slower for costs in each):.2f} times as long "
+                "as `quire bench step` says, and the path adds "
+                f"{1000 * median(costs.path_s for costs in each):.1f} ms: medians of the runs.\n"
+            )
+            yield from table(pairs)
+        elif timed:
+            yield from _of_timed(runs, mine, timed)
+        else:
+            raise ConfigError(
+                f"{title}: there are no step costs: give --fit FILE with the JSON of "
+                "`quire bench step` on this machine, or run a round with --timed"
+            )
+
+
+def _of_timed(runs: Runs, records: Sequence[Record], timed: Sequence["_Timed"]) -> Iterator[str]:
+    yield "**Costs from each run's own steps.** " + _costs_of(timed).origin + "\n"
+    yield from table([_pair(runs, each.record, _costs_of([each])) for each in timed])
+    yield from _without(runs, timed)
+    pairs = []
+    for record in records:
+        others = [each for each in timed if each.record["round"] != record["round"]]
+        if others:
+            pairs.append(_pair(runs, record, _costs_of(others)))
+    if pairs:
+        yield "**Costs from the steps of the other rounds' runs.**\n"
+        yield from table(pairs)
+
+
+def _without(runs: Runs, timed: Sequence["_Timed"]) -> Iterator[str]:
+    """What each part of the model is worth: predictions that lack it."""
+    yield "Mean TTFT, predicted ÷ measured, of a simulation without one of its parts:\n"
+    yield "| policy | round | whole | no contention | no admission | no path | first come first |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for each in timed:
+        costs = _costs_of([each])
+        pairs = [
+            _pair(runs, each.record, costs),
+            _pair(runs, each.record, replace(costs, contention=0.0)),
+            _pair(runs, each.record, costs, has_gate=False),
+            _pair(runs, each.record, replace(costs, path_s=0.0)),
+            _pair(runs, each.record, costs, order="fcfs"),
+        ]
+        cells = [f"{p.predicted['ttft_mean_s'] / p.measured['ttft_mean_s']:.2f}" for p in pairs]
+        yield f"| {pairs[0].label} | {pairs[0].round} | {' | '.join(cells)} |"
+    yield ""
 
 
 def _can_be_simulated(case: Case) -> bool:
@@ -64,33 +123,77 @@ def _can_be_simulated(case: Case) -> bool:
     return case.policy != SERVE and case.use_directory and not case.lose_events
 
 
-def _pair(record: Record, trace_file: Path, fit: Sequence[Path]) -> Pair:
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    record: Record
+    lines: Sequence[Line]
+
+    @classmethod
+    def of(cls, runs: Runs, record: Record) -> "_Timed":
+        return cls(record=record, lines=read_lines(runs.trace_folder / record["times"]))
+
+
+def _costs_of(timed: Sequence[_Timed]) -> Costs:
+    case = case_of(timed[0].record["case"])
+    lines = [each.lines for each in timed]
+    fit = fit_steps(lines, num_cache_tokens=case.num_blocks * WorkerConfig.block_size)
+    path_s = mean_path_s([each.record["rows"] for each in timed], lines)
+    cost = fit.cost
+    return Costs(
+        cost=cost,
+        contention=fit.contention,
+        path_s=path_s,
+        origin=(
+            f"{fit.num_steps} steps of {len(timed)} runs together: a prefill takes "
+            f"{cost.base:.1f} ms, {1000 * cost.per_token:.0f} µs a token and "
+            f"{1e6 * cost.per_context:.0f} ns for each token that it attends to, decodes "
+            f"{cost.decode_base:.1f} ms and {1e6 * cost.decode_linear / cost.num_cache_tokens:.0f} "
+            f"ns a token that they attend to, and all of it {fit.contention:.0%} more for each "
+            f"other group that computes. That explains {fit.explained:.0%} of the variance; a "
+            f"step's thread had a core for {fit.on_cpu:.0%} of the time. The path adds "
+            f"{1000 * path_s:.1f} ms."
+        ),
+    )
+
+
+def _from_bench_step(record: Record, fit: Sequence[Path]) -> Costs:
     case = case_of(record["case"])
     cost = fit_cost(list(fit), num_cache_tokens=case.num_blocks * WorkerConfig.block_size)
     slower, path_s = _calibrated(cost, record["probes"])
-    block_size = WorkerConfig.block_size
-    trace = load_trace(trace_file, format="log", block_size=block_size)
+    return Costs(cost=cost.slowed(slower), contention=0.0, path_s=path_s, slower=slower)
+
+
+def _pair(
+    runs: Runs, record: Record, costs: Costs, *, order: Order = "srpf", has_gate: bool = True
+) -> Pair:
+    case = case_of(record["case"])
+    trace = load_trace(
+        runs.trace_folder / record["trace"], format="log", block_size=WorkerConfig.block_size
+    )
     result = simulate(
         trace,
         SimulationConfig(
             num_groups=case.num_groups,
             num_gateways=case.num_gateways,
             policy=case.policy,
-            cost=cost.slowed(slower),
+            cost=costs.cost,
+            contention=costs.contention,
             engine=EngineConfig(
-                chunk_tokens=case.max_num_batched_tokens, max_num_seqs=case.max_num_seqs
+                chunk_tokens=case.max_num_batched_tokens,
+                max_num_seqs=case.max_num_seqs,
+                order=order,
             ),
             eviction="utility",
             event_loss=case.lose_batches,
             use_table=True,
         ),
+        make_gate=admitted(case) if has_gate else None,
     )
     return Pair(
-        case=case,
-        slower=slower,
-        path_s=path_s,
-        measured=record["values"],
-        predicted=_figures(result, path_s=path_s),
+        label=case.label,
+        round=record["round"],
+        measured={name: record["values"][name] for name in NAMES},
+        predicted=_figures(result, path_s=costs.path_s),
     )
 
 
@@ -115,54 +218,3 @@ def _figures(result: Result, *, path_s: float) -> dict[str, float]:
         "ttft_p50_s": counted.ttft_quantile_s(0.5) + path_s,
         "ttft_p90_s": counted.ttft_quantile_s(0.9) + path_s,
     }
-
-
-def _table(title: str, pairs: Sequence[Pair]) -> Iterator[str]:
-    by_label: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        by_label.setdefault(pair.case.label, []).append(pair)
-    measured, predicted = (
-        {
-            label: {name: median(getattr(p, side)[name] for p in mine) for name in _NAMES}
-            for label, mine in by_label.items()
-        }
-        for side in ("measured", "predicted")
-    )
-    yield f"## {title}\n"
-    yield "predicted / measured; times to first token in ms\n"
-    yield "| policy | runs | slower | path | hits | mean | p50 | p90 | mean, predicted ÷ measured |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for label, mine in by_label.items():
-        ours, theirs = predicted[label], measured[label]
-        times = [f"{1000 * ours[name]:.1f} / {1000 * theirs[name]:.1f}" for name in _NAMES[1:]]
-        yield (
-            f"| {label} | {len(mine)} | {median(p.slower for p in mine):.2f} | "
-            f"{1000 * median(p.path_s for p in mine):.1f} | "
-            f"{ours['hit_rate']:.1%} / {theirs['hit_rate']:.1%} | {' | '.join(times)}"
-            + f" | {ours['ttft_mean_s'] / theirs['ttft_mean_s']:.2f} |"
-        )
-    yield ""
-    yield from _agreement(measured, predicted)
-
-
-def _agreement(
-    measured: dict[str, dict[str, float]], predicted: dict[str, dict[str, float]]
-) -> Iterator[str]:
-    labels = list(measured)
-    if len(labels) < 2:
-        return
-    gap = np.mean([abs(predicted[x]["hit_rate"] - measured[x]["hit_rate"]) for x in labels])
-    yield f"Hit rates differ by {100 * gap:.1f} points on average."
-    for name, what in (("hit_rate", "hit rate"), ("ttft_mean_s", "mean TTFT")):
-        alike = [
-            (measured[a][name] < measured[b][name]) == (predicted[a][name] < predicted[b][name])
-            for a, b in combinations(labels, 2)
-        ]
-        yield f"By {what}, {sum(alike)} of {len(alike)} pairs of lines are in the same order."
-    ratios = [
-        (predicted[a]["ttft_mean_s"] / predicted[b]["ttft_mean_s"])
-        / (measured[a]["ttft_mean_s"] / measured[b]["ttft_mean_s"])
-        for a, b in combinations(labels, 2)
-    ]
-    off = float(np.exp(np.mean(np.abs(np.log(ratios)))))
-    yield f"The ratio of two lines' mean TTFT is predicted to a factor of {off:.2f} on average.\n"

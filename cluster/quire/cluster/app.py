@@ -65,10 +65,13 @@ def running_cluster(
 
 @contextlib.contextmanager
 def running_app(
-    config: ClusterConfig, *, gateway: "type[Gateway] | None" = None
+    config: ClusterConfig,
+    *,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
 ) -> Iterator[Endpoints]:
     """The same on the Ray cluster that this process is connected to; several can follow on from
-    each other there.
+    each other there. ``gateway`` and ``group`` as for `build_app`.
 
     Raises:
         StartFailed: A group or gateway failed as it started.
@@ -77,7 +80,7 @@ def running_app(
 
     serve.start(proxy_location="Disabled")
     try:
-        handle = _run(build_app(config, gateway=gateway))
+        handle = _run(build_app(config, gateway=gateway, group=group))
         handle.wait_for_groups.remote(config.min_groups).result()
         yield Endpoints(*handle.addresses.remote().result())
     finally:

@@ -67,6 +67,12 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     add("--event-lag-s", type=float, default=0.0, help="block events arrive so late")
     add("--event-loss", type=float, default=0.0, help="share of block events lost for good")
     add("--slow-factor", type=float, default=1.0, help="every fourth group is so much slower")
+    add(
+        "--contention",
+        type=float,
+        default=0.0,
+        help="groups that share cores: 0.2 makes a step a fifth longer for each other busy group",
+    )
 
     add = parser.add_argument_group("run").add_argument
     add("--exact", action="store_true", help="route with the real table and event protocol: slower")
@@ -96,6 +102,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
             event_lag_ms=1000 * arguments.event_lag_s,
             event_loss=arguments.event_loss,
             slow_factor=arguments.slow_factor,
+            contention=arguments.contention,
             use_table=arguments.exact,
             seed=arguments.seed,
         ),

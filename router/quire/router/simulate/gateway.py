@@ -145,12 +145,12 @@ class TableGateway:
         self._logs = logs
         self._index = {_name(i): i for i in range(len(logs))}
         self._late: deque[tuple[float, int, int, BlockEvent]] = deque()
-        self._table = RoutingTable(
+        self.table = RoutingTable(
             block_size=trace.block_size,
             config=RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8),
             clock=lambda: clock.now_ms / 1000,
         )
-        self._table.update_members(self._index)
+        self.table.update_members(self._index)
         for index, log in enumerate(logs):
             self._listen(index, log)
 
@@ -159,7 +159,7 @@ class TableGateway:
         while self._late and self._late[0][0] <= now_ms:
             _, index, seq, event = self._late.popleft()
             self._apply(index, seq, event)
-        decision = self._table.route(
+        decision = self.table.route(
             str(request_id),
             hashes=self._trace.chains[request_id],
             num_prompt_tokens=self._trace.num_input[request_id],
@@ -174,14 +174,14 @@ class TableGateway:
             num_available_blocks=group.pool.num_available,
         )
         # Twice, for requests take no time to get to a group here: the first frame shows them.
-        self._table.update_load(_name(index), load)
-        self._table.update_load(_name(index), load)
+        self.table.update_load(_name(index), load)
+        self.table.update_load(_name(index), load)
 
     def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
-        self._table.started(str(request_id), num_cached_tokens=num_hit_tokens)
+        self.table.started(str(request_id), num_cached_tokens=num_hit_tokens)
 
     def finished(self, request_id: int, index: int) -> None:
-        self._table.completed(str(request_id))
+        self.table.completed(str(request_id))
 
     def _listen(self, index: int, log: EventLog) -> None:
         def on_event(seq: int, event: BlockEvent) -> None:
@@ -197,9 +197,9 @@ class TableGateway:
     def _apply(self, index: int, seq: int, event: BlockEvent) -> None:
         log = self._logs[index]
         batch = EventBatch(epoch=log.epoch, first_seq=seq, events=(event,))
-        answer = self._table.apply_events(_name(index), batch)
+        answer = self.table.apply_events(_name(index), batch)
         if isinstance(answer, NeedsResync):
-            self._table.apply_events(_name(index), log.since(answer.next_seq))
+            self.table.apply_events(_name(index), log.since(answer.next_seq))
 
 
 def _name(index: int) -> GroupId:

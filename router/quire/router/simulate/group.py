@@ -50,12 +50,16 @@ class Group:
         pool: Pool,
         on_first_token: Callable[[int, int], None],
         on_finish: Callable[[int], None],
+        slowdown: Callable[[], float] | None = None,
     ) -> None:
+        """``slowdown`` says how many times as long a step takes that begins now; without it, every
+        step takes what it costs."""
         self._num_input, self._num_output = trace.num_input, trace.num_output
         self._chains, self._block_size = trace.chains, trace.block_size
         self._cost, self.pool, self._config = cost, pool, config
         self._is_srpf = config.order == "srpf"
         self._on_first_token, self._on_finish = on_first_token, on_finish
+        self._slowdown = slowdown
         self._arrival_ms = trace.arrival_ms
         self._waiting: list[tuple[float, int, int]] = []  # Key, request, missing tokens.
         self._begun: list[tuple[float, int, int, int]] = []  # Key, request, computed, hits.
@@ -70,6 +74,10 @@ class Group:
         self._num_context_products = 0
         self.num_pending = 0
         """Prompt tokens neither cached nor computed."""
+        self.num_prompt_tokens = 0
+        """Of requests that began to run; so are the hits among them."""
+        self.num_hit_tokens = 0
+        self.num_output_tokens = 0
         self.wake_at: float | None = None
 
     @property
@@ -101,6 +109,7 @@ class Group:
         """Ends the step: hands out its tokens."""
         self._step += self._num_steps
         self._num_context += self._num_steps * len(self._decodes)
+        self.num_output_tokens += self._num_steps * len(self._decodes)
         if self._num_chunk_tokens:
             self._end_chunks()
         decodes = self._decodes
@@ -118,6 +127,7 @@ class Group:
                 heappush(self._begun, (key, request_id, computed, num_hits))
                 continue
             self._on_first_token(request_id, num_hits * self._block_size)
+            self.num_output_tokens += 1
             num_output = self._num_output[request_id]
             heappush(self._decodes, (self._step + num_output - 1, request_id))
             self._num_context += num_input + 1
@@ -137,13 +147,16 @@ class Group:
                 step_ms += cost.decode_ms(self._num_context)
             self._num_steps = 1
         elif decodes:
-            self._num_steps = decodes[0][0] - self._step
+            # What comes and goes elsewhere changes how long they take: then one at a time.
+            self._num_steps = 1 if self._slowdown is not None else decodes[0][0] - self._step
             # Each step attends to one token more of each sequence: take the middle one's time.
             step_ms = cost.decode_ms(self._num_context + self._num_steps * len(decodes) / 2)
         else:
             self.wake_at = None
             self._num_steps = 0
             return
+        if self._slowdown is not None:
+            step_ms *= self._slowdown()
         self._step_ms = step_ms
         self.wake_at = now + self._num_steps * step_ms
 
@@ -189,6 +202,8 @@ class Group:
         num_blocks = -(-(num_input + self._num_output[request_id]) // size)
         if not self.pool.admit(request_id, chain, num_hits, num_blocks - num_hits):
             return None
+        self.num_prompt_tokens += num_input
+        self.num_hit_tokens += num_hits * size
         return num_hits
 
     def _finish(self, request_id: int) -> None:

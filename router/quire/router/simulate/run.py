@@ -4,7 +4,9 @@ Nothing is read but the trace, the configuration and the seed: the same three gi
 to the last bit (`Result.digest`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Literal, get_args
@@ -12,12 +14,14 @@ from typing import Literal, get_args
 from quire.router.policies.catalog import POLICIES
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.cost import PRESETS, CostModel
+from quire.router.simulate.gate import Gate
 from quire.router.simulate.gateway import FlatGateway, Gateway, TableGateway
 from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import LruPool, Pool, WorkerPool
 from quire.router.simulate.result import Result
 from quire.router.simulate.trace import Trace
+from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
 from quire.worker.events import EventLog
 from quire.worker.eviction import LowestUtility, PolicyFactory
@@ -52,6 +56,9 @@ class SimulationConfig:
     """Every fourth group is so many times slower than the others, and nobody is told."""
     use_table: bool = False
     """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
+    contention: float = 0.0
+    """How much longer a step takes for each other group that computes as it begins, as a share of
+    the step: groups that share cores."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,21 +70,30 @@ class SimulationConfig:
         for name in ("num_groups", "num_gateways", "slow_factor"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
-        if self.event_lag_ms < 0:
-            raise ConfigError(f"event_lag_ms={self.event_lag_ms!r}: must not be negative")
+        for name in ("event_lag_ms", "contention"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must not be negative")
         if not 0 <= self.event_loss < 1:
             raise ConfigError(f"event_loss={self.event_loss!r}: must be at least 0 and below 1")
 
 
-def simulate(trace: Trace, config: SimulationConfig) -> Result:
-    """Raises:
-    ConfigError: A request of the trace does not fit into a group's cache.
+MakeGate = Callable[[Trace, Clock, RoutingTable], Gate]
+
+
+def simulate(
+    trace: Trace, config: SimulationConfig, *, make_gate: MakeGate | None = None
+) -> Result:
+    """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
+
+    Raises:
+        ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
+            for without ``use_table``.
     """
-    return _Simulation(trace, config).run()
+    return _Simulation(trace, config, make_gate).run()
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, config: SimulationConfig) -> None:
+    def __init__(self, trace: Trace, config: SimulationConfig, make_gate: MakeGate | None) -> None:
         self._trace = trace
         self._config = config
         self._clock = Clock()
@@ -88,13 +104,15 @@ class _Simulation:
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
         self._gateways, logs = self._build_gateways()
+        self._gates = self._build_gates(make_gate)
         self._groups = [self._build_group(index, log) for index, log in enumerate(logs)]
+        self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
 
     def run(self) -> Result:
         """Arrivals and ends of steps in the order of time; an end goes first."""
-        trace, clock, groups = self._trace, self._clock, self._groups
+        trace, clock, groups, gates = self._trace, self._clock, self._groups, self._gates
         arrivals, num_requests = trace.arrival_ms, len(trace)
-        ends: list[tuple[float, int]] = []
+        ends = self._ends
         request_id = 0
         while True:
             arrival = arrivals[request_id] if request_id < num_requests else inf
@@ -110,30 +128,52 @@ class _Simulation:
                 group.begin(now)
                 if group.wake_at is not None:
                     heappush(ends, (group.wake_at, index))
+                # The next step does not wait for what its gateways make of the last one.
+                for gate in gates:
+                    gate.frame(index, group)
+                    for released in gate.release():
+                        self._send(released)
                 continue
             if request_id == num_requests:
                 break
             clock.now_ms = arrival
-            gateway = self._gateways[request_id % len(self._gateways)]
-            index, predicted = gateway.route(request_id)
-            self._group_of[request_id] = index
-            self._predicted[request_id] = predicted
-            group = groups[index]
-            before = group.wake_at
-            group.add(request_id, arrival)
-            if group.wake_at is not None and group.wake_at != before:
-                heappush(ends, (group.wake_at, index))
+            if not gates or gates[request_id % len(gates)].offer(request_id):
+                self._send(request_id)
             request_id += 1
         return self._result()
+
+    def _send(self, request_id: int) -> None:
+        index, predicted = self._gateway_of(request_id).route(request_id)
+        self._group_of[request_id] = index
+        self._predicted[request_id] = predicted
+        if self._gates:
+            self._gate_of(request_id).routed(request_id)
+        group = self._groups[index]
+        before = group.wake_at
+        group.add(request_id, self._clock.now_ms)
+        if group.wake_at is not None and group.wake_at != before:
+            heappush(self._ends, (group.wake_at, index))
 
     def _first_token(self, request_id: int, num_hit_tokens: int) -> None:
         self._first_ms[request_id] = self._clock.now_ms
         self._hit[request_id] = num_hit_tokens
         self._gateway_of(request_id).started(request_id, self._group_of[request_id], num_hit_tokens)
+        if self._gates:
+            self._gate_of(request_id).started(request_id)
 
     def _finish(self, request_id: int) -> None:
         self._last_ms[request_id] = self._clock.now_ms
         self._gateway_of(request_id).finished(request_id, self._group_of[request_id])
+        if self._gates:
+            self._gate_of(request_id).finished(request_id)
+
+    def _gate_of(self, request_id: int) -> Gate:
+        return self._gates[request_id % len(self._gates)]
+
+    def _slowdown(self, index: int) -> float:
+        others = (group for number, group in enumerate(self._groups) if number != index)
+        num_computing = sum(group.wake_at is not None for group in others)
+        return 1.0 + self._config.contention * num_computing
 
     def _gateway_of(self, request_id: int) -> Gateway:
         return self._gateways[request_id % len(self._gateways)]
@@ -168,6 +208,14 @@ class _Simulation:
             for _ in numbers
         ], [holders.log_of(index) for index in range(config.num_groups)]
 
+    def _build_gates(self, make_gate: MakeGate | None) -> list[Gate]:
+        if make_gate is None:
+            return []
+        tables = [each.table for each in self._gateways if isinstance(each, TableGateway)]
+        if not tables:
+            raise ConfigError("use_table=False: gates look at what is in the table, set it")
+        return [make_gate(self._trace, self._clock, table) for table in tables]
+
     def _build_group(self, index: int, log: EventLog) -> Group:
         config = self._config
         slow = config.slow_factor if index % 4 == 0 else 1.0
@@ -188,6 +236,7 @@ class _Simulation:
             pool=pool,
             on_first_token=self._first_token,
             on_finish=self._finish,
+            slowdown=partial(self._slowdown, index) if config.contention else None,
         )
 
     def _result(self) -> Result:
