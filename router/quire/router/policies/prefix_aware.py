@@ -28,7 +28,6 @@ from math import exp
 from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
 
-
 _LATE = 2.0
 """A step that takes so many times as long as expected was guessed wrong, or its frame went to
 other gateways only, or the group hangs: nothing is known of it."""
