@@ -1,5 +1,6 @@
 """One run of the simulator per cell, kept in a file."""
 
+import gc
 import json
 import time
 from dataclasses import asdict, dataclass, replace
@@ -112,6 +113,8 @@ class Bench:
         key = name, max(num_groups // 16, 1), seed
         if self._last is None or self._last[0] != key:
             self._last = key, self._load_trace(*key)
+            gc.collect()
+            gc.freeze()  # Else each collection goes through all of the trace's tuples.
         return self._last[1]
 
     def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:

@@ -3,20 +3,21 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from bench.routing.cells import BASELINES, DYNAMO, OURS, OURS_POLICY, ROWS, SOURCES, Cell
-
-Values = list[dict[str, float]]
-Cells = dict[Cell, dict[str, float]]
+from bench.routing.cells import DYNAMO, OURS, OURS_POLICY, ROWS, SOURCES, Cell
+from bench.routing.compare import Cells, Seeds, by_seed, ratio, to_best_baseline
+from bench.routing.goals import goals
 
 
 def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
     found = {Cell(**json.loads(key)): values for key, values in cells.items()}
     today = time.strftime("%Y-%m-%d")
     yield f"# Routing policies, {today}, {platform.machine()}, Python {platform.python_version()}\n"
+    yield from goals(found)
     for num_groups, trace in product(
         sorted({cell.num_groups for cell in found}), sorted({cell.trace for cell in found})
     ):
@@ -24,7 +25,10 @@ def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
         latency = {c: v for c, v in here.items() if c.load and c.disturbance == "none"}
         if latency:
             yield f"## {trace}, {num_groups} groups\n"
-            yield "TTFT in s, mean / p90 / p99 (× mean of Dynamo's default ÷ this one)\n"
+            yield (
+                "TTFT in s, mean / p90 / p99 (× mean of Dynamo's default ÷ this one); seeds where "
+                "more than one\n"
+            )
             yield from _table(latency, lambda cell: f"{cell.load:.0%}", _times)
             yield from _closing(latency, OURS)
             yield from _closing(latency, OURS_POLICY)
@@ -41,53 +45,52 @@ def tables(cells: dict[str, dict[str, float]]) -> Iterator[str]:
 
 
 def _table(
-    cells: Cells, column: Callable[[Cell], str], show: Callable[[Values, Values], str]
+    cells: Cells, column: Callable[[Cell], str], show: Callable[[Seeds, Seeds], str]
 ) -> Iterator[str]:
-    in_order = sorted(cells, key=lambda cell: cell.load)
-    columns = list(dict.fromkeys(column(cell) for cell in in_order))
+    columns: dict[str, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: cell.load):
+        columns.setdefault(column(cell), replace(cell, seed=0))
     policies = [p for p in ROWS if any(c.policy == p for c in cells)]
     yield "| policy | " + " | ".join(columns) + " |"
     yield "| --- |" + " --- |" * len(columns)
     for policy in policies:
         texts = []
-        for name in columns:
-            of_column = {c: v for c, v in cells.items() if column(c) == name}
-            mine = [v for c, v in of_column.items() if c.policy == policy]
-            reference = [v for c, v in of_column.items() if c.policy == DYNAMO]
+        for cell in columns.values():
+            mine = by_seed(cells, replace(cell, policy=policy))
+            reference = by_seed(cells, replace(cell, policy=DYNAMO))
             texts.append(show(mine, reference) if mine else "")
         yield f"| {policy} | " + " | ".join(texts) + " |"
     yield ""
 
 
-def _times(values: Values, reference: Values) -> str:
-    times = " / ".join(f"{_mean(values, name):.3f}" for name in ("mean", "p90", "p99"))
-    if not reference:
-        return times
-    return f"{times} (×{_mean(reference, 'mean') / _mean(values, 'mean'):.2f})"
-
-
-def _speed(values: Values, reference: Values) -> str:
-    speed = _mean(values, "speed")
-    return (
-        f"{speed:.2f} (×{speed / _mean(reference, 'speed'):.2f})" if reference else f"{speed:.2f}"
+def _times(mine: Seeds, reference: Seeds) -> str:
+    text = " / ".join(
+        f"{fmean(values[name] for values in mine.values()):.3f}" for name in ("mean", "p90", "p99")
     )
+    against = ratio(reference, mine)
+    if against is not None:
+        text += f" (×{against:.2f})"
+    return f"{text}; {len(mine)}" if len(mine) > 1 else text
+
+
+def _speed(mine: Seeds, reference: Seeds) -> str:
+    speed = fmean(values["speed"] for values in mine.values())
+    against = ratio(mine, reference, "speed")
+    return f"{speed:.2f}" if against is None else f"{speed:.2f} (×{against:.2f})"
 
 
 def _closing(cells: Cells, ours: str) -> Iterator[str]:
     """Where ours is furthest behind the best baseline of its column."""
-    worst = ("", 0.0)
-    for load in {cell.load for cell in cells}:
-        means = {
-            policy: _mean([v for c, v in cells.items() if (c.load, c.policy) == (load, policy)])
-            for policy in {cell.policy for cell in cells if cell.load == load}
-        }
-        others = [mean for policy, mean in means.items() if policy in BASELINES]
-        if ours in means and others:
-            ratio = means[ours] / min(others)
-            worst = max(worst, (f"{load:.0%}", ratio), key=lambda pair: pair[1])
-    if worst[0]:
-        yield f"Mean TTFT of {ours} ÷ best baseline's, at most: {worst[1]:.2f} (load {worst[0]})\n"
-
-
-def _mean(values: Sequence[dict[str, float]], name: str = "mean") -> float:
-    return fmean(value[name] for value in values)
+    found = {
+        cell: behind
+        for cell in cells
+        if cell.policy == ours
+        and (behind := to_best_baseline(cells, replace(cell, seed=0))) is not None
+    }
+    if found:
+        cell = max(found, key=lambda cell: found[cell][0])
+        worst, whose = found[cell]
+        yield (
+            f"Mean TTFT of {ours} ÷ best baseline's, at most: {worst:.2f} "
+            f"(load {cell.load:.0%}, {whose})\n"
+        )

@@ -4,6 +4,10 @@
     rag        a short instruction and four of 2,000 documents, popular ones more often, any order
     few_shot   jobs of 20 to 150 short questions behind the same 8,000 to 24,000 tokens of examples
     bursts     chats of several turns, five times as many in the first ten seconds of each minute
+    tides      300 tenants, a few of them with most of the load, which rises and falls by a factor
+               of four within five minutes; short answers
+    documents  two to six questions on a document of 8,000 to 24,000 tokens of one's own, among as
+               many short prompts that share nothing
 
 The sizes are guesses of what such programs send; what matters is that they differ from each other
 and from the recorded traces.
@@ -11,6 +15,7 @@ and from the recorded traces.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from math import pi, sin
 from random import Random
 
 from quire.router.simulate.trace import Row, Trace
@@ -89,11 +94,43 @@ def _bursts(rng: Random) -> Iterator[Row]:
             return
 
 
+def _tides(rng: Random) -> Iterator[Row]:
+    tenants = [_blocks(("tenant", i), rng.randint(500, 6_000)) for i in range(300)]
+    weights = [(i + 1) ** -1.3 for i in range(len(tenants))]
+    num_rows, start_ms = 0, 0.0
+    while num_rows < NUM_REQUESTS:
+        tide = 1 + 0.6 * sin(2 * pi * start_ms / 300_000)
+        start_ms += rng.expovariate(tide / 200)
+        (chain,) = rng.choices(tenants, weights)
+        at_ms = start_ms
+        for turn in range(rng.randint(1, 3)):
+            chain += _blocks((num_rows, turn), rng.randint(30, 2_500))
+            yield _row(at_ms, chain, rng.randint(10, 200), rng)
+            num_rows += 1
+            at_ms += 3_000 + rng.expovariate(1 / 10_000)
+
+
+def _documents(rng: Random) -> Iterator[Row]:
+    num_rows, start_ms = 0, 0.0
+    while num_rows < NUM_REQUESTS:
+        start_ms += rng.expovariate(1 / 1_000)
+        at_ms, chain = start_ms, _blocks(("document", num_rows), rng.randint(8_000, 24_000))
+        for question in range(rng.randint(2, 6)):
+            chain += _blocks((num_rows, question), rng.randint(20, 800))
+            yield _row(at_ms, chain, rng.randint(50, 500), rng)
+            alone = _blocks(("alone", num_rows), rng.randint(100, 2_000))
+            yield _row(start_ms + rng.random() * 60_000, alone, rng.randint(20, 800), rng)
+            num_rows += 2
+            at_ms += 10_000 + rng.expovariate(1 / 20_000)
+
+
 _GENERATORS: Mapping[str, Callable[[Random], Iterator[Row]]] = {
     "agents": _agents,
     "rag": _rag,
     "few_shot": _few_shot,
     "bursts": _bursts,
+    "tides": _tides,
+    "documents": _documents,
 }
 SYNTHETIC = tuple(_GENERATORS)
 

@@ -65,9 +65,15 @@ def test_a_trace_that_is_not_there_is_skipped_with_its_path(
     assert "multitenant: skipped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["agents", "rag", "few_shot", "bursts"])
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        *(("agents", 0.9), ("rag", 0.9), ("few_shot", 0.9), ("bursts", 0.9), ("tides", 0.9)),
+        ("documents", 0.35),
+    ],
+)
 def test_a_made_up_trace_depends_on_its_seed_only_and_shares_prefixes(
-    bench_module: BenchModule, name: str
+    bench_module: BenchModule, name: str, shared: float
 ) -> None:
     make = bench_module("routing.synthetic").synthetic_trace
     trace, again, other = make(name, seed=0), make(name, seed=0), make(name, seed=1)
@@ -79,7 +85,23 @@ def test_a_made_up_trace_depends_on_its_seed_only_and_shares_prefixes(
         assert len(set(chain)) == len(chain)
         num_shared += bool(chain) and chain[0] in seen
         seen.update(chain)
-    assert num_shared > 0.9 * len(trace)
+    assert num_shared > shared * len(trace)
+
+
+def test_ratios_are_of_the_seeds_that_both_sides_have(bench_module: BenchModule) -> None:
+    cell_of = bench_module("routing.cells").Cell
+    compare = bench_module("routing.compare")
+    cells = {}
+    for policy, means in {"ours": [2.0, 4.0], "llmd": [8.0], "preble": [3.0, 3.0]}.items():
+        for seed, mean in enumerate(means):
+            cell = cell_of(trace="rag", num_groups=16, load=0.6, policy=policy, seed=seed)
+            cells[cell] = {"mean": mean}
+    ours = cell_of(trace="rag", num_groups=16, load=0.6, policy="ours")
+    llmd = cell_of(trace="rag", num_groups=16, load=0.6, policy="llmd")
+    assert compare.ratio(compare.by_seed(cells, ours), compare.by_seed(cells, llmd)) == 0.25
+    assert compare.to_best_baseline(cells, ours) == (1.0, "preble")
+    (line,) = [line for line in bench_module("routing.goals").goals(cells) if "nowhere" in line]
+    assert line.endswith("(ours) | 1 of 1 |")
 
 
 @needs_traces

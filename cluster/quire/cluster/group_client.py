@@ -212,7 +212,7 @@ class GroupClient:
             # comes late: counters that go back are taken for negative speeds.
             self._last_load = load
             num_submits = frame.num_submits if frame.HasField("num_submits") else None
-            self._listener.load(self, frame.load, num_submits=num_submits)
+            self._listener.load(self, frame.load, step=frame.step, num_submits=num_submits)
         for delta in frame.deltas:
             is_error = delta.HasField("error")
             if is_error and delta.error.code in _CLOSED:

@@ -28,7 +28,9 @@ class GroupListener(Protocol):
     def has_other(self, client: "GroupClient") -> bool:
         """Whether another group takes requests, so that this one's can go on there."""
 
-    def load(self, client: "GroupClient", load: pb.Load, *, num_submits: int | None) -> None:
+    def load(
+        self, client: "GroupClient", load: pb.Load, *, step: int, num_submits: int | None
+    ) -> None:
         """The group has stepped since the last call; ``load`` counts the first ``num_submits`` of
         this connection's submits, where the group says it."""
 

@@ -169,7 +169,9 @@ class Groups:
     def has_other(self, client: GroupClient) -> bool:
         return any(self._attached[group_id] is not client for group_id in self._routable())
 
-    def load(self, client: GroupClient, load: pb.Load, *, num_submits: int | None) -> None:
+    def load(
+        self, client: GroupClient, load: pb.Load, *, step: int, num_submits: int | None
+    ) -> None:
         group_id = GroupId(client.description.group_id)
         if self._attached.get(group_id) is not client:
             return
@@ -182,6 +184,7 @@ class Groups:
                 num_pending_prefill_tokens=load.num_pending_prefill_tokens,
                 num_available_blocks=load.num_free_blocks + load.num_cached_blocks,
                 num_shown=num_submits,
+                num_steps=step,
             ),
         )
         for on_load in self._load_watchers:

@@ -58,6 +58,10 @@ class GroupState:
     """Sent, but not in the numbers above yet."""
     num_reserved_tokens: int = 0
     """Tokens that those have to prefill."""
+    step_began_s: float = 0.0
+    """When its present step did, as `StepClock` guesses."""
+    step_s: float = 0.0
+    """How long that step is expected to take; 0 where nothing is known."""
     pace: Pace | None = None
     """How long it takes for things; None while too little was seen of it."""
 
@@ -94,6 +98,8 @@ class Policy(Protocol):
     """Why a group was chosen if not for its prefix."""
     pressure: float | None
     """What the last `costs` took a computed token to cost those behind it, where it does that."""
+    reads_steps: bool
+    """Whether it asks how far groups are with their steps."""
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]

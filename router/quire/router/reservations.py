@@ -14,6 +14,7 @@ from quire.router.directory import GroupId
 from quire.router.in_flight import new_counts
 from quire.router.pace import PaceFit
 from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.router.step_clock import StepClock
 from quire.worker.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
@@ -34,6 +35,9 @@ class GroupLoad:
     num_shown: int | None = None
     """How many of the requests that this router sent there, in order, are in these numbers; where
     the frame does not say, it is guessed from the number of frames."""
+    num_steps: int | None = None
+    """Steps that the group had ended; where the frame does not say, nothing is known of the one
+    under way."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Group:
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     fit: PaceFit = field(default_factory=PaceFit)
+    clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
     """Mean of its forecasts' errors of late, as shares of the waits."""
     _state: GroupState | None = None
@@ -66,8 +71,15 @@ class Group:
             self._state = self._new_state()
         return self._state
 
-    def take_frame(self, load: GroupLoad) -> None:
+    def take_frame(self, load: GroupLoad, *, at_s: float) -> None:
         self._state = None
+        if load.num_steps is not None:
+            self.clock.frame(
+                step=load.num_steps,
+                at_s=at_s,
+                num_queued=load.num_pending_prefill_tokens,
+                is_idle=not (load.num_running or load.num_waiting),
+            )
         self.load = load
         self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
         self.num_frames += 1
@@ -124,6 +136,8 @@ class Group:
             num_blocks=self.num_blocks,
             num_reserved_requests=self.num_reserved_requests,
             num_reserved_tokens=self.num_reserved_tokens,
+            step_began_s=self.clock.began_s,
+            step_s=self.clock.length_s,
             pace=self.fit.pace,
         )
 

@@ -203,7 +203,7 @@ class RoutingTable:
         with self._lock:
             group = self._groups.get(group_id)
             if group is not None:
-                group.take_frame(load)
+                group.take_frame(load, at_s=self._clock())
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         """Takes in block events; those of a group that left are ignored."""

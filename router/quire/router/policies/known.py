@@ -185,6 +185,7 @@ class DynamoCost:
 
     reason: Reason = "least_loaded"
     pressure: float | None = None
+    reads_steps = False
 
     def __init__(self, *, weight: float) -> None:
         self._weight = weight

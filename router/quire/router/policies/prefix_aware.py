@@ -28,6 +28,10 @@ from math import exp
 from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
 
+_LATE = 2.0
+"""A step that takes so many times as long as expected was guessed wrong, or its frame went to
+other gateways only, or the group hangs: nothing is known of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixAwareConfig:
@@ -49,6 +53,7 @@ class PrefixAware(Forgetful):
     """See the module's docstring."""
 
     reason: Reason = "least_loaded"
+    reads_steps = True
 
     def __init__(self, config: PrefixAwareConfig | None = None) -> None:
         self._config = config or PrefixAwareConfig()
@@ -65,11 +70,18 @@ class PrefixAware(Forgetful):
         busy = self._average(busy, request.now_s)
         self.pressure = min(config.max_pressure, config.pressure * busy / (1.0001 - busy))
         weight = config.missing + self.pressure
-        num_tokens = request.num_prompt_tokens
-        return [
-            queued + weight * (num_tokens - hit) + config.request_tokens * state.num_requests
-            for state, queued, hit in zip(groups, queues, hits, strict=True)
-        ]
+        num_tokens, now_s = request.num_prompt_tokens, request.now_s
+        costs = []
+        for state, queued, hit in zip(groups, queues, hits, strict=True):
+            ahead = queued + config.request_tokens * state.num_requests
+            if state.step_s:
+                share = (now_s - state.step_began_s) / state.step_s
+                if 0 < share < _LATE:
+                    num_old = state.num_running + state.num_waiting
+                    old = state.num_pending_prefill_tokens + config.request_tokens * num_old
+                    ahead -= min(share, 1.0) * old
+            costs.append(ahead + weight * (num_tokens - hit))
+        return costs
 
     def _average(self, sample: float, now_s: float) -> float:
         """How busy groups were over about the last ``window_s``, this sample included.

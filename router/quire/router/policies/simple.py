@@ -17,6 +17,7 @@ class Forgetful:
     """A policy that keeps nothing from one request to the next."""
 
     pressure: float | None = None
+    reads_steps: bool = False
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         pass

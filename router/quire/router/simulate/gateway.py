@@ -19,6 +19,7 @@ from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import Chain
 from quire.router.simulate.trace import Trace
+from quire.router.step_clock import StepClock
 from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.events import BlockEvent, EventBatch, EventLog
 from quire.worker.hashing import BlockHash
@@ -47,6 +48,8 @@ class FlatGateway:
         self._policy = POLICIES[policy]()
         self._holders = holders
         self._states = [GroupState(group=_name(i)) for i in range(num_groups)]
+        self._clocks = [StepClock() for _ in range(num_groups)]
+        self._groups: dict[int, Group] = {}
         self._no_overlap = [0] * num_groups
         self._coming: dict[BlockHash, dict[int, int]] = {}  # By block and bit: requests in flight.
         self._blocks: dict[int, Sequence[BlockHash]] = {}  # By request, counted in `_coming`.
@@ -55,6 +58,10 @@ class FlatGateway:
 
     def route(self, request_id: int) -> tuple[int, int]:
         trace, states = self._trace, self._states
+        if self._policy.reads_steps:
+            for index, group in self._groups.items():
+                if group.is_in_run:
+                    self._see_step(index, *group.last_step(self._clock.now_ms))
         chain = trace.chains[request_id]
         num_tokens = trace.num_input[request_id]
         held = self._holders.lengths(chain)
@@ -96,6 +103,19 @@ class FlatGateway:
         state.num_waiting = group.num_waiting
         state.num_available_blocks = group.pool.num_available
         state.num_blocks = max(state.num_blocks or 0, state.num_available_blocks)
+        self._groups[index] = group
+        if self._policy.reads_steps:
+            self._see_step(index, group.num_steps, self._clock.now_ms)
+
+    def _see_step(self, index: int, step: int, at_ms: float) -> None:
+        state, clock = self._states[index], self._clocks[index]
+        clock.frame(
+            step=step,
+            at_s=at_ms / 1000,
+            num_queued=state.num_pending_prefill_tokens,
+            is_idle=not (state.num_running or state.num_waiting),
+        )
+        state.step_began_s, state.step_s = clock.began_s, clock.length_s
 
     def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
         pass
@@ -144,6 +164,8 @@ class TableGateway:
         self._rng = random.Random(seed)
         self._logs = logs
         self._index = {_name(i): i for i in range(len(logs))}
+        self._steps = [0] * len(logs)  # That each group's last frame told of.
+        self._groups: dict[int, Group] = {}
         self._late: deque[tuple[float, int, int, BlockEvent]] = deque()
         self.table = RoutingTable(
             block_size=trace.block_size,
@@ -159,6 +181,13 @@ class TableGateway:
         while self._late and self._late[0][0] <= now_ms:
             _, index, seq, event = self._late.popleft()
             self._apply(index, seq, event)
+        for index, group in self._groups.items():
+            if group.is_in_run:
+                step, began_ms = group.last_step(now_ms)
+                if step > self._steps[index]:
+                    self._clock.now_ms = began_ms
+                    self._tell_load(index, group, step)
+        self._clock.now_ms = now_ms
         decision = self.table.route(
             str(request_id),
             hashes=self._trace.chains[request_id],
@@ -167,12 +196,18 @@ class TableGateway:
         return self._index[decision.group], decision.predicted_cached_tokens
 
     def frame(self, index: int, group: Group) -> None:
+        self._groups[index] = group
+        self._tell_load(index, group, group.num_steps)
+
+    def _tell_load(self, index: int, group: Group, step: int) -> None:
         load = GroupLoad(
             num_running=group.num_running,
             num_waiting=group.num_waiting,
             num_pending_prefill_tokens=group.num_pending,
             num_available_blocks=group.pool.num_available,
+            num_steps=step,
         )
+        self._steps[index] = step
         # Twice, for requests take no time to get to a group here: the first frame shows them.
         self.table.update_load(_name(index), load)
         self.table.update_load(_name(index), load)

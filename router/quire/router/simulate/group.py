@@ -80,6 +80,26 @@ class Group:
         self.num_output_tokens = 0
         self.wake_at: float | None = None
 
+    def last_step(self, now: float) -> tuple[int, float]:
+        """How many steps have ended before ``now``, and when the present one began.
+
+        Not between `end` and `begin`.
+        """
+        if self._num_steps < 2:
+            return self._step, self._step_began
+        ended = min(int((now - self._step_began) // self._step_ms), self._num_steps - 1)
+        return self._step + ended, self._step_began + ended * self._step_ms
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended, but for those of a run that is under way."""
+        return self._step
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether several steps are run together."""
+        return self._num_steps > 1
+
     @property
     def num_running(self) -> int:
         return len(self._decodes) + len(self._begun) + len(self._chunks)

@@ -1,0 +1,71 @@
+"""How far a group has got with its present step, guessed from when its frames came.
+
+A step is taken to be as long as those before it were with as many prompt tokens to compute:
+
+    length = fixed + per_token * queued
+
+fitted by least squares to about the last `WINDOW` steps, neither part negative. What a frame says
+was true when it was sent; a step takes a hundredth of a second to several tenths, so that on
+average half of it is over when the next request comes, and much more in one group than in another.
+
+Nothing is known before `MIN_STEPS` steps were seen, nor of the step that an idle group begins.
+"""
+
+WINDOW = 30
+"""Steps after which one counts for a third (1/e) of a new one."""
+MIN_STEPS = 8
+
+_KEPT = 1 - 1 / WINDOW
+
+
+class StepClock:
+    """One group's. Takes the same memory however much it has seen."""
+
+    __slots__ = ("_moments", "_num_seen", "_queued", "_step", "began_s", "length_s")
+
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        """When the last frame of a new step came: about the beginning of the present one."""
+        self.length_s = 0.0
+        """How long the present one is expected to take; 0 where nothing is known."""
+        self._step: int | None = None  # Steps that had ended by then; None from an idle group.
+        self._queued = 0
+        self._num_seen = 0
+        self._moments = (0.0, 0.0, 0.0, 0.0, 0.0)  # Of 1, x, y, x * x, x * y.
+
+    def frame(self, *, step: int, at_s: float, num_queued: int, is_idle: bool) -> None:
+        """A frame came: ``step`` steps have ended, ``num_queued`` prompt tokens are left.
+
+        A frame of no new step, such as a heartbeat, says nothing new, and of several steps at once
+        nothing is learned where they had prompts to compute: it is not known how many each.
+        """
+        if self._step is not None:
+            num_steps = step - self._step
+            if num_steps <= 0:
+                return
+            if num_steps == 1 or not self._queued:
+                self._learn(self._queued, (at_s - self.began_s) / num_steps)
+        self._step = None if is_idle else step
+        self._queued = num_queued
+        self.began_s = at_s
+        self.length_s = 0.0 if is_idle else self._expected_s()
+
+    def _learn(self, x: float, y: float) -> None:
+        """From a step with ``x`` tokens queued that took ``y`` seconds."""
+        if y <= 0:
+            return  # A clock that went back teaches nothing.
+        n, sum_x, sum_y, xx, xy = [_KEPT * moment for moment in self._moments]
+        self._moments = n + 1, sum_x + x, sum_y + y, xx + x * x, xy + x * y
+        self._num_seen += 1
+
+    def _expected_s(self) -> float:
+        if self._num_seen < MIN_STEPS:
+            return 0.0
+        n, x, y, xx, xy = self._moments
+        spread = n * xx - x * x
+        slope = max((n * xy - x * y) / spread, 0.0) if spread > 1e-6 * n * xx else 0.0
+        fixed = (y - slope * x) / n
+        if fixed < 0:
+            # Both parts at 0 or above: the line goes through the origin.
+            fixed, slope = 0.0, xy / xx
+        return fixed + slope * self._queued

@@ -1,0 +1,101 @@
+"""How far a group is with its step, guessed from its frames."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.router.directory import GroupId
+from quire.router.policies.prefix_aware import PrefixAware
+from quire.router.policy import GroupState, RouteRequest, decide
+from quire.router.step_clock import MIN_STEPS, StepClock
+
+
+def run(clock: StepClock, queues: list[int], *, fixed_s: float, per_token_s: float) -> float:
+    """Steps whose lengths lie on a line; returns when the last frame came."""
+    at_s = 100.0
+    for step, queued in enumerate(queues):
+        clock.frame(step=step, at_s=at_s, num_queued=queued, is_idle=False)
+        at_s += fixed_s + per_token_s * queued
+    clock.frame(step=len(queues), at_s=at_s, num_queued=queues[-1], is_idle=False)
+    return at_s
+
+
+@given(
+    queues=st.lists(st.integers(0, 8192), min_size=MIN_STEPS, max_size=100),
+    fixed_s=st.floats(0.001, 0.1),
+    per_token_s=st.floats(0, 1e-3),
+)
+def test_steps_on_a_line_are_foreseen(
+    queues: list[int], fixed_s: float, per_token_s: float
+) -> None:
+    clock = StepClock()
+    began_s = run(clock, queues, fixed_s=fixed_s, per_token_s=per_token_s)
+    assert clock.began_s == began_s
+    assert clock.length_s == pytest.approx(fixed_s + per_token_s * queues[-1], rel=1e-3)
+
+
+def test_nothing_is_known_before_enough_steps_were_seen() -> None:
+    clock = StepClock()
+    run(clock, [100] * (MIN_STEPS - 1), fixed_s=0.02, per_token_s=0.0)
+    assert clock.length_s == 0
+
+
+def test_what_an_idle_group_begins_is_not_known_and_its_rest_is_no_step() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=21, at_s=at_s + 0.02, num_queued=0, is_idle=True)
+    assert clock.length_s == 0
+    clock.frame(step=22, at_s=at_s + 60.0, num_queued=0, is_idle=False)
+    assert clock.length_s == pytest.approx(0.02)
+
+
+def test_a_heartbeat_during_a_step_does_not_begin_another() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=20, at_s=at_s + 0.015, num_queued=500, is_idle=False)
+    assert (clock.began_s, clock.length_s) == (at_s, pytest.approx(0.02))
+
+
+def test_frames_that_were_merged_count_as_the_steps_that_they_are() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=25, at_s=at_s + 0.1, num_queued=0, is_idle=False)
+    assert clock.length_s == pytest.approx(0.02)
+
+
+def test_a_clock_that_goes_back_teaches_nothing() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=21, at_s=at_s - 50.0, num_queued=0, is_idle=False)
+    assert clock.length_s == pytest.approx(0.02)
+
+
+def chosen(first: GroupState, second: GroupState) -> str:
+    request = RouteRequest(hashes=(), num_prompt_tokens=1000, block_size=16, now_s=10.0)
+    return decide(PrefixAware(), request, [first, second], [0, 0]).group
+
+
+def test_of_groups_alike_the_one_whose_step_ends_first_is_chosen() -> None:
+    state = GroupState(group=GroupId("a"), num_running=50, step_began_s=9.99, step_s=0.05)
+    nearly_done = replace(state, group=GroupId("b"), step_began_s=9.96)
+    assert chosen(state, nearly_done) == "b"
+    assert (
+        chosen(replace(nearly_done, group=GroupId("a")), replace(state, group=GroupId("b"))) == "a"
+    )
+
+
+def test_a_group_whose_frame_is_long_overdue_is_not_taken_to_be_done() -> None:
+    state = GroupState(
+        group=GroupId("a"), num_running=50, num_pending_prefill_tokens=5000, step_s=0.05
+    )
+    overdue = replace(state, group=GroupId("b"), step_began_s=9.0)
+    assert chosen(replace(state, step_began_s=9.98), overdue) == "a"
+    assert chosen(replace(overdue, group=GroupId("a")), replace(overdue, num_running=40)) == "b"
+
+
+def test_requests_sent_since_the_last_frame_are_not_taken_to_be_done() -> None:
+    state = GroupState(group=GroupId("a"), num_running=10, step_began_s=9.951, step_s=0.05)
+    burst = replace(state, group=GroupId("b"), num_reserved_requests=1, num_reserved_tokens=2000)
+    assert chosen(state, burst) == "a"
