@@ -397,7 +397,7 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
     mismatch = {"kv_dtype": "another"}  # So that no group is ever attached.
     async with (
         start_cluster(num_groups=1, group_wait_s=300, expected=mismatch) as cluster,
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(timeout=None) as client,
     ):
         body = {"prompt": "x", "stream": stream}
         post = asyncio.create_task(client.post(f"{cluster.http_url}/v1/completions", json=body))
@@ -420,7 +420,7 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
 async def test_what_a_client_makes_long_is_refused_and_breaks_nobodys_stream(
     start_cluster: Any, field: str, value: object, message: str
 ) -> None:
-    async with start_cluster() as cluster, httpx.AsyncClient() as client:
+    async with start_cluster() as cluster, httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(
             f"{cluster.http_url}/v1/completions", json={"prompt": "the cat", field: value}
         )
