@@ -15,9 +15,9 @@ from quire.worker.errors import InvalidRequest
 from quire.worker.sampling_params import MAX_LOGPROBS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-# While a body is read nothing else goes on in a gateway. 28 MB of token ids took 23 s, each an error
-# of its own until they were found to be no texts: now the first error ends the reading of a list,
-# and lists have bounds.
+# While a body is read nothing else goes on in a gateway. 28 MB of token ids took 23 s, each being
+# an error of its own until they were found to be no texts. So the first error ends the reading of
+# a list, and lists have bounds.
 MAX_ITEMS = 1024
 """Prompts, stop strings, parts of a message."""
 MAX_MESSAGES = 10_000
