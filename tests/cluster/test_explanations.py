@@ -1,6 +1,7 @@
 """Why requests went where they did, as clients and operators ask for it."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from quire.cluster import cli
+from quire.router.decision_log import Explanation
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +34,7 @@ async def explain(cluster: Any, **question: Any) -> list[pb.RoutingDecision]:
 async def complete(cluster: Any, **options: Any) -> dict[str, Any]:
     """An HTTP completion, with ``headers`` among the options; its id is in the answer."""
     headers = options.pop("headers", None)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(
             f"{cluster.http_url}/v1/completions",
             json={"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True, **options},
@@ -44,7 +46,7 @@ async def complete(cluster: Any, **options: Any) -> dict[str, Any]:
 
 
 async def decisions(cluster: Any, query: str) -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         return await client.get(f"{cluster.http_url}/v1/routing/decisions{query}")
 
 
@@ -173,6 +175,27 @@ async def test_a_question_that_has_no_answer_says_what_is_wrong(
         answer = await decisions(cluster, query)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("how", ["http", "grpc"])
+async def test_whoever_asks_for_much_holds_up_no_stream(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    loop_went_on = threading.Event()
+
+    def recent(limit: int) -> list[Explanation]:
+        assert loop_went_on.wait(10), "the event loop waits for this"
+        return []
+
+    async with start_cluster(num_groups=1) as cluster:
+        monkeypatch.setattr(cluster.table, "recent", recent)
+        asked = decisions(cluster, "") if how == "http" else explain(cluster)
+        task = asyncio.create_task(asked)
+        chunks = [chunk async for chunk in cluster.inference.Generate(request())]
+        loop_went_on.set()
+        answer = await task
+    assert chunks[-1].finish_reason
+    assert (answer.status_code == 200) if how == "http" else (answer == [])
 
 
 async def test_grpc_says_the_same_with_its_own_codes(start_cluster: Any) -> None:

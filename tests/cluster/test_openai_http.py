@@ -4,7 +4,10 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
+
+from quire.cluster.openai_schema import CompletionBody
 
 pytestmark = pytest.mark.anyio
 
@@ -397,7 +400,7 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
     mismatch = {"kv_dtype": "another"}  # So that no group is ever attached.
     async with (
         start_cluster(num_groups=1, group_wait_s=300, expected=mismatch) as cluster,
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(timeout=None) as client,
     ):
         body = {"prompt": "x", "stream": stream}
         post = asyncio.create_task(client.post(f"{cluster.http_url}/v1/completions", json=body))
@@ -414,16 +417,42 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
     [
         ("cache_salt", "x" * 5_000_000, "cache_salt has 5000000 characters: at most 1000"),
         ("stop", ["a", "x" * 5_000_000], "stop has a string of 5000000 characters: at most 1000"),
-        ("stop_token_ids", [9] * 3_000_000, "stop_token_ids has 3000000: at most 1000"),
+        ("stop_token_ids", [9] * 2000, "stop_token_ids has 2000: at most 1000"),
     ],
 )
 async def test_what_a_client_makes_long_is_refused_and_breaks_nobodys_stream(
     start_cluster: Any, field: str, value: object, message: str
 ) -> None:
-    async with start_cluster() as cluster, httpx.AsyncClient() as client:
+    async with start_cluster() as cluster, httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(
             f"{cluster.http_url}/v1/completions", json={"prompt": "the cat", field: value}
         )
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
         assert cluster.gateway.telemetry.resumes._value.get() == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1.5] * 10_000},
+        {"prompt": [[1.5] * 100] * 100},
+        {"prompt": ["x"] * 10_000},
+        {"prompt": "x", "stop": [1] * 10_000},
+        {"prompt": "x", "stop_token_ids": ["x"] * 10_000},
+    ],
+)
+def test_what_is_wrong_ends_the_reading_of_a_body(body: dict[str, Any]) -> None:
+    with pytest.raises(pydantic.ValidationError) as raised:
+        CompletionBody.model_validate(body)
+    assert raised.value.error_count() <= 4  # One for each kind that a prompt may be.
+
+
+async def test_too_many_prompts_are_refused_by_name(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        answer = await client.post(
+            f"{cluster.http_url}/v1/completions", json={"prompt": ["x"] * 1025}
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert "at most 1024" in answer.json()["error"]["message"]

@@ -1,13 +1,9 @@
 """Calls between processes as gRPC has them, over connections that can break.
 
-A *pipe* carries the messages of one call in one direction: in order and whole as long as the
-connection stands, each after a latency of its own, no more unread ones than its window allows.
-Different calls overtake each other. What is sent into a cut waits until that heals, as TCP would
-send it again and again.
+Each call has a `Pipe` in either direction. Different calls overtake each other.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 from tests.sim.loop import Process
+from tests.sim.pipes import Pipe, copied
 
 if TYPE_CHECKING:
     from tests.sim.network import Network
@@ -28,91 +25,6 @@ class RpcError(grpc.aio.AioRpcError):
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
-
-
-class Pipe:
-    """One direction of one call. ``from_server`` says which."""
-
-    def __init__(self, call: "Call", source: str, target: str, *, from_server: bool) -> None:
-        self.call = call
-        self.source, self.target = source, target
-        self.name = f"{call.name} {source}>{target}"
-        self.from_server = from_server
-        self._network: Network = call.network
-        self._under_way: deque[Message | None] = deque()  # None is the end.
-        self._num_held = 0  # Of those under way: would have arrived, but for a cut.
-        self._last_arrival_s = 0.0
-        self._unread: deque[Message] = deque()
-        self._has_ended = False
-        self._changed = asyncio.Event()
-
-    @property
-    def num_unread(self) -> int:
-        return len(self._under_way) + len(self._unread)
-
-    async def write(self, message: Message) -> None:
-        while self.num_unread >= self._network.config.window and self.call.is_open:
-            self._changed.clear()
-            await self._changed.wait()
-        self.put(message)
-
-    def put(self, message: Message | None) -> None:
-        """Sends without regard to the window; ``None`` ends the stream."""
-        if not self._network.can_send(self.call, from_server=self.from_server):
-            return
-        if message is not None:
-            message = _copy(message)
-        self._under_way.append(message)
-        arrival_s = self._network.arrival_s(self.source, self.target)
-        self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-        self._network.loop.call_at(self._last_arrival_s, self._arrive)
-
-    def inject(self, message: Message) -> None:
-        """Makes ``message`` arrive now, though nobody sent it."""
-        self._accept(message)
-
-    def release(self) -> None:
-        """The cut is healed: what it held back arrives soon."""
-        num_held, self._num_held = self._num_held, 0
-        for _ in range(num_held):
-            arrival_s = self._network.arrival_s(self.source, self.target, late=True)
-            self._last_arrival_s = max(self._last_arrival_s, arrival_s)
-            self._network.loop.call_at(self._last_arrival_s, self._arrive)
-
-    async def read(self) -> Message | None:
-        """The next message; None at the end, of whatever kind."""
-        while not self._unread:
-            if self._has_ended or not self.call.is_open:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        message = self._unread.popleft()
-        self._changed.set()
-        return message
-
-    def wake(self) -> None:
-        self._changed.set()
-
-    def _arrive(self) -> None:
-        if self._network.is_cut(self.source, self.target):
-            self._num_held += 1
-            self._network.hold(self)
-            return
-        message = self._under_way.popleft()
-        if message is None:
-            self._has_ended = True
-            self._changed.set()
-            self.call.stream_ended(from_server=self.from_server)
-            return
-        for arriving in self._network.tamper(self, message):
-            self._accept(arriving)
-
-    def _accept(self, message: Message) -> None:
-        if self._has_ended or not self.call.is_open:
-            return
-        self._network.trace(self.name, message)
-        self._unread.append(message)
-        self._changed.set()
 
 
 class Call:
@@ -235,9 +147,6 @@ class ServerContext:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        pass
-
     async def requests(self) -> AsyncIterator[Any]:
         while (message := await self._call.down.read()) is not None:
             yield message
@@ -307,7 +216,7 @@ class Connection:
         service = self.service
         if service is not None:
             context = ServerContext(call, deadline_s=deadline_s)
-            request = _copy(request)
+            request = copied(request)
             call.serve(lambda: getattr(service, method)(request, context))
         return call
 
@@ -318,8 +227,3 @@ class Connection:
             context = ServerContext(call)
             call.serve(lambda: getattr(service, method)(context.requests(), context))
         return call
-
-
-def _copy(message: Message) -> Any:
-    """As the other side has it: through bytes, so that nothing is shared."""
-    return type(message).FromString(message.SerializeToString())

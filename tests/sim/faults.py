@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from tests.sim.calls import Pipe
 from tests.sim.cluster import Cluster, SimGateway, SimGroup
 from tests.sim.loop import Process
 from tests.sim.model import POISON
+from tests.sim.pipes import Pipe
 
 from quire.cluster.wire import tokens_from_bytes
 from quire.v1 import group_pb2

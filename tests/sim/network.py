@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
-from tests.sim.calls import Call, Connection, Pipe, RpcError
+from tests.sim.calls import Call, Connection, RpcError
 from tests.sim.loop import Process, SimLoop
+from tests.sim.pipes import Pipe
 
 Trace = Callable[[str, Message | None], None]
 

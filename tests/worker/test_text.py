@@ -1,5 +1,7 @@
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,24 @@ def test_endless_broken_bytes_are_shown_in_the_end(tokenizer: Tokenizer) -> None
     stream = TextStream(tokenizer, SamplingParams())
     shown = "".join(stream.push([token]).text for token in broken) + stream.finish()
     assert shown == tokenizer.decode(broken)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    text = "the cat and the hat " * 50_000
+    num_turns = 0
+    turns: list[int] = []
+
+    def encode() -> None:
+        turns.append(num_turns)
+        tokenizer.encode(text)
+        turns.append(num_turns)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.0005)
+    assert turns[1] - turns[0] > 2  # Kept from running, this one has at most its first turns.
 
 
 def _stream(stream: TextStream, ids: list[int], rng: random.Random) -> str:

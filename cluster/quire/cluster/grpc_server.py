@@ -109,7 +109,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ExplainRoutingResponse:
         response = pb.ExplainRoutingResponse()
         async with _statuses(context):
-            response = explain(self._gateway.table, request)
+            # In a thread, since thousands of candidates take long.
+            response = await asyncio.to_thread(explain, self._gateway.table, request)
         return response
 
 

@@ -105,11 +105,11 @@ def _describe(error: Exception) -> tuple[_Kind, dict[str, object]]:
 
 
 def _validation_body(error: ValidationError) -> dict[str, object]:
-    """The first of the errors; a union reports one for each of its members."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    """The first of the errors; a union reports one for each of its members, of which the one that
+    found a list too long is the right one."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     kind = _KINDS[InvalidRequest]
-    if first["type"] == "json_invalid":
-        return _body(f"the body is not JSON that can be read: {first['msg']}", kind)
     place = ".".join(str(part) for part in first["loc"])
     param = str(first["loc"][0]) if first["loc"] else None
     message = f"{place}: {first['msg']}" if place else first["msg"]

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -36,7 +37,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import InvalidRequest
 from quire.worker.sampling_params import SamplingParams
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
 
@@ -147,13 +148,23 @@ class _Api:
 
 
 async def _read(request: Request, body_type: type[AnyBody]) -> AnyBody:
-    """Raises ValidationError, InvalidRequest or BodyTooLarge."""
+    """Raises ValidationError, InvalidRequest or BodyTooLarge.
+
+    In two steps: an error keeps the value that it is about, and made from JSON directly, each of
+    several would make it anew.
+    """
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY_BYTES:
             raise BodyTooLarge(f"the body exceeds {MAX_BODY_BYTES} bytes")
-    body = body_type.model_validate_json(bytes(data))
+    try:
+        value = from_json(bytes(data))
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    body = body_type.model_validate(value)
     body.check()
     return body
 

@@ -5,6 +5,7 @@ that are known, change the answer and are not served are refused with their name
 silently lacks a tool call or a JSON schema is worse than none.
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -14,6 +15,15 @@ from quire.worker.errors import InvalidRequest
 from quire.worker.sampling_params import MAX_LOGPROBS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+# While a body is read nothing else goes on in a gateway. 28 MB of token ids took 23 s, each being
+# an error of its own until they were found to be no texts. So the first error ends the reading of
+# a list, and lists have bounds.
+MAX_ITEMS = 1024
+"""Prompts, stop strings, parts of a message."""
+MAX_MESSAGES = 10_000
+_MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
+Texts = Annotated[list[str], _MANY]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 
 
 class Body(BaseModel):
@@ -38,7 +48,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logit_bias: Any = None
@@ -48,7 +58,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
@@ -63,9 +73,8 @@ class GenerationBody(Body):
         """Raises InvalidRequest: the body asks for what is not served."""
         for name, allowed in self.neutral.items():
             if getattr(self, name) not in allowed:
-                raise InvalidRequest(
-                    f"{name}={getattr(self, name)!r} is not supported: leave it out"
-                )
+                shown = reprlib.repr(getattr(self, name))
+                raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true")
 
@@ -104,7 +113,7 @@ class CompletionBody(GenerationBody):
         "best_of": (None, 1),
     }
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Any = None
@@ -133,7 +142,7 @@ class ContentPart(BaseModel):
 
 class ChatTurn(Body):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], _MANY] | None = None
 
     def message(self) -> dict[str, str]:
         """What the chat template sees. Raises InvalidRequest for anything but text."""
@@ -158,7 +167,7 @@ class ChatBody(GenerationBody):
         "modalities": (None, ["text"]),
     }
 
-    messages: list[ChatTurn]
+    messages: Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

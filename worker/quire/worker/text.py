@@ -71,7 +71,11 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """The text's token ids. Other threads run meanwhile."""
+        # `encode` would keep them from it: 2 MB of text held a gateway up for 4 s, in a thread or
+        # not. This one does not, and is faster, since it notes no places in the text.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

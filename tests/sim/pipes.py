@@ -1,0 +1,106 @@
+"""One direction of one call over a network that can break.
+
+A *pipe* carries messages in order and whole as long as the connection stands, each after a latency
+of its own, no more unread ones than its window allows. What is sent into a cut waits until that
+heals, as TCP would send it again and again.
+"""
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import Message
+
+if TYPE_CHECKING:
+    from tests.sim.calls import Call
+    from tests.sim.network import Network
+
+
+class Pipe:
+    """One direction of one call. ``from_server`` says which."""
+
+    def __init__(self, call: "Call", source: str, target: str, *, from_server: bool) -> None:
+        self.call = call
+        self.source, self.target = source, target
+        self.name = f"{call.name} {source}>{target}"
+        self.from_server = from_server
+        self._network: Network = call.network
+        self._under_way: deque[Message | None] = deque()  # None is the end.
+        self._num_held = 0  # Of those under way: would have arrived, but for a cut.
+        self._last_arrival_s = 0.0
+        self._unread: deque[Message] = deque()
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._under_way) + len(self._unread)
+
+    async def write(self, message: Message) -> None:
+        while self.num_unread >= self._network.config.window and self.call.is_open:
+            self._changed.clear()
+            await self._changed.wait()
+        self.put(message)
+
+    def put(self, message: Message | None) -> None:
+        """Sends without regard to the window; ``None`` ends the stream."""
+        if not self._network.can_send(self.call, from_server=self.from_server):
+            return
+        if message is not None:
+            message = copied(message)
+        self._under_way.append(message)
+        arrival_s = self._network.arrival_s(self.source, self.target)
+        self._last_arrival_s = max(self._last_arrival_s, arrival_s)
+        self._network.loop.call_at(self._last_arrival_s, self._arrive)
+
+    def inject(self, message: Message) -> None:
+        """Makes ``message`` arrive now, though nobody sent it."""
+        self._accept(message)
+
+    def release(self) -> None:
+        """The cut is healed: what it held back arrives soon."""
+        num_held, self._num_held = self._num_held, 0
+        for _ in range(num_held):
+            arrival_s = self._network.arrival_s(self.source, self.target, late=True)
+            self._last_arrival_s = max(self._last_arrival_s, arrival_s)
+            self._network.loop.call_at(self._last_arrival_s, self._arrive)
+
+    async def read(self) -> Message | None:
+        """The next message; None at the end, of whatever kind."""
+        while not self._unread:
+            if self._has_ended or not self.call.is_open:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        message = self._unread.popleft()
+        self._changed.set()
+        return message
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def _arrive(self) -> None:
+        if self._network.is_cut(self.source, self.target):
+            self._num_held += 1
+            self._network.hold(self)
+            return
+        message = self._under_way.popleft()
+        if message is None:
+            self._has_ended = True
+            self._changed.set()
+            self.call.stream_ended(from_server=self.from_server)
+            return
+        for arriving in self._network.tamper(self, message):
+            self._accept(arriving)
+
+    def _accept(self, message: Message) -> None:
+        if self._has_ended or not self.call.is_open:
+            return
+        self._network.trace(self.name, message)
+        self._unread.append(message)
+        self._changed.set()
+
+
+def copied(message: Message) -> Any:
+    """As the other side has it: through bytes, so that nothing is shared."""
+    return type(message).FromString(message.SerializeToString())
