@@ -32,7 +32,7 @@ with socket.create_connection((sys.argv[1], 7), timeout=60) as connection:
     for line in sys.stdin:
         patience_s, word = line.split()
         connection.settimeout(float(patience_s))
-        connection.sendall(f"{word}\n".encode())
+        connection.sendall(f"{word}\\n".encode())
         try:
             print(connection.recv(100).decode().strip(), flush=True)
         except TimeoutError:

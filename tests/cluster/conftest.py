@@ -23,6 +23,7 @@ import tokenizers
 import uvicorn
 from openai import AsyncOpenAI
 
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.completion import CompletionConfig
 from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.gateway_service import Gateway, GatewayConfig
@@ -45,6 +46,7 @@ from quire.worker.text import Tokenizer
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 400
 MODEL = "hash"
+PATIENT = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
 
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
@@ -339,7 +341,8 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                     completion=CompletionConfig(
                         group_wait_s=group_wait_s, resume_wait_s=resume_wait_s
                     ),
-                    **(config or {}),
+                    # How long a request would wait is no matter, but where a test says so.
+                    **{"admission": PATIENT, **(config or {})},
                 ),
                 clock=clock,
             )

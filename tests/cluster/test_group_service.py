@@ -321,6 +321,29 @@ async def test_a_request_that_comes_after_a_groups_failure_is_not_to_blame(
         assert "rank 1 died" in delta.error.message
 
 
+async def test_tokens_that_were_not_sent_when_a_group_fails_come_before_the_error(
+    start_group: Any, model: Any
+) -> None:
+    async with start_group() as group:
+        group.executor.step_s = 0.05
+        attachment = Attachment(group.engine_loop, Door(), name="slow")
+
+        async def commands() -> AsyncIterator[Any]:
+            yield submit("a", [20], max_tokens=300)
+
+        await attachment.read(commands())
+        while attachment.num_unsent_tokens < 5:
+            await asyncio.sleep(0.01)
+        group.executor.fails = True
+        await group.engine_loop.failed
+        last, error = attachment.take_frame().deltas
+        assert error.error.code == pb.GroupError.GROUP_FAILED
+        num_tokens = len(last.token_ids)
+        assert num_tokens >= 5
+        assert list(last.token_ids) == model.continuation([20], seed=1, max_tokens=num_tokens)
+        assert attachment.num_unsent_tokens == attachment.num_requests == 0
+
+
 async def next_batch(call: Any) -> EventBatch:
     """The next batch that says anything."""
     while True:

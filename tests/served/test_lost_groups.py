@@ -17,8 +17,9 @@ from typing import Any, cast
 import pytest
 
 from quire import demo_model
+from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway
+from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.generation import GenerationRequest
 from quire.cluster.group_client import GroupClientConfig
 from quire.cluster.group_server import GroupServer
@@ -141,7 +142,14 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
         )
         stack.push_async_callback(groups.close)
         tokenizer = Tokenizer.load(demo_model.PATH)
-        gateway = Gateway(model="demo", tokenizer=tokenizer, groups=groups, table=table)
+        patient = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
+        gateway = Gateway(
+            model="demo",
+            tokenizer=tokenizer,
+            groups=groups,
+            table=table,
+            config=GatewayConfig(admission=patient),
+        )
 
         await only(groups, "spare", spare)
         expected = await Streams(gateway).have_ended()

@@ -185,7 +185,16 @@ class Attachment:
             self._changed.set()
 
     def _end(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
-        """Ends a request that the gateway has not ended; what was not sent is not sent."""
+        """Ends a request that the gateway has not ended, behind the tokens that it may have.
+
+        They were computed. And who is resumed without them, and computes them again, is taken to
+        have got past what the group died of.
+        """
+        work = self._works.get(key)
+        if work is not None and work.can_send:
+            delta = work.take()
+            self.num_unsent_tokens -= len(delta.token_ids)
+            self._refusals.append(delta)
         self._forget(key)
         self._refuse(key, code, message)
 
