@@ -69,7 +69,7 @@ def overloaded(stage: Stage) -> Outcome:
         [
             *(sys.executable, "-m", "bench.overload"),
             *("--address", cluster.gateways[0], "--output", str(output)),
-            *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "20"),
+            *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "30"),
         ],
         env=cluster.ray.environment,
         stdout=subprocess.DEVNULL,

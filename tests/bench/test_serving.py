@@ -128,7 +128,9 @@ def batch(first_seq: int, *names: int) -> EventBatch:
     return EventBatch(epoch=1, first_seq=first_seq, events=events)
 
 
-def test_a_lost_or_late_message_leaves_a_gap_and_a_lost_event_does_not(bench_module: BenchModule) -> None:
+def test_a_lost_or_late_message_leaves_a_gap_and_a_lost_event_does_not(
+    bench_module: BenchModule,
+) -> None:
     lossy = bench_module("serving.lossy")
 
     def table(**loss: float) -> Any:

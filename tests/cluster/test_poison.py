@@ -133,9 +133,43 @@ async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_o
         while cluster.gateway._num_inflight:
             await asyncio.sleep(0.01)
         assert cluster.gateway.telemetry.quarantined._value.get() == 1
-        assert cluster.gateway.telemetry.suspects._value.get() == 0
+        assert cluster.gateway._resumes.probation.num_suspects == 0
         num_dead = sum(group.engine_loop.failed.done() for group in groups)
     assert num_dead == MAX_GROUP_DEATHS
+
+
+async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_cluster: Any) -> None:
+    """Two groups crash under it; the third is killed by a request sent there afresh."""
+    poison = [250, *range(20, 40)]
+    async with start_cluster(num_groups=7, group_wait_s=30) as cluster:
+        groups = list(cluster.groups.values())
+        for group in groups:
+            make_deadly(group, poison=poison[0], at_length=10)
+            group.executor.step_s = 0.005
+        cluster.connections.set_addresses([groups[0].address])
+        call = generate(cluster, prompt_of(1), seed=1, max_tokens=100)
+        reading = asyncio.create_task(tokens_of(call, [await anext(aiter(call))]))
+        groups[2].executor.step_s = 0.2
+        for dying, following in pairwise(groups[:3]):
+            while not dying.executor.num_steps:
+                await asyncio.sleep(0.001)
+            dying.executor.fails = True
+            await dying.engine_loop.failed
+            cluster.connections.set_addresses([following.address])
+        while not groups[2].executor.num_steps:
+            await asyncio.sleep(0.001)
+        assert cluster.gateway._resumes.probation.num_suspects == 1
+        poisoned = asyncio.create_task(
+            tokens_of(generate(cluster, poison, seed=2, max_tokens=100), [])
+        )
+        await groups[2].engine_loop.failed
+        cluster.connections.set_addresses([group.address for group in groups])
+        with pytest.raises(grpc.aio.AioRpcError, match="quarantined: 3 replica groups died"):
+            await poisoned
+        assert await reading == cluster.model.continuation(prompt_of(1), seed=1, max_tokens=100)
+        num_dead = sum(group.engine_loop.failed.done() for group in groups)
+        assert cluster.gateway.telemetry.quarantined._value.get() == 1
+    assert num_dead == 2 + MAX_GROUP_DEATHS
 
 
 async def test_a_quarantined_request_over_http_is_an_error_that_is_not_retried(

@@ -24,12 +24,12 @@ def add(losses: Losses, error: GroupLost, *, num_tokens: int = 0) -> None:
     losses.add(error, num_tokens=num_tokens, on_probation=losses.is_suspect)
 
 
-def test_three_deaths_in_a_row_convict_and_two_make_a_suspect() -> None:
+def test_two_deaths_in_a_row_make_a_suspect_and_a_third_accuses_it() -> None:
     losses = Losses(CONFIG)
     seen = []
     for _ in range(3):
         add(losses, died(), num_tokens=7)
-        seen.append((losses.is_suspect, losses.is_convicted))
+        seen.append((losses.is_suspect, losses.blame.is_accused))
     assert seen == [(False, False), (True, False), (True, True)]
 
 
@@ -42,21 +42,21 @@ def test_completions_of_a_prompt_are_blamed_as_one_and_a_group_counts_once() -> 
     assert first.num_deaths == 1
     add(third, died())
     assert first.is_suspect
-    assert not first.is_convicted
+    assert not first.blame.is_accused
     add(second, died())
-    assert all(losses.is_convicted for losses in (first, second, third))
+    assert all(losses.blame.is_accused for losses in (first, second, third))
 
 
-def test_groups_that_die_together_convict_no_prompt_that_ran_on_all_of_them() -> None:
+def test_groups_that_die_together_accuse_no_prompt_that_ran_on_all_of_them() -> None:
     blame = Blame()
     completions = [Losses(CONFIG, blame) for _ in range(5)]
     for losses in completions:
         losses.add(died(), num_tokens=0, on_probation=False)
     assert completions[0].is_suspect
-    assert not completions[0].is_convicted
+    assert not completions[0].blame.is_accused
 
 
-def test_a_death_behind_the_place_of_the_others_convicts_no_other_completion() -> None:
+def test_a_death_behind_the_place_of_the_others_accuses_no_other_completion() -> None:
     blame = Blame()
     first, second = Losses(CONFIG, blame), Losses(CONFIG, blame)
     for error in (died(), died()):
@@ -64,7 +64,7 @@ def test_a_death_behind_the_place_of_the_others_convicts_no_other_completion() -
         add(second, error)
     add(first, died(), num_tokens=8)  # It was on probation, and acquitted.
     assert first.num_deaths == 3
-    assert not first.is_convicted
+    assert not first.blame.is_accused
 
 
 def test_who_got_past_the_place_of_earlier_deaths_is_acquitted_of_them() -> None:
@@ -103,7 +103,7 @@ def test_attempts_have_an_end_whatever_they_die_of() -> None:
         assert not losses.is_hopeless
     add(losses, died(), num_tokens=100)
     assert losses.is_hopeless
-    assert not losses.is_convicted
+    assert not losses.blame.is_accused
 
 
 def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:

@@ -51,7 +51,7 @@ class Judge:
         if code == grpc.StatusCode.ABORTED:  # Quarantined.
             # Beside one poison nobody else may be convicted. A second one, or what happens by
             # itself, may make a third death look like the request's.
-            is_ambiguous = bool(self._chaos.faults) or self._num_poisons(ask) > 1
+            is_ambiguous = bool(self._chaos.faults) or len(self._poisons(ask)) > 1
             is_possible = is_ambiguous and num_faults >= resume.max_group_deaths
             return ask.is_poison or is_possible
         if code != grpc.StatusCode.UNAVAILABLE:
@@ -86,13 +86,15 @@ class Judge:
             fault.end_s is None or fault.end_s > since_s for fault in self._chaos.faults
         )
         max_deaths = self._cluster.plan.gateway.completion.resume.max_group_deaths
-        return num_faults + self._num_poisons(ask) * max_deaths
+        # One more for each further completion: they may be on groups of their own at once.
+        num_killed = sum(max_deaths + one.num_answers - 1 for one in self._poisons(ask))
+        return num_faults + num_killed
 
-    def _num_poisons(self, ask: Ask) -> int:
-        """Completions that killed groups, or could have, while ``ask`` was there."""
+    def _poisons(self, ask: Ask) -> list[Ask]:
+        """Requests that killed groups, or could have, while ``ask`` was there."""
         since_s = ask.begin_s - _AFTERMATH_S
-        return sum(
-            one.num_answers
+        return [
+            one
             for one in self._clients.asks
             if one.is_poison and (one.end_s is None or one.end_s > since_s)
-        )
+        ]

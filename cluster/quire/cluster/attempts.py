@@ -5,6 +5,7 @@ drains or will not have it. Then the next one begins where it ended, unless what
 been reached. Each has a number of its own, by which group and gateway tell what belongs to it.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from quire.cluster.errors import (
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.groups import Groups
 from quire.cluster.resume import Losses, Resumes
+from quire.cluster.scenes import Verdict
 from quire.cluster.telemetry import Telemetry
 from quire.cluster.wire import params_to_proto, tokens_to_bytes
 from quire.router.directory import GroupId
@@ -53,8 +55,11 @@ class Attempts:
         self._config = config
         self._resumes = resumes
         self._clock = clock
+        self.blame = request.blame
+        self.num_attempts = 0
+        self.is_over = False
+        """Set by its owner: there will be no more of them."""
         self._losses = Losses(config.resume, request.blame)
-        self._number = 0
         self._num_tokens = 0
         self._num_refusals = 0
         self._full_since_s: float | None = None  # Since when nobody had room for it.
@@ -63,8 +68,18 @@ class Attempts:
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
         self._on_probation = False
+        self._is_accused = False  # The accused completion of its prompt.
         self._leave_probation: Callable[[], None] = _do_nothing
         resumes.budget.began()
+
+    @property
+    def num_killed(self) -> int:
+        return len(self.blame.killed)
+
+    @property
+    def is_past(self) -> bool:
+        assert self._stream is not None
+        return self._stream.num_tokens >= self._config.resume.probation_tokens
 
     @property
     def decision(self) -> Decision:
@@ -77,11 +92,13 @@ class Attempts:
 
         Raises:
             QueueFull: Every group that was asked has a full queue.
-            Quarantined: Another completion of the prompt was, meanwhile.
-            Unavailable: There is no group.
+            Quarantined: Too many groups died under it, or under another completion of its prompt.
+            Unavailable: There is no group, or too many were lost on the way.
         """
         self._num_tokens = len(token_ids)
         self._on_probation = False
+        if self._is_accused:
+            await self._stand_trial()
         try:
             return await self._begin(token_ids)
         except BaseException:
@@ -100,7 +117,6 @@ class Attempts:
         Raises:
             InvalidRequest: The group refused the request as it is.
             QueueFull: Every group that was asked has a full queue.
-            Quarantined: Too many groups died under it.
             Unavailable: Too many were lost on the way.
         """
         self._error = error
@@ -121,12 +137,16 @@ class Attempts:
         assert self._stream is not None
         if self._stream.num_tokens:
             self._full_since_s = None
-        was_convicted = self._losses.is_convicted
-        self._losses.add(error, num_tokens=self._stream.num_tokens, on_probation=self._on_probation)
-        if self._losses.is_convicted:
-            if not was_convicted:
-                self._telemetry.quarantined.inc()
-            raise self._quarantined()
+        was_accused = self.blame.is_accused
+        may_be_to_blame = self._losses.add(
+            error, num_tokens=self._stream.num_tokens, on_probation=self._on_probation
+        )
+        if may_be_to_blame:
+            assert isinstance(error, GroupDied)
+            self._resumes.scenes.add(error.death, self)
+        if self.blame.is_accused and not was_accused:
+            self._is_accused = True
+            return
         if isinstance(error, HandedOver):
             self._telemetry.handovers.inc()
             return
@@ -170,11 +190,10 @@ class Attempts:
         deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
-            if self._losses.is_suspect and not self._on_probation:
-                self._leave_probation = await self._resumes.probation.enter()
-                self._on_probation = True
+            while self._losses.is_suspect and not self._on_probation:
+                await self._enter_probation()
                 deadline_s = self._clock() + wait_s
-            if self._losses.is_convicted:
+            if self.blame.is_convicted:
                 raise self._quarantined()
             if self._groups.card not in (None, self._request.model):
                 raise Unavailable("the model was replaced while the request was under way")
@@ -187,7 +206,7 @@ class Attempts:
                     client_id=self._request.client_id,
                     moved_because=str(self._error or ""),
                 )
-                self._number += 1
+                self.num_attempts += 1
                 self._stream = self._groups.submit(
                     self._decision.group,
                     self._submission(token_ids),
@@ -200,6 +219,39 @@ class Attempts:
                 self._avoided.add(self.decision.group)
             else:
                 return self._stream
+
+    async def _enter_probation(self) -> None:
+        """Waits for its turn, and for the verdict where its prompt is accused."""
+        while self.blame.is_accused:
+            await asyncio.sleep(self._config.retry_pause_s)
+        leave = await self._resumes.probation.enter()
+        if self.blame.is_accused:  # Meanwhile.
+            leave()
+            return
+        self._leave_probation, self._on_probation = leave, True
+
+    async def _stand_trial(self) -> None:
+        """Waits for the verdict.
+
+        Raises:
+            Quarantined: Guilty, or nothing else was known in time.
+            Unavailable: Not, but too many attempts were lost.
+        """
+        deadline_s = self._clock() + self._config.resume_wait_s
+        verdict = Verdict.OPEN
+        try:
+            while verdict is Verdict.OPEN and self._clock() < deadline_s:
+                await asyncio.sleep(self._config.retry_pause_s)
+                verdict = self._resumes.scenes.verdict(self._losses.last_death, self)
+        finally:
+            self._losses.judge(is_guilty=verdict is not Verdict.DOUBTFUL)
+            self._is_accused = False
+        if self.blame.is_convicted:
+            self._telemetry.quarantined.inc()
+            raise self._quarantined()
+        if self._losses.is_hopeless:
+            raise self._unavailable()
+        self._telemetry.resumes.inc()
 
     async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
         """Returns when it is time to look for a group again."""
@@ -217,7 +269,7 @@ class Attempts:
         resume = self._config.resume
         return pb.Submit(
             request_id=self._request.request_id,
-            attempt=self._number,
+            attempt=self.num_attempts,
             prompt_token_ids=tokens_to_bytes(self._request.prompt_token_ids),
             resumed_token_ids=tokens_to_bytes(token_ids),
             sampling=params_to_proto(self._request.params),
@@ -236,7 +288,7 @@ class Attempts:
     def _unavailable(self) -> Unavailable:
         reasons = "; ".join(filter(None, [str(self._error or ""), *self._groups.troubles()]))
         return Unavailable(
-            f"no replica group can take the request after {self._number} attempts and "
+            f"no replica group can take the request after {self.num_attempts} attempts and "
             f"{self._num_tokens} tokens, try again later: {reasons or 'none is known'}"
         )
 

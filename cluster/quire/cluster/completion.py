@@ -137,6 +137,7 @@ class Completion:
             outcome = "cancelled"
             raise
         finally:
+            self._attempts.is_over = True
             detail = f": {self._error}" if outcome == "error" and self._error else ""
             self._table.completed(self._request.request_id, outcome=outcome + detail)
             self._telemetry.completions.labels(outcome).inc()

@@ -5,11 +5,11 @@ A group that drains, is full, or is merely cut off for a moment is nobody's faul
 they must be if a hundred streams are to survive one crash. A completion under which
 ``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between, is a
 *suspect*: it is run again while no other suspect is on the same group, so that one more death is
-its own. The completions of one prompt are blamed together, as one request. What kills a group does
-so again where it did before, at the first token behind those that were received, or a few later
-where the last ones were lost on the way; who gets past that point is acquitted, and the next one's
-turn comes. So no more than ``max_group_deaths`` groups die of a request, and who only happened to
-be there is resumed.
+its own, unless `scenes` finds somebody likelier. The completions of one prompt are blamed together,
+as one request. What kills a group does so again where it did before, at the first token behind
+those that were received, or a few later where the last ones were lost on the way; who gets past
+that point is acquitted, and the next one's turn comes. So no more than ``max_group_deaths`` groups
+die of a request, and who only happened to be there is resumed.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
+from quire.cluster.scenes import Scenes
 from quire.worker.errors import ConfigError
 
 
@@ -50,8 +51,12 @@ class Blame:
     """What the completions of one prompt share: the groups that died under any of them."""
 
     def __init__(self) -> None:
+        self.is_accused = False
+        """A group died under one of them on probation: until the verdict none of them is run."""
         self.is_convicted = False
         """From then on none of them is run again."""
+        self.killed: set[tuple[str, int]] = set()
+        """Groups, and which life of them, that died before ``probation_tokens`` of an attempt."""
         self._deaths: list[list[Death]] = []
 
     @property
@@ -79,43 +84,55 @@ class Losses:
         """``blame`` is that of its prompt."""
         self.num_lost = 0
         """Attempts lost, but for those handed over."""
+        self.blame = blame or Blame()
         self._config = config
-        self._blame = blame or Blame()
-        self._deaths = self._blame.completion()
+        self._deaths = self.blame.completion()
 
     @property
     def num_deaths(self) -> int:
         """Groups that died in a row under it, or under others of its prompt."""
-        return self._blame.num_deaths
+        return self.blame.num_deaths
 
     @property
     def is_suspect(self) -> bool:
         return self.num_deaths >= self._config.max_group_deaths - 1
 
     @property
-    def is_convicted(self) -> bool:
-        return self._blame.is_convicted
-
-    @property
     def is_hopeless(self) -> bool:
         return self.num_lost >= self._config.max_attempts
 
-    def add(self, error: GroupLost, *, num_tokens: int, on_probation: bool) -> None:
-        """Counts a lost attempt, which had brought ``num_tokens``.
+    def add(self, error: GroupLost, *, num_tokens: int, on_probation: bool) -> bool:
+        """Counts a lost attempt, which had brought ``num_tokens``. Whether it may be to blame.
 
-        Only a death on probation can convict: completions of one prompt may be on several groups
+        Only a death on probation can accuse: completions of one prompt may be on several groups
         that die of something else.
         """
         if isinstance(error, HandedOver):
-            return
+            return False
         self.num_lost += 1
-        if num_tokens >= self._config.probation_tokens:
+        is_past = num_tokens >= self._config.probation_tokens
+        if is_past:
             self._deaths.clear()  # It got past where those groups died.
-            on_probation = False
-        if isinstance(error, GroupDied):
-            self._deaths.append(error.death)
-            if on_probation and self.num_deaths >= self._config.max_group_deaths:
-                self._blame.is_convicted = True
+        if not isinstance(error, GroupDied):
+            return False
+        self._deaths.append(error.death)
+        if is_past:
+            return False
+        self.blame.killed.add((error.death.group, error.death.epoch))
+        if on_probation and self.num_deaths >= self._config.max_group_deaths:
+            self.blame.is_accused = True
+        return True
+
+    @property
+    def last_death(self) -> Death:
+        return self._deaths[-1]
+
+    def judge(self, *, is_guilty: bool) -> None:
+        """Ends the accusation; without guilt, its last death counts no more."""
+        self.blame.is_accused = False
+        self.blame.is_convicted = is_guilty
+        if not is_guilty:
+            self._deaths.pop()
 
 
 class RetryBudget:
@@ -185,3 +202,4 @@ class Resumes:
         self.config = config
         self.budget = RetryBudget(config, clock=clock)
         self.probation = Probation()
+        self.scenes = Scenes()
