@@ -105,7 +105,11 @@ def test_gangs_are_serves_matter() -> None:
     replicas = {name: ReplicaID(name, GROUPS) for name in "abcd"}
     gangs = {replicas[name]: name for name in "abcd"}
     by_gang = {name: {replica} for name, replica in replicas.items()}
-    given = {"gang_id_by_replica": gangs, "replicas_by_gang_id": by_gang, "gang_size": 1}
+    given: dict[str, Any] = {
+        "gang_id_by_replica": gangs,
+        "replicas_by_gang_id": by_gang,
+        "gang_size": 1,
+    }
     assert stopped(made, 1, **given) == {"a"}
 
 
