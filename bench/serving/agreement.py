@@ -47,7 +47,8 @@ def table(pairs: Sequence[Pair]) -> Iterator[str]:
 
 
 def _middle(pairs: Sequence[Pair], side: str, name: str) -> float:
-    return median(getattr(pair, side)[name] for pair in pairs)
+    figures: list[_Figures] = [getattr(pair, side) for pair in pairs]
+    return median(each[name] for each in figures)
 
 
 def _ratios(pairs: Sequence[Pair]) -> str:

@@ -122,8 +122,8 @@ class _Busy:
     """When a group computed."""
 
     def __init__(self, steps: Sequence[Line]) -> None:
-        self._begins = [step["begin_s"] for step in steps]
-        self._lasted = [step["end_s"] - step["begin_s"] for step in steps]
+        self._begins: list[float] = [step["begin_s"] for step in steps]
+        self._lasted: list[float] = [step["end_s"] - step["begin_s"] for step in steps]
         self._sums = [0.0, *accumulate(self._lasted)]
 
     def share(self, begin_s: float, end_s: float) -> float:
@@ -151,4 +151,5 @@ def _not_negative(terms: NDArray[np.float64], wanted: Vector) -> Vector:
         error = float(rates @ gram @ rates - 2 * rates @ target)
         if rates.min() >= 0 and error < least:
             best, least = rates, error
-    return best / scale
+    found: Vector = best / scale
+    return found
