@@ -78,7 +78,7 @@ class PrefixAware(Forgetful):
                 share = (now_s - state.step_began_s) / state.step_s
                 if 0 < share < _LATE:
                     num_old = state.num_running + state.num_waiting
-                    old = state.num_pending_prefill_tokens + config.request_tokens * num_old
+                    old = state.num_step_tokens + config.request_tokens * num_old
                     ahead -= min(share, 1.0) * old
             costs.append(ahead + weight * (num_tokens - hit))
         return costs
