@@ -15,6 +15,8 @@ from quire.router.step_clock import MIN_STEPS, StepClock
 def run(clock: StepClock, queues: list[int], *, fixed_s: float, per_token_s: float) -> float:
     """Steps whose lengths lie on a line; returns when the last frame came."""
     at_s = 100.0
+    clock.frame(step=-2, at_s=at_s, num_queued=10_000, is_idle=False)
+    clock.frame(step=-1, at_s=at_s, num_queued=0, is_idle=True)  # So much a step can do.
     for step, queued in enumerate(queues):
         clock.frame(step=step, at_s=at_s, num_queued=queued, is_idle=False)
         at_s += fixed_s + per_token_s * queued
@@ -34,6 +36,17 @@ def test_steps_on_a_line_are_foreseen(
     began_s = run(clock, queues, fixed_s=fixed_s, per_token_s=per_token_s)
     assert clock.began_s == began_s
     assert clock.length_s == pytest.approx(fixed_s + per_token_s * queues[-1], rel=1e-3)
+
+
+def test_a_step_does_not_compute_all_of_a_long_queue() -> None:
+    clock = StepClock()
+    at_s, queued = 100.0, 100_000
+    for step in range(10):
+        clock.frame(step=step, at_s=at_s, num_queued=queued, is_idle=False)
+        at_s += 0.17
+        queued -= 8192
+    assert clock.num_tokens == 8192
+    assert clock.length_s == pytest.approx(0.17)
 
 
 def test_nothing_is_known_before_enough_steps_were_seen() -> None:
@@ -88,7 +101,11 @@ def test_of_groups_alike_the_one_whose_step_ends_first_is_chosen() -> None:
 
 def test_a_group_whose_frame_is_long_overdue_is_not_taken_to_be_done() -> None:
     state = GroupState(
-        group=GroupId("a"), num_running=50, num_pending_prefill_tokens=5000, step_s=0.05
+        group=GroupId("a"),
+        num_running=50,
+        num_pending_prefill_tokens=5000,
+        num_step_tokens=5000,
+        step_s=0.05,
     )
     overdue = replace(state, group=GroupId("b"), step_began_s=9.0)
     assert chosen(replace(state, step_began_s=9.98), overdue) == "a"

@@ -62,6 +62,8 @@ class GroupState:
     """When its present step did, as `StepClock` guesses."""
     step_s: float = 0.0
     """How long that step is expected to take; 0 where nothing is known."""
+    num_step_tokens: int = 0
+    """Prompt tokens that it computes, of those pending."""
     pace: Pace | None = None
     """How long it takes for things; None while too little was seen of it."""
 

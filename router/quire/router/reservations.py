@@ -138,6 +138,7 @@ class Group:
             num_reserved_tokens=self.num_reserved_tokens,
             step_began_s=self.clock.began_s,
             step_s=self.clock.length_s,
+            num_step_tokens=self.clock.num_tokens,
             pace=self.fit.pace,
         )
 

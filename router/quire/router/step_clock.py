@@ -1,10 +1,11 @@
 """How far a group has got with its present step, guessed from when its frames came.
 
-A step is taken to be as long as those before it were with as many prompt tokens to compute:
+A step is taken to be as long as those before it were with as many prompt tokens in it:
 
-    length = fixed + per_token * queued
+    length = fixed + per_token * tokens
 
-fitted by least squares to about the last `WINDOW` steps, neither part negative. What a frame says
+fitted by least squares to about the last `WINDOW` steps, neither part negative. A step computes
+what is queued when it begins, but no more than any step was seen to do. What a frame says
 was true when it was sent; a step takes a hundredth of a second to several tenths, so that on
 average half of it is over when the next request comes, and much more in one group than in another.
 
@@ -21,17 +22,23 @@ _KEPT = 1 - 1 / WINDOW
 class StepClock:
     """One group's. Takes the same memory however much it has seen."""
 
-    __slots__ = ("_moments", "_num_seen", "_queued", "_step", "began_s", "length_s")
+    __slots__ = ("_moments", "_most", "_num_seen", "_queued", "_step", "began_s", "length_s")
 
     def __init__(self) -> None:
         self.began_s = 0.0
         """When the last frame of a new step came: about the beginning of the present one."""
         self.length_s = 0.0
         """How long the present one is expected to take; 0 where nothing is known."""
+        self._most = 0  # Prompt tokens by which a step has shortened the queue.
         self._step: int | None = None  # Steps that had ended by then; None from an idle group.
         self._queued = 0
         self._num_seen = 0
         self._moments = (0.0, 0.0, 0.0, 0.0, 0.0)  # Of 1, x, y, x * x, x * y.
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that the present step computes."""
+        return min(self._queued, self._most)
 
     def frame(self, *, step: int, at_s: float, num_queued: int, is_idle: bool) -> None:
         """A frame came: ``step`` steps have ended, ``num_queued`` prompt tokens are left.
@@ -44,14 +51,15 @@ class StepClock:
             if num_steps <= 0:
                 return
             if num_steps == 1 or not self._queued:
-                self._learn(self._queued, (at_s - self.began_s) / num_steps)
+                self._most = max(self._most, self._queued - num_queued)
+                self._learn(self.num_tokens, (at_s - self.began_s) / num_steps)
         self._step = None if is_idle else step
         self._queued = num_queued
         self.began_s = at_s
         self.length_s = 0.0 if is_idle else self._expected_s()
 
     def _learn(self, x: float, y: float) -> None:
-        """From a step with ``x`` tokens queued that took ``y`` seconds."""
+        """From a step with ``x`` tokens that took ``y`` seconds."""
         if y <= 0:
             return  # A clock that went back teaches nothing.
         n, sum_x, sum_y, xx, xy = [_KEPT * moment for moment in self._moments]
@@ -68,4 +76,4 @@ class StepClock:
         if fixed < 0:
             # Both parts at 0 or above: the line goes through the origin.
             fixed, slope = 0.0, xy / xx
-        return fixed + slope * self._queued
+        return fixed + slope * self.num_tokens

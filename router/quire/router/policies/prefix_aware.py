@@ -1,10 +1,13 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost = queued + (1.25 + pressure) * missing + 32 * requests
+    cost = queued + rest + (1.25 + pressure) * missing + 32 * requests
 
 all in tokens, the time in which a group prefills one:
 
-    queued    prompt tokens that the group must compute first
+    queued    prompt tokens that the group must compute first, but for what is over of its
+              present step
+    rest      what else is left of that step: 32 for each request in it, but for what is over. A
+              prompt waits for its end, for nearly all of it in one group and no time in another
     missing   the prompt's own tokens that it has not cached, and will not have when it gets there
               A quarter more than once, or waiting for a prefix that a group just computes would
               cost as much as computing it again elsewhere
@@ -12,13 +15,14 @@ all in tokens, the time in which a group prefills one:
               behind it. With time to spare a prefix is copied to where the queue is short, without
               it stays: 4 * busy / (1 - busy), where a group with q queued tokens is busy by
               q / (q + 8,192), so that 4 q / 8,192 where all queues are alike
-    requests  that share the group's steps
+    requests  that share the step in which the prompt is computed
 
-It needs no rates: every term scales with the speed of the hardware. ``busy`` is the average over
+It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
+learned from the group's frames (`quire.router.step_clock`). ``busy`` is the average over
 all groups and the last half second: short enough to see that caches are cold, or that many
 prompts come at once, while a copy still costs most. What keeps a group busy is counted in tokens
 and not in time, for most of a short step's time is not the prompts'.
-docs/decisions/0014-simulator.md and 0018-policy.md say what else was tried.
+docs/decisions/0014-simulator.md, 0018-policy.md and 0024-step-clock.md say what else was tried.
 """
 
 from collections.abc import Sequence
@@ -73,14 +77,13 @@ class PrefixAware(Forgetful):
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
         costs = []
         for state, queued, hit in zip(groups, queues, hits, strict=True):
-            ahead = queued + config.request_tokens * state.num_requests
+            rest = config.request_tokens * (state.num_running + state.num_waiting)
             if state.step_s:
                 share = (now_s - state.step_began_s) / state.step_s
                 if 0 < share < _LATE:
-                    num_old = state.num_running + state.num_waiting
-                    old = state.num_pending_prefill_tokens + config.request_tokens * num_old
-                    ahead -= min(share, 1.0) * old
-            costs.append(ahead + weight * (num_tokens - hit))
+                    rest -= min(share, 1.0) * (rest + state.num_step_tokens)
+            beside = config.request_tokens * state.num_requests
+            costs.append(queued + rest + weight * (num_tokens - hit) + beside)
         return costs
 
     def _average(self, sample: float, now_s: float) -> float:

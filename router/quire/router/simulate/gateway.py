@@ -116,6 +116,7 @@ class FlatGateway:
             is_idle=not (state.num_running or state.num_waiting),
         )
         state.step_began_s, state.step_s = clock.began_s, clock.length_s
+        state.num_step_tokens = clock.num_tokens
 
     def started(self, request_id: int, index: int, num_hit_tokens: int) -> None:
         pass
