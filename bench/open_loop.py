@@ -85,7 +85,10 @@ class Workload:
     """What is sent."""
 
     num_words: int
-    max_tokens: int
+    mean_tokens: int
+    """Output tokens of a request: from 1 to twice as many, all equally likely."""
+    same_length: bool
+    """All have ``mean_tokens`` instead: what began together then ends together."""
     duration_s: float
     concurrency: int
     factor: float
@@ -143,10 +146,13 @@ class Bench:
         due_s = time.monotonic() if due_s is None else due_s
         phase.num_sent += 1
         words = self._rng.choices(_WORDS, k=self._workload.num_words)
+        max_tokens = self._workload.mean_tokens
+        if not self._workload.same_length:
+            max_tokens = self._rng.randint(1, 2 * max_tokens - 1)
         request = pb.GenerateRequest(
             text=" ".join(words),
             sampling=pb.SamplingParams(
-                max_tokens=self._workload.max_tokens, ignore_eos=True, temperature=0, seed=1
+                max_tokens=max_tokens, ignore_eos=True, temperature=0, seed=1
             ),
         )
         ttft_s, num_tokens = 0.0, 0
@@ -159,19 +165,20 @@ class Bench:
                 phase.num_refused += 1
                 phase.refusal_s.append(time.monotonic() - due_s)
             else:
-                self._lost(phase, due_s, num_tokens, f"{error.code().name}: {error.details()}")
+                why = f"{error.code().name}: {error.details()}"
+                self._lost(phase, due_s, f"{num_tokens} of {max_tokens} tokens: {why}")
             return False
-        if num_tokens != self._workload.max_tokens:
-            self._lost(phase, due_s, num_tokens, "it ended early")
+        if num_tokens != max_tokens:
+            self._lost(phase, due_s, f"{num_tokens} of {max_tokens} tokens: it ended early")
             return False
         phase.completed.append((due_s - phase.begin_s, ttft_s))
         return True
 
-    def _lost(self, phase: Phase, due_s: float, num_tokens: int, why: str) -> None:
+    def _lost(self, phase: Phase, due_s: float, how: str) -> None:
         phase.num_lost += 1
         phase.errors.append(
             f"due at {due_s - phase.begin_s:.2f} s, lost {time.monotonic() - due_s:.2f} s later "
-            f"with {num_tokens} of {self._workload.max_tokens} tokens: {why}"
+            f"with {how}"
         )
 
 

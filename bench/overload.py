@@ -52,7 +52,8 @@ def main() -> None:
     arguments = _parser().parse_args()
     workload = Workload(
         num_words=arguments.prompt_words,
-        max_tokens=arguments.max_tokens,
+        mean_tokens=arguments.mean_tokens,
+        same_length=arguments.same_length,
         duration_s=arguments.duration_s,
         concurrency=arguments.concurrency,
         factor=arguments.factor,
@@ -132,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         add(flag, type=float, default=getattr(AdmissionConfig, name), help="of admission, there")
     add("--max-num-seqs", type=int, default=16)
     add("--prompt-words", type=int, default=60)
-    add("--max-tokens", type=int, default=64)
+    add("--mean-tokens", type=int, default=64, help="of outputs: from 1 to twice as many each")
+    add("--same-length", action="store_true", help="all outputs have the mean length")
     add("--duration-s", type=float, default=20.0, help="of each phase")
     add(
         "--concurrency",

@@ -155,7 +155,6 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
         grpc_port=_free_port(),
         http_port=_free_port(),
         drain_timeout_s=2,
-        max_queue_wait_s=10,  # Routing is compared: what chance brings at once is queued.
     )
 
 
