@@ -189,8 +189,8 @@ async def test_whoever_asks_for_much_holds_up_no_stream(
 
     async with start_cluster(num_groups=1) as cluster:
         monkeypatch.setattr(cluster.table, "recent", recent)
-        asked = decisions(cluster, "") if how == "http" else explain(cluster)
-        task = asyncio.create_task(asked)
+        ask = decisions(cluster, "") if how == "http" else explain(cluster)
+        task: asyncio.Task[Any] = asyncio.create_task(ask)
         chunks = [chunk async for chunk in cluster.inference.Generate(request())]
         loop_went_on.set()
         answer = await task

@@ -116,7 +116,7 @@ def test_calls_through_handles_are_batched_by_the_engine_and_not_held_back_by_se
     streams = [call([9, 10, 11], params) for _ in range(12)]
     _eventually(lambda: _metric(endpoints, "quire_group_running") == 12)
     for stream in streams:
-        stream.cancel()
+        stream.cancel()  # type: ignore[no-untyped-call]
     _eventually(lambda: _metric(endpoints, "quire_group_running") == 0)
 
 
