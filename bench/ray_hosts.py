@@ -26,7 +26,7 @@ from bench.namespaces import Host, Network
 PORT = 6379
 _OBJECT_STORE_BYTES = 80 * 2**20
 _STARTED = "Ray runtime started."
-_NUM_TRIES = 3
+_NUM_TRIES = 10
 """Ray gives up on a node that is not there after 30 s, which on a busy machine may be too soon."""
 
 ENVIRONMENT = {
