@@ -24,12 +24,12 @@ def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: in
     """Knows one group ``g`` of `NUM_SLOTS` slots with these speeds, and outputs of 50 tokens."""
     known = Capacity(num_gateways=gateways)
     group = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
-    for second in range(100):  # First prompts are what takes its time, and then outputs.
+    for second in range(100):
         load = pb.Load(
-            num_running=1 if second < 50 else NUM_SLOTS,
+            num_running=NUM_SLOTS,
             num_waiting=1,
             num_pending_prefill_tokens=2 * prefill_per_s,
-            num_prompt_tokens=min(second, 50) * prefill_per_s,
+            num_prompt_tokens=second * prefill_per_s,
             num_output_tokens=second * output_per_s,
         )
         known.observe(group, load, now_s=float(second))
@@ -92,20 +92,6 @@ def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
     known = after_steps(1500, step_s=2.1, decode_s=0.1)
     per_s = known.begun_per_s([group()], tokens_each=1500)
     assert per_s == pytest.approx(0.5, rel=0.1)
-
-
-def test_prompts_that_wait_for_a_slot_do_not_pass_for_a_slow_prefill() -> None:
-    known = capacity()  # 1,000 tokens/s, seen with slots to spare.
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
-    for second in range(100, 200):
-        load = pb.Load(
-            num_running=NUM_SLOTS,
-            num_waiting=1,
-            num_pending_prefill_tokens=20,
-            num_prompt_tokens=10**6,
-        )
-        known.observe(described, load, now_s=float(second))
-    assert known.room([group()], wait_s=0.25, tokens_each=20) == pytest.approx(3, rel=0.2)
 
 
 def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decodes() -> None:

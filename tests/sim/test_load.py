@@ -29,18 +29,18 @@ LATENCY_S = 0.02
 """A client's way to a gateway and back, at most."""
 
 
-def gateway(admission: AdmissionConfig) -> GatewayConfig:
-    return GatewayConfig(completion=CompletionConfig(group_wait_s=60.0), admission=admission)
-
-
 def cluster(*, num_gateways: int = 1, **changes: Any) -> ClusterPlan:
+    gateway = GatewayConfig(
+        completion=CompletionConfig(group_wait_s=60.0),
+        admission=AdmissionConfig(num_gateways=num_gateways),
+    )
     plan = ClusterPlan(
         num_groups=2,
         num_gateways=num_gateways,
         num_blocks=2000,
         max_num_seqs=NUM_SLOTS,
         cost=COST,
-        gateway=gateway(AdmissionConfig(num_gateways=num_gateways)),
+        gateway=gateway,
         client=GroupClientConfig(step_deadline_s=10.0),
     )
     return replace(plan, **changes)
@@ -120,9 +120,7 @@ def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> N
         urgent.extend(await come(world, per_s=half, until_s=20.0, priority=-1))
         others.extend(await rest)
 
-    # So much that chance alone does not fill the queue with what is urgent. What is not, does.
-    patient = AdmissionConfig(max_queue_wait_s=10.0, standing_wait_s=2.0)
-    play(script, plan=cluster(gateway=gateway(patient)))
+    play(script)
     assert {ask.outcome for ask in urgent} == {"done"}
     assert p99_ttft_s(urgent) <= p99_ttft_s(loaded(capacity_per_s()))
     displaced = [ask for ask in others if ask.error and "took its place" in str(ask.error)]

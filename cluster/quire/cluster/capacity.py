@@ -200,18 +200,16 @@ class _GroupPace:
         num_prompt = load.num_prompt_tokens - before.num_prompt_tokens
         num_hits = load.num_hit_tokens - before.num_hit_tokens
         num_output = load.num_output_tokens - before.num_output_tokens
-        is_full = self.max_num_seqs is not None and before.num_running >= self.max_num_seqs
-        # Prompts that wait for a slot say nothing of the speed at which they will be computed.
-        if before.num_pending_prefill_tokens and not (is_full and before.num_waiting):
+        if before.num_pending_prefill_tokens:
             # A prompt counts as begun as a whole; what of it is still to come is known exactly
             # where nothing else waits, and evens out over time where something does.
             num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
             if num_computed >= before.num_pending_prefill_tokens:
                 time_s = min(time_s, self._prefill_s(num_computed, time_s))
             self._add("prefill", num_computed, time_s)
-        elif not before.num_pending_prefill_tokens and before.num_running:
+        elif before.num_running:
             self._decodes.add(1, time_s)
-        if is_full:
+        if self.max_num_seqs is not None and before.num_running >= self.max_num_seqs:
             self._add("output_when_full", num_output, time_s)
         elif before.num_waiting:
             self._add("output_when_short", num_output, time_s)
