@@ -25,7 +25,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
 from quire.v1 import inference_pb2 as pb
-from quire.v1.inference_pb2_grpc import InferenceStub
+from quire.v1 import inference_pb2_grpc
 from quire.worker.config import EngineConfig
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +94,11 @@ def request(number: int, *, max_tokens: int) -> pb.GenerateRequest:
 
 
 async def over_grpc(
-    stub: InferenceStub, number: int, *, max_tokens: int = NUM_TOKENS, begun: asyncio.Event
+    stub: "inference_pb2_grpc.InferenceAsyncStub",
+    number: int,
+    *,
+    max_tokens: int = NUM_TOKENS,
+    begun: asyncio.Event,
 ) -> str:
     text = ""
     async for chunk in stub.Generate(request(number, max_tokens=max_tokens)):
@@ -137,7 +141,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> No
             grpc.aio.insecure_channel(both) as channel,
             grpc.aio.insecure_channel(staying[1]) as other,
         ):
-            stub = InferenceStub(channel)
+            stub = inference_pb2_grpc.InferenceStub(channel)
             # One who asks to be told of the gateway's health for as long as there is one.
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             assert (await anext(aiter(watch))).status == health_pb2.HealthCheckResponse.SERVING
@@ -170,7 +174,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> No
             found = await asyncio.gather(*streams)
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"http://{http_address}/health")
-            again = InferenceStub(other)
+            again = inference_pb2_grpc.InferenceStub(other)
             expected = [
                 await over_grpc(again, number, begun=asyncio.Event())
                 for number in range(2 * NUM_STREAMS)
