@@ -84,7 +84,7 @@ def _growth(cells: Cells, disturbance: str) -> str:
                 calm = by_seed(cells, replace(cell, disturbance="none"))
                 found = ratio(by_seed(cells, cell), calm)
                 if found is not None:
-                    ratios.append(found - 1)
+                    ratios.append(round(found - 1, 2) + 0.0)  # No "-0%".
         if ratios:
             texts.append(f"{policy} {min(ratios):.0%} to {max(ratios):.0%}")
     return ", ".join(texts)
