@@ -46,13 +46,14 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(data=arguments.data, state=arguments.state)
     if not arguments.report:
-        for cell in _wanted(arguments):
-            name = SOURCES[cell.trace].file
+        for trace in list(arguments.trace):
+            name = SOURCES[trace].file
             file = arguments.data / "traces" / (name or ".")
-            if file.exists() or name is None:
-                bench.run(cell)
-            else:
-                print(f"{cell.trace}: skipped, {file} does not exist (say --data FOLDER)")
+            if name is not None and not file.exists():
+                print(f"{trace}: skipped, {file} does not exist (say --data FOLDER)")
+                arguments.trace.remove(trace)
+        for cell in _wanted(arguments):
+            bench.run(cell)
     text = "\n".join(tables(bench.cells))
     print(text)
     if arguments.output is not None:

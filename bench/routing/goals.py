@@ -12,8 +12,12 @@ _BEHIND = 1.02
 
 
 def goals(cells: Cells) -> Iterator[str]:
-    yield "| goal | seen |"
-    yield "| --- | --- |"
+    lines = list(_lines(cells))
+    if lines:
+        yield from ("| goal | seen |", "| --- | --- |", *lines, "")
+
+
+def _lines(cells: Cells) -> Iterator[str]:
     for trace, factor in _TTFT.items():
         for row in (OURS, OURS_POLICY):
             yield from _line(
@@ -33,7 +37,6 @@ def goals(cells: Cells) -> Iterator[str]:
     for name in DISTURBANCES:
         if name != "none":
             yield from _line(f"no collapse: {name}, growth of the mean", _growth(cells, name))
-    yield ""
 
 
 def _line(goal: str, seen: str) -> Iterator[str]:
@@ -81,7 +84,7 @@ def _growth(cells: Cells, disturbance: str) -> str:
                 calm = by_seed(cells, replace(cell, disturbance="none"))
                 found = ratio(by_seed(cells, cell), calm)
                 if found is not None:
-                    ratios.append(found - 1)
+                    ratios.append(round(found - 1, 2) + 0.0)  # No "-0%".
         if ratios:
             texts.append(f"{policy} {min(ratios):.0%} to {max(ratios):.0%}")
     return ", ".join(texts)
