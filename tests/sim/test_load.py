@@ -114,7 +114,7 @@ def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capa
 
 def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:
     """Half of what the cluster can do is urgent, five times as much is not. Bursts may wait."""
-    patient = AdmissionConfig(max_queue_wait_s=10)
+    patient = AdmissionConfig(max_queue_wait_s=10, standing_wait_s=10)
     half = capacity_per_s() / 2
     urgent: list[Ask] = []
     others: list[Ask] = []
