@@ -191,8 +191,10 @@ class Attempts:
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
             while self._losses.is_suspect and not self._on_probation:
+                # The others' turns do not count: a group is there, and the line moves.
+                entered_s = self._clock()
                 await self._enter_probation()
-                deadline_s = self._clock() + wait_s
+                deadline_s += self._clock() - entered_s
             if self.blame.is_convicted:
                 raise self._quarantined()
             if self._groups.card not in (None, self._request.model):
@@ -261,6 +263,10 @@ class Attempts:
             raise full or self._unavailable() from error
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)
+        else:
+            # There is no group. All suspects wait for one at once, and not one after the other.
+            self._leave_probation()
+            self._on_probation = False
         with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
             await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()
