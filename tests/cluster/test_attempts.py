@@ -8,7 +8,7 @@ import pytest
 from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.attempts import Attempts
-from quire.cluster.completion import CompletionConfig, CompletionRequest
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.errors import Death, GroupDied, Unavailable
 from quire.cluster.group_stream import GroupStream
 from quire.cluster.groups import Groups

@@ -7,8 +7,8 @@ been reached. Each has a number of its own, by which group and gateway tell what
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.errors import (
     Death,
     GroupDied,
@@ -30,21 +30,18 @@ from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 
-if TYPE_CHECKING:
-    from quire.cluster.completion import CompletionConfig, CompletionRequest
-
 
 class Attempts:
     """Of one completion, one at a time."""
 
     def __init__(
         self,
-        request: "CompletionRequest",
+        request: CompletionRequest,
         *,
         groups: Groups,
         table: RoutingTable,
         telemetry: Telemetry,
-        config: "CompletionConfig",
+        config: CompletionConfig,
         resumes: Resumes,
         clock: Callable[[], float],
     ) -> None:
@@ -183,10 +180,9 @@ class Attempts:
         return not (self._num_tokens or self._losses.num_lost)
 
     async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
-        config = self._config
-        wait_s = config.group_wait_s
+        wait_s = self._config.group_wait_s
         if not self._is_new:
-            wait_s = max(wait_s, config.resume_wait_s)
+            wait_s = max(wait_s, self._config.resume_wait_s)
         deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:

@@ -7,7 +7,7 @@ from typing import Self
 import uvicorn
 
 from quire.cluster.auth import ApiKeys
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
