@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cluster.conftest import HashModel
 
 from quire.cluster.completion import Completion
 from quire.cluster.completion_request import CompletionConfig, CompletionRequest
@@ -36,7 +35,7 @@ class Scripted(Groups):
 
 
 async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
-    model: HashModel,
+    model: Any,
 ) -> None:
     table = RoutingTable(block_size=4)
     groups = Scripted(table=table, expected=Expectation(model="m", block_size=4))
