@@ -24,7 +24,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.engine_loop import EngineLoop
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
+from quire.cluster.completion import Completion
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.resume import ResumeConfig, Resumes
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb

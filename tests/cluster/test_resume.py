@@ -85,6 +85,18 @@ def test_draining_counts_for_nothing_and_a_broken_connection_as_no_death() -> No
     assert (losses.num_lost, losses.num_deaths) == (1, 0)
 
 
+def test_who_was_handed_over_behind_that_place_is_acquitted_too() -> None:
+    losses = Losses(CONFIG)
+    add(losses, died())
+    add(losses, died())
+    add(losses, HandedOver("drains"), num_tokens=7)
+    assert losses.is_suspect, "it had not got past it"
+    add(losses, HandedOver("drains"), num_tokens=8)
+    assert not losses.is_suspect
+    add(losses, died())
+    assert not losses.blame.is_accused
+
+
 def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
     losses = Losses(CONFIG)
     cut_off = died()

@@ -19,7 +19,7 @@ from tests.sim.loop import Process, SimLoop
 from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCost
 from tests.sim.network import GroupLinkOver, Network
 
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
 from quire.cluster.group_link import GroupLink

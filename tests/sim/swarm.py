@@ -13,7 +13,7 @@ from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
 
 from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.gateway_service import GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
 from quire.router.config import RoutingConfig

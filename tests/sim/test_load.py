@@ -17,7 +17,7 @@ from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
 from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.gateway_service import GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
 

@@ -7,8 +7,8 @@ been reached. Each has a number of its own, by which group and gateway tell what
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.errors import (
     Death,
     GroupDied,
@@ -30,21 +30,18 @@ from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.worker.errors import InvalidRequest, QueueFull, QuireError
 
-if TYPE_CHECKING:
-    from quire.cluster.completion import CompletionConfig, CompletionRequest
-
 
 class Attempts:
     """Of one completion, one at a time."""
 
     def __init__(
         self,
-        request: "CompletionRequest",
+        request: CompletionRequest,
         *,
         groups: Groups,
         table: RoutingTable,
         telemetry: Telemetry,
-        config: "CompletionConfig",
+        config: CompletionConfig,
         resumes: Resumes,
         clock: Callable[[], float],
     ) -> None:
@@ -183,16 +180,17 @@ class Attempts:
         return not (self._num_tokens or self._losses.num_lost)
 
     async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
-        config = self._config
-        wait_s = config.group_wait_s
+        wait_s = self._config.group_wait_s
         if not self._is_new:
-            wait_s = max(wait_s, config.resume_wait_s)
+            wait_s = max(wait_s, self._config.resume_wait_s)
         deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
             while self._losses.is_suspect and not self._on_probation:
+                # The others' turns do not count: a group is there, and the line moves.
+                entered_s = self._clock()
                 await self._enter_probation()
-                deadline_s = self._clock() + wait_s
+                deadline_s += self._clock() - entered_s
             if self.blame.is_convicted:
                 raise self._quarantined()
             if self._groups.card not in (None, self._request.model):
@@ -261,6 +259,10 @@ class Attempts:
             raise full or self._unavailable() from error
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)
+        else:
+            # There is no group. All suspects wait for one at once, and not one after the other.
+            self._leave_probation()
+            self._on_probation = False
         with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
             await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()

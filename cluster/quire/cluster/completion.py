@@ -8,63 +8,25 @@ far. That is exact, since a token depends on model, prompt, parameters, seed and
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 
 from quire.cluster.attempts import Attempts
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.errors import GroupLost
 from quire.cluster.explanations import routing_message
 from quire.cluster.groups import Groups
-from quire.cluster.model_card import ModelCard
-from quire.cluster.resume import Blame, ResumeConfig, Resumes
+from quire.cluster.resume import Resumes
 from quire.cluster.telemetry import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import QuireError
-from quire.worker.hashing import BlockHash, TokenIds
-from quire.worker.sampling_params import SamplingParams
 from quire.worker.text import TextStream, Tokenizer
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionConfig:
-    group_wait_s: float = 5.0
-    """How long a new one waits for a group where there is none."""
-    resume_wait_s: float = 60.0
-    """How long one that is under way waits until a group can take it: where all are full, and where
-    all were lost and others start. Its client has tokens that would be lost."""
-    max_refusals: int = 3
-    """Groups with a full queue that a new completion is offered to."""
-    retry_pause_s: float = 0.1
-    """Until one that is under way asks groups again that could not take it."""
-    resume: ResumeConfig = field(default_factory=ResumeConfig)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionRequest:
-    """One completion of one prompt, checked, tokenized and hashed."""
-
-    request_id: str
-    """Of no other completion of this gateway."""
-    index: int
-    """Which of the request's completions it is."""
-    model: ModelCard
-    prompt_token_ids: TokenIds
-    hashes: Sequence[BlockHash]
-    """Of the prompt's full blocks."""
-    params: SamplingParams
-    """``seed`` and ``max_tokens`` are set."""
-    cache_salt: str
-    arrival_s: float
-    """On the completion's clock."""
-    priority: int = 0
-    """Less runs sooner."""
-    client_id: str = ""
-    """What the client calls the request."""
-    explain_routing: bool = False
-    """Tell the client of every candidate."""
-    blame: Blame = field(default_factory=Blame)
-    """Shared by all completions of the prompt."""
+_OUTCOMES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+"""How a group may end a completion."""
 
 
 class Completion:
@@ -132,7 +94,7 @@ class Completion:
                     self._attempts.end()
                 if self._error is not None:
                     self._attempts.lose(self._error)
-            outcome = "stop" if self._finish_reason == pb.FINISH_REASON_STOP else "length"
+            outcome = _OUTCOMES[self._finish_reason]
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
@@ -148,6 +110,10 @@ class Completion:
         for delta in deltas:
             if delta.HasField("error"):
                 self._error = self._attempts.refusal(delta.error)
+            elif delta.finish_reason and delta.finish_reason not in _OUTCOMES:
+                # Nobody reads any more what this gateway has aborted.
+                reason = f"the group ended the request with finish_reason={delta.finish_reason}"
+                self._error = GroupLost(f"{reason}, which it was not asked to")
             else:
                 assert delta.token_offset == len(self._token_ids), "the stream's promise"
                 self._add(delta, chunk)

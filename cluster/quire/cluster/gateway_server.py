@@ -7,7 +7,7 @@ from typing import Self
 import uvicorn
 
 from quire.cluster.auth import ApiKeys
-from quire.cluster.completion import CompletionConfig
+from quire.cluster.completion_request import CompletionConfig
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway_service import Gateway, GatewayConfig
 from quire.cluster.group_client import GroupClientConfig
@@ -26,6 +26,11 @@ class GatewayServer:
     """Made by `start`; belongs to the event loop that made it."""
 
     def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, *, table: RoutingTable) -> None:
+        # Files first: they may be unusable, and then nothing has begun yet.
+        keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
+        self.tls: ServerTls | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self.table = table
         self.groups = Groups(
             table=table,
@@ -46,10 +51,6 @@ class GatewayServer:
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
-        keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
-        self.tls: ServerTls | None = None
-        if config.tls_certificate is not None and config.tls_key is not None:
-            self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self._grpc = build_grpc_server(self.gateway, keys=keys)
         tls = self.tls
         self._http = uvicorn.Server(
@@ -78,20 +79,11 @@ class GatewayServer:
         if table is None:
             table = RoutingTable(block_size=config.engine.block_size, config=config.routing)
         self = cls(config, tokenizer, table=table)
-        http_socket = _listen(config.host, config.http_port)
         try:
-            grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")
-        except RuntimeError as error:
-            http_socket.close()
-            raise ConfigError(
-                f"grpc_port={config.grpc_port}: {config.host} cannot listen there: {error}"
-            ) from error
-        await self._grpc.start()
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]))
-        if self.tls is not None:
-            self._tls_task = asyncio.create_task(self.tls.follow())
-        self.grpc_address = f"{config.host}:{grpc_port}"
-        self.http_address = f"{config.host}:{http_socket.getsockname()[1]}"
+            await self._listen(config)
+        except BaseException:
+            await self.groups.close()
+            raise
         return self
 
     async def stop(self, *, drain_timeout_s: float) -> None:
@@ -104,7 +96,24 @@ class GatewayServer:
         await asyncio.gather(*stopping, return_exceptions=True)
         if self._tls_task is not None:
             self._tls_task.cancel()
+            await asyncio.gather(self._tls_task, return_exceptions=True)
         await self.groups.close()
+
+    async def _listen(self, config: ClusterConfig) -> None:
+        http_socket = _http_socket(config.host, config.http_port)
+        try:
+            grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")
+            await self._grpc.start()
+        except RuntimeError as error:
+            http_socket.close()
+            raise ConfigError(
+                f"grpc_port={config.grpc_port}: {config.host} cannot listen there: {error}"
+            ) from error
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]))
+        if self.tls is not None:
+            self._tls_task = asyncio.create_task(self.tls.follow())
+        self.grpc_address = f"{config.host}:{grpc_port}"
+        self.http_address = f"{config.host}:{http_socket.getsockname()[1]}"
 
     def _add_grpc_port(self, address: str) -> int:
         if self.tls is None:
@@ -124,7 +133,7 @@ def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     return GatewayConfig(wakes_groups=True, completion=completion, admission=config.admission())
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _http_socket(host: str, port: int) -> socket.socket:
     """A listening socket that the other gateways of this node can share."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -14,7 +14,8 @@ from math import inf
 
 from quire.cluster.admission_config import AdmissionConfig
 from quire.cluster.admission_queue import AdmissionQueue, unavailable
-from quire.cluster.completion import Completion, CompletionConfig, CompletionRequest
+from quire.cluster.completion import Completion
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.deadline import late, until
 from quire.cluster.errors import ModelNotFound, Overloaded
 from quire.cluster.generation import Chat, Generation, GenerationRequest, numbered

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.cluster.completion import CompletionRequest
+from quire.cluster.completion_request import CompletionRequest
 from quire.cluster.model_card import ModelCard
 from quire.cluster.resume import Blame
 from quire.worker.errors import InvalidRequest

@@ -107,12 +107,13 @@ class Losses:
         Only a death on probation can accuse: completions of one prompt may be on several groups
         that die of something else.
         """
+        is_past = num_tokens >= self._config.probation_tokens
+        if is_past:
+            # It got past where those groups died, whatever ended this attempt.
+            self._deaths.clear()
         if isinstance(error, HandedOver):
             return False
         self.num_lost += 1
-        is_past = num_tokens >= self._config.probation_tokens
-        if is_past:
-            self._deaths.clear()  # It got past where those groups died.
         if not isinstance(error, GroupDied):
             return False
         self._deaths.append(error.death)

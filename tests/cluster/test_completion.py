@@ -1,0 +1,72 @@
+"""A completion behind which groups say what they should not."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cluster.completion import Completion
+from quire.cluster.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.group_stream import GroupStream
+from quire.cluster.groups import Groups
+from quire.cluster.model_card import Expectation, ModelCard
+from quire.cluster.telemetry import Telemetry
+from quire.router.directory import GroupId
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.worker.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+
+class Scripted(Groups):
+    """Two groups. Each attempt is answered by the next of ``answers``."""
+
+    answers: list[group_pb2.TokenDelta]
+
+    def submit(self, group_id: GroupId, submit: group_pb2.Submit, **_: Any) -> GroupStream:
+        stream = GroupStream(
+            submit, window=8, on_abort=lambda _: None, on_credit=lambda *_: None, epoch=1
+        )
+        stream.push(self.answers.pop(0))
+        return stream
+
+
+async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
+    model: Any,
+) -> None:
+    table = RoutingTable(block_size=4)
+    groups = Scripted(table=table, expected=Expectation(model="m", block_size=4))
+    table.update_members([GroupId("a"), GroupId("b")])
+    groups.answers = [
+        group_pb2.TokenDelta(token_ids=[1], finish_reason=pb.FINISH_REASON_ABORT),
+        group_pb2.TokenDelta(token_ids=model.letters[:2], finish_reason=pb.FINISH_REASON_LENGTH),
+    ]
+    telemetry = Telemetry(groups=groups, table=table)
+    request = CompletionRequest(
+        request_id="r",
+        index=0,
+        model=ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4)),
+        prompt_token_ids=np.arange(5, dtype=np.uint32),
+        hashes=[],
+        params=SamplingParams(seed=1, max_tokens=2),
+        cache_salt="",
+        arrival_s=0.0,
+    )
+    completion = Completion(
+        request,
+        groups=groups,
+        table=table,
+        tokenizer=model.tokenizer,
+        telemetry=telemetry,
+        config=CompletionConfig(),
+    )
+    async with asyncio.timeout(30):
+        chunks = [chunk async for chunk in completion.stream()]
+    await groups.close()
+    assert [token for chunk in chunks for token in chunk.token_ids] == model.letters[:2]
+    assert chunks[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert telemetry.completions.labels("length")._value.get() == 1
+    assert telemetry.resumes._value.get() == 1
