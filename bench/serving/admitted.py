@@ -27,13 +27,12 @@ class AdmissionGate:
 
     def __init__(self, trace: Trace, clock: Clock, table: RoutingTable, *, case: Case) -> None:
         self._trace, self._clock, self._table, self._case = trace, clock, table, case
-        self._capacity = Capacity(num_gateways=case.num_gateways)
+        self._capacity = Capacity()
         config = AdmissionConfig(
             max_queue_wait_s=inf,
             standing_wait_s=inf,
             max_queued_requests=_UNBOUNDED,
             max_queued_tokens=_UNBOUNDED,
-            num_gateways=case.num_gateways,
         )
         self._admission = Admission(config, self._capacity)
         self._tickets: dict[int, Ticket] = {}
@@ -69,6 +68,7 @@ class AdmissionGate:
             num_prompt_tokens=group.num_prompt_tokens,
             num_hit_tokens=group.num_hit_tokens,
             num_output_tokens=group.num_output_tokens,
+            num_gateways=self._case.num_gateways,
         )
         self._capacity.observe(description, load, now_s=self._clock.now_ms / 1000)
 

@@ -22,7 +22,7 @@ NUM_SLOTS = 4
 
 def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: int = 1) -> Capacity:
     """Knows one group ``g`` of `NUM_SLOTS` slots with these speeds, and outputs of 50 tokens."""
-    known = Capacity(num_gateways=gateways)
+    known = Capacity()
     group = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
     for second in range(100):
         load = pb.Load(
@@ -31,6 +31,7 @@ def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: in
             num_pending_prefill_tokens=2 * prefill_per_s,
             num_prompt_tokens=second * prefill_per_s,
             num_output_tokens=second * output_per_s,
+            num_gateways=gateways,
         )
         known.observe(group, load, now_s=float(second))
     for _ in range(500):
@@ -48,7 +49,7 @@ FULL = group(num_running=NUM_SLOTS)
 
 
 def admission(*, gateways: int = 1, **config: Any) -> Admission:
-    values = {"min_queued_per_group": 1, "num_gateways": gateways, **config}
+    values = {"min_queued_per_group": 1, **config}
     return Admission(AdmissionConfig(**values), capacity(gateways=gateways))
 
 
@@ -137,6 +138,26 @@ def test_other_gateways_are_taken_to_have_sent_as_much() -> None:
     alone, among = capacity(), capacity(gateways=4)
     assert alone.room([state], wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
     assert among.room([state], wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
+
+
+def test_there_are_as_many_gateways_as_the_group_says_that_knows_of_most() -> None:
+    """One that has just started was attached to by this one only."""
+    known = Capacity()
+    assert known.num_gateways == 1
+    said = [("a", 1, 3), ("b", 1, 1), ("c", 1, 0)]  # The last is too old to say it.
+    for name, epoch, num_gateways in said:
+        description = pb.GroupDescription(group_id=name, epoch=epoch)
+        known.observe(description, pb.Load(num_gateways=num_gateways), now_s=0)
+    assert known.num_gateways == 3
+    known.observe(pb.GroupDescription(group_id="a", epoch=1), pb.Load(num_gateways=2), now_s=1)
+    assert known.num_gateways == 2
+    known.observe(pb.GroupDescription(group_id="a", epoch=2), pb.Load(), now_s=2)
+    assert known.num_gateways == 1, "what was said before it started again is forgotten"
+    known.observe(pb.GroupDescription(group_id="b", epoch=1), pb.Load(num_gateways=4), now_s=3)
+    known.keep([GroupId("a"), GroupId("c")])
+    assert known.num_gateways == 1
+    known.keep([GroupId("c")])
+    assert known.num_gateways == 1
 
 
 def test_an_output_under_way_counts_for_the_mean_length() -> None:
@@ -258,7 +279,6 @@ def test_without_groups_requests_wait_within_the_bounds() -> None:
         ("max_queued_requests", 0),
         ("max_queued_tokens", 0),
         ("min_queued_per_group", 0),
-        ("num_gateways", 0),
     ],
 )
 def test_a_bad_setting_is_named(name: str, value: float) -> None:

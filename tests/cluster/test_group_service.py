@@ -139,6 +139,49 @@ async def test_frames_carry_the_load_and_come_without_work_too(start_group: Any)
         assert (load.num_prompt_tokens, load.num_output_tokens) == (9, 10)
 
 
+async def read_until_gateways(call: Any, num_gateways: int) -> None:
+    """Reads frames until they say that there are so many; pytest's patience is the limit."""
+    while (await call.read()).load.num_gateways != num_gateways:
+        pass
+
+
+async def test_frames_say_how_many_gateways_there_are_as_they_come_and_go(
+    start_group: Any,
+) -> None:
+    async with start_group() as group, connect(group) as stub:
+        one, two, three = stub.Attach(), stub.Attach(), stub.Attach()
+        await read_until_gateways(one, 3)
+        await read_until_gateways(two, 3)
+        two.cancel()
+        await read_until_gateways(one, 2)
+        await three.write(pb.GroupCommand(is_draining=True))
+        await read_until_gateways(one, 1)
+        await read_until_gateways(three, 1)
+        four = stub.Attach()
+        await read_until_gateways(four, 2)
+        await read_until_gateways(one, 2)
+
+
+async def test_a_silent_gateway_does_not_count_long_before_it_is_given_up(
+    start_group: Any,
+) -> None:
+    """It may have lost its connection and come back over another."""
+    async with start_group() as group:
+        attachment = Attachment(group.engine_loop, Door(), name="silent")
+        assert attachment.may_submit
+        listening = asyncio.create_task(attachment.listen(0.04))
+        while attachment.may_submit:
+            await asyncio.sleep(0)
+        assert not listening.done()
+        listening.cancel()
+
+        async def ping() -> AsyncIterator[Any]:
+            yield pb.GroupCommand()
+
+        await attachment.read(ping())
+        assert attachment.may_submit
+
+
 async def test_an_abort_ends_a_request_at_once(start_group: Any) -> None:
     async with start_group() as group, connect(group) as stub:
         group.executor.step_s = 0.1

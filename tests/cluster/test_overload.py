@@ -124,6 +124,7 @@ class ModelGroup:
             num_free_blocks=self._free_blocks,
             num_prompt_tokens=self._num_prompt,
             num_output_tokens=self._num_output,
+            num_gateways=len(self.gateways),
         )
 
     def _step(self) -> None:
@@ -182,7 +183,7 @@ class ModelGateway:
         self._groups = {GroupId(group.name): group for group in groups}
         self.table = RoutingTable(block_size=BLOCK_SIZE, clock=lambda: world.now_s)
         self.table.update_members(self._groups)
-        self.capacity = Capacity(num_gateways=config.num_gateways)
+        self.capacity = Capacity()
         self.admission = Admission(config, self.capacity)
         self._clients: dict[Ticket, Client] = {}
         for group in groups:
@@ -292,7 +293,7 @@ def simulate(
     before that, for `WARM_UP_S`, the same requests at ``warm_up_per_s``, which are not counted."""
     world = World()
     groups = [ModelGroup(world, f"g{number}", hardware) for number in range(num_groups)]
-    settings = AdmissionConfig(num_gateways=num_gateways, **config)  # type: ignore[arg-type]
+    settings = AdmissionConfig(**config)  # type: ignore[arg-type]
     gateways = [ModelGateway(world, groups, settings) for _ in range(num_gateways)]
     rng = random.Random(seed)
     clients: list[Client] = []

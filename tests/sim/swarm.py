@@ -51,7 +51,6 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
                     standing_wait_s=rng.choice([1.0, 1.0, 1000.0]),
                     min_queued_per_group=rng.choice([1, 2, 10]),
                     max_queued_requests=rng.choice([5, 1024]),
-                    num_gateways=num_gateways,
                 ),
             ),
             routing=RoutingConfig(stale_after_s=30.0),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ COST = StepCost(step_s=0.05, token_s=0.001)
 MEAN_OUTPUT = 20
 NUM_SLOTS = 8
 WARM_UP_S, LENGTH_S = 5.0, 25.0
+CLIENT = GroupClientConfig(step_deadline_s=10.0)
 LATENCY_S = 0.02
 """A client's way to a gateway and back, at most."""
 
@@ -33,8 +34,7 @@ def cluster(
     *, num_gateways: int = 1, admission: AdmissionConfig | None = None, **changes: Any
 ) -> ClusterPlan:
     gateway = GatewayConfig(
-        completion=CompletionConfig(group_wait_s=60.0),
-        admission=admission or AdmissionConfig(num_gateways=num_gateways),
+        completion=CompletionConfig(group_wait_s=60.0), admission=admission or AdmissionConfig()
     )
     plan = ClusterPlan(
         num_groups=2,
@@ -43,7 +43,7 @@ def cluster(
         max_num_seqs=NUM_SLOTS,
         cost=COST,
         gateway=gateway,
-        client=GroupClientConfig(step_deadline_s=10.0),
+        client=CLIENT,
     )
     return replace(plan, **changes)
 
@@ -61,6 +61,10 @@ async def come(world: World, *, per_s: float, until_s: float, priority: int = 0)
 def play(script: Script, *, plan: ClusterPlan | None = None) -> None:
     load = Load(mean_output=MEAN_OUTPUT, num_documents=20)
     run(Plan(cluster=plan or cluster(), load=load, quiet_s=20.0), seed=1, script=script)
+
+
+def median_ttft_s(asks: Sequence[Ask]) -> float:
+    return median(ask.ttft_s for ask in asks if ask.outcome == "done")
 
 
 def p99_ttft_s(asks: Sequence[Ask]) -> float:
@@ -110,6 +114,40 @@ def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capa
         assert ask.end_s is not None
         assert ask.end_s - ask.begin_s <= LATENCY_S
         assert ask.num_tokens == 0
+
+
+@pytest.mark.parametrize("num_gateways", [2, 3])
+def test_gateways_that_nobody_told_of_each_other_queue_no_more_than_one_would(
+    num_gateways: int,
+) -> None:
+    """Each for itself, requests wait 1.6 times as long with two, and twice with three."""
+    per_s = 3 * capacity_per_s()
+    alone, together = loaded(per_s), loaded(per_s, num_gateways=num_gateways)
+    assert median_ttft_s(together) <= 1.5 * median_ttft_s(alone)
+
+
+def test_gateways_learn_how_many_they_are() -> None:
+    seen: list[set[int]] = []
+
+    def look(world: World) -> None:
+        gateways = [each for each in world.cluster.gateways if not each.process.is_dead]
+        seen.append({each.gateway.admission.capacity.num_gateways for each in gateways})
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(2)
+        look(world)
+        world.chaos.begin("gateway crash")
+        await asyncio.sleep(2 * CLIENT.silence_timeout_s)  # Groups may see only that it is silent.
+        look(world)
+        await asyncio.sleep(40)  # Its successor has come.
+        look(world)
+        for gateway in world.cluster.gateways:
+            gateway.gateway.begin_drain()
+            await asyncio.sleep(1)
+            look(world)
+
+    play(script, plan=cluster(num_gateways=3, detect_s=20.0))
+    assert seen == [{3}, {2}, {3}, {2}, {1}, {1}]
 
 
 def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:

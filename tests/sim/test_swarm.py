@@ -28,7 +28,7 @@ from quire.cluster.errors import Overloaded
 from quire.cluster.generation import numbered
 from quire.cluster.group_client import GroupClient
 from quire.cluster.group_stream import GroupStream
-from quire.cluster.ticket import Ticket
+from quire.cluster.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.worker.blocks import BlockPool
 
@@ -138,7 +138,13 @@ def _loses_no_stream_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_places_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "leave", lambda self, ticket: None)
+    original = Admission.leave
+
+    def leave(self: Admission, ticket: Ticket) -> None:
+        if ticket.stage is Stage.QUEUED:  # Else it would be missed as soon as its turn came.
+            original(self, ticket)
+
+    monkeypatch.setattr(Admission, "leave", leave)
 
 
 def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,13 +121,9 @@ class Admission:
     def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
         config = self._config
         # Room for one is what each departure leaves for a moment, and all gateways see it.
-        room = self._capacity.room(
-            states,
-            wait_s=0,
-            tokens_each=1,
-            enough=config.num_gateways + self._unrouted.num_requests,
-        )
-        is_free = room >= config.num_gateways + self._unrouted.num_requests
+        enough = self._capacity.num_gateways + self._unrouted.num_requests
+        room = self._capacity.room(states, wait_s=0, tokens_each=1, enough=enough)
+        is_free = room >= enough
         if self._free_s is None or (is_free and not self._queue):
             self._free_s = now_s
         self._wait_bound_s = config.max_queue_wait_s
@@ -178,9 +174,8 @@ class Admission:
         """Whether one request behind ``ahead`` waits for no longer than the bound."""
         config = self._config
         num_reserved = sum(state.num_reserved_requests for state in states)
-        num_waiting = sum(state.num_waiting for state in states) + config.num_gateways * (
-            num_reserved + ahead.num_requests
-        )
+        num_waiting = sum(state.num_waiting for state in states)
+        num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
         if num_waiting < len(states) * config.min_queued_per_group:
             return True
         return self._begins_within(self._wait_bound_s, ticket, states, ahead=ahead)
@@ -191,7 +186,7 @@ class Admission:
         if wait_s == inf:
             return True
         # The other gateways, which are not seen, are taken to have as much ahead of theirs.
-        enough = ahead.num_requests * self._config.num_gateways + 1.0
+        enough = ahead.num_requests * self._capacity.num_gateways + 1.0
         room = self._capacity.room(
             states, wait_s=wait_s, tokens_each=ahead.tokens_each_with(ticket), enough=enough
         )
@@ -208,7 +203,7 @@ class Admission:
         predicted_s = retry_after_s = 1.0
         if states:
             room = self._capacity.room(states, wait_s=0, tokens_each=tokens_each)
-            need = ahead.num_requests * config.num_gateways + 1
+            need = ahead.num_requests * self._capacity.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
             predicted_s = max(0.0, need - room) / per_s
             allowed_s = self._wait_bound_s if reason != "deadline" else 0.0

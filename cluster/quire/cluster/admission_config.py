@@ -29,8 +29,6 @@ class AdmissionConfig:
     """Completions that wait at the gateway; a request that would exceed it is refused."""
     max_queued_tokens: int = 1_000_000
     """Prompt tokens of these. One request may have more, where nothing else waits."""
-    num_gateways: int = 1
-    """Gateways that send to the same groups; each counts on its share of what is free."""
 
     def __post_init__(self) -> None:
         for name in ("max_queue_wait_s", "standing_wait_s"):
@@ -40,11 +38,6 @@ class AdmissionConfig:
             raise ConfigError(
                 f"max_group_wait_s={self.max_group_wait_s!r}: must be above 0 seconds and finite"
             )
-        for name in (
-            "min_queued_per_group",
-            "max_queued_requests",
-            "max_queued_tokens",
-            "num_gateways",
-        ):
+        for name in ("min_queued_per_group", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1 or more")

@@ -42,7 +42,7 @@ class AdmissionQueue:
         start_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.capacity = Capacity(num_gateways=config.num_gateways)
+        self.capacity = Capacity()
         self._config = config
         self._start_wait_s = start_wait_s
         self._admission = Admission(config, self.capacity)
@@ -243,6 +243,10 @@ class _Metrics:
         ):
             gauge = Gauge(name, help_text, registry=registry)
             gauge.set_function(partial(_queued, queue, index))
+        gauge = Gauge(
+            "quire_gateways", "Gateways that send to the groups, as these say.", registry=registry
+        )
+        gauge.set_function(lambda: queue.capacity.num_gateways)
 
 
 def _queued(queue: AdmissionQueue, index: int) -> float:

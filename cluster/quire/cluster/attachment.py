@@ -46,7 +46,9 @@ class Attachment:
         self._refusals: list[pb.TokenDelta] = []
         self._proven: Work | None = None
         self._changed = asyncio.Event()
-        self._is_heard = False
+        self._is_heard = True
+        self._num_silent = 0  # Parts of its timeout, in a row.
+        self._is_draining = False
         self._num_submits = 0
         self._unshown: deque[tuple[int, int]] = deque()
         # Of submits that the engine's load may not count yet: their numbers there and here.
@@ -56,10 +58,17 @@ class Attachment:
         """Requests whose end the gateway has not been sent."""
         return len(self._works)
 
+    @property
+    def may_submit(self) -> bool:
+        """Whether requests are to be expected of the gateway. Not once it drains; nor while it is
+        silent, since where its connection was lost it may have come back over another by now."""
+        return not self._is_draining and (self._is_heard or not self._num_silent)
+
     async def read(self, commands: AsyncIterator[pb.GroupCommand]) -> None:
         """Does what the gateway says, until it says no more."""
         async for command in commands:
             self._is_heard = True
+            self._is_draining |= command.is_draining
             kind = command.WhichOneof("command")
             if kind == "submit":
                 self._submit(command.submit)
@@ -73,11 +82,10 @@ class Attachment:
 
         Counted in parts: where this process itself was stopped, no time has passed.
         """
-        num_silent = 0
-        while num_silent < _LISTENS_IN:
+        while self._num_silent < _LISTENS_IN:
             self._is_heard = False
             await asyncio.sleep(timeout_s / _LISTENS_IN)
-            num_silent = 0 if self._is_heard else num_silent + 1
+            self._num_silent = 0 if self._is_heard else self._num_silent + 1
 
     async def wait(self, timeout_s: float) -> None:
         """Returns when there is something to send, or after ``timeout_s``, for a heartbeat."""

@@ -43,10 +43,12 @@ _MIN_PER_S = 1e-3
 
 
 class Capacity:
-    """What is known of the groups' speed at one gateway, of ``num_gateways`` alike."""
+    """What is known of the groups' speed at one gateway."""
 
-    def __init__(self, *, num_gateways: int = 1) -> None:
-        self.num_gateways = num_gateways
+    def __init__(self) -> None:
+        self.num_gateways = 1
+        """Those that send to the groups, this one counted: the most that any of these says, since
+        a group that has just started, or lost some, is attached to by all in a moment."""
         self._groups: dict[GroupId, _GroupPace] = {}
         self._all = _Speeds()  # What a group is taken to do of which nothing was seen.
         self._outputs = _OutputLength()
@@ -58,6 +60,10 @@ class Capacity:
         pace = self._groups.get(group_id)
         if pace is None or pace.epoch != description.epoch:
             pace = self._groups[group_id] = _GroupPace(description, self._all)
+            self._count_gateways()
+        if pace.num_gateways != load.num_gateways:
+            pace.num_gateways = load.num_gateways
+            self._count_gateways()
         num_prompt, num_hits = pace.observe(load, now_s)
         if num_prompt > 0:
             kept = exp(-num_prompt / (20 * _PRIOR_PROMPT_TOKENS))
@@ -68,6 +74,7 @@ class Capacity:
         """Forgets all groups but these."""
         wanted = set(groups)
         self._groups = {name: pace for name, pace in self._groups.items() if name in wanted}
+        self._count_gateways()
 
     def asked(self, max_tokens: int) -> None:
         """A completion begins that may be ``max_tokens`` long."""
@@ -114,6 +121,10 @@ class Capacity:
             )
             for speeds in map(self._speeds, states)
         )
+
+    def _count_gateways(self) -> None:
+        self.num_gateways = max((pace.num_gateways for pace in self._groups.values()), default=1)
+        self.num_gateways = max(self.num_gateways, 1)  # A group may not say.
 
     def _room(self, state: GroupState, wait_s: float, tokens_each: float) -> float:
         speeds = self._speeds(state)
@@ -166,6 +177,7 @@ class _Speeds:
 class _GroupPace:
     def __init__(self, description: pb.GroupDescription, others: _Speeds) -> None:
         self.epoch = description.epoch
+        self.num_gateways = 0
         self.max_num_seqs: int | None = description.max_num_seqs or None
         self.block_size = description.block_size or 1
         self._own = _Speeds()

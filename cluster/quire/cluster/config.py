@@ -152,7 +152,6 @@ class ClusterConfig:
             standing_wait_s=self.standing_wait_s,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
-            num_gateways=self.num_gateways,
         )
 
     @property

@@ -101,6 +101,7 @@ class Gateway:
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
         self._is_draining = True
+        self.groups.begin_drain()
         self._notify()
 
     def watch(self, on_change: Callable[[], None]) -> None:

@@ -28,7 +28,6 @@ from quire.worker.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _CLOSED = (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
-_PING = pb.GroupCommand()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +72,8 @@ class GroupClient:
         self.address = address
         self.last_error = ""
         """Why the group is not attached, for the people who wonder."""
+        self.is_draining = False
+        """Whether this gateway is to take no more requests of clients, which groups are told."""
         self._listener = listener
         self._config = config
         self._connect = connect
@@ -197,7 +198,7 @@ class GroupClient:
         pulse = self._pulse
         ending: Ending | None = None
         while ending is None:
-            self._commands.put_nowait(_PING)
+            self._commands.put_nowait(pb.GroupCommand(is_draining=self.is_draining))
             await asyncio.sleep(pulse.beat_s)
             ending = pulse.beat(is_owed=any(s.is_owed for s in self._streams.values()))
         self._trouble = ending

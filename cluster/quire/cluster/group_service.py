@@ -166,6 +166,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     def _frame(self, attachment: Attachment) -> pb.StepFrame:
         frame = attachment.take_frame()
         frame.load.num_unsent_tokens = sum(each.num_unsent_tokens for each in self._attachments)
+        # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
+        frame.load.num_gateways = sum(each.may_submit for each in self._attachments)
         return frame
 
     def _enter(self, phase: pb.StepFrame.Phase) -> None:

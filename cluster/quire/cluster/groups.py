@@ -54,6 +54,7 @@ class Groups:
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
         self._retired: set[GroupClient] = set()
+        self._is_draining = False
         self._loads: dict[GroupId, pb.Load] = {}
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
@@ -76,7 +77,14 @@ class Groups:
                 jitter=self._jitter,
                 turns=self._turns,
             )
+            client.is_draining = self._is_draining
             self._clients[address] = (client, asyncio.create_task(client.run()))
+
+    def begin_drain(self) -> None:
+        """Tells the groups that no more requests of clients come: others may count on the room."""
+        self._is_draining = True
+        for client, _ in self._clients.values():
+            client.is_draining = True
 
     @property
     def num_ready(self) -> int:

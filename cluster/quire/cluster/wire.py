@@ -26,8 +26,9 @@ from quire.worker.sampling_params import SamplingParams
 from quire.worker.step import TokenLogprobs
 
 _REPEATED = ("stop", "stop_token_ids")
+_NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [
-    field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name != "num_unsent_tokens"
+    field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name not in _NOT_THE_ENGINES
 ]
 
 
