@@ -16,6 +16,9 @@ from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.cluster.demand import Demand
 from quire.cluster.deployments import POOL, Gateway, ReplicaGroup
+from quire.cluster.gateway_server import GatewayServer
+from quire.cluster.group_server import GroupServer
+from quire.router.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
@@ -27,8 +30,8 @@ pytestmark = [
 ]
 
 CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH), served_model_name="demo")
-FIRST = Member("g0", {"address": "host:1"})
-SECOND = Member("g1", {"address": "host:2"})
+FIRST = Member(GroupId("g0"), {"address": "host:1"})
+SECOND = Member(GroupId("g1"), {"address": "host:2"})
 
 
 class FakeServer:
@@ -89,7 +92,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     async def start(*_: Any, **__: Any) -> FakeServer:
         return server
 
-    monkeypatch.setattr(deployments.GatewayServer, "start", start)
+    monkeypatch.setattr(GatewayServer, "start", start)
     monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
     monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="this"))
@@ -137,24 +140,24 @@ async def test_a_member_without_an_address_does_not_hide_the_others(
     server: FakeServer, metadata: Any
 ) -> None:
     gateway = await make_gateway(FakeHandle())
-    REGISTRY.publish(POOL, [Member("g", metadata), SECOND])
+    REGISTRY.publish(POOL, [Member(GroupId("g"), metadata), SECOND])
     await asyncio.sleep(0)
     assert server.addresses == ["host:2"]
     await gateway.__del__()
 
 
 @pytest.mark.parametrize(
-    ("deployment", "server_class", "arguments"),
-    [(Gateway, "GatewayServer", (FakeHandle(),)), (ReplicaGroup, "GroupServer", ())],
+    ("deployment", "server_type", "arguments"),
+    [(Gateway, GatewayServer, (FakeHandle(),)), (ReplicaGroup, GroupServer, ())],
 )
 @pytest.mark.usefixtures("server")
 async def test_one_that_could_not_start_ends_without_another_error(
-    monkeypatch: pytest.MonkeyPatch, deployment: Any, server_class: str, arguments: Any
+    monkeypatch: pytest.MonkeyPatch, deployment: Any, server_type: Any, arguments: Any
 ) -> None:
     async def start(*_: Any, **__: Any) -> None:
         raise ConfigError("cannot start")
 
-    monkeypatch.setattr(getattr(deployments, server_class), "start", start)
+    monkeypatch.setattr(server_type, "start", start)
     failed = deployment.__new__(deployment)
     with pytest.raises(ConfigError, match="cannot start"):
         await failed.__init__(CONFIG, *arguments)
