@@ -16,7 +16,7 @@ from quire.cluster.autoscaling_serve import ServePolicy, observe
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.worker.errors import ConfigError
 
-PACE = 1000.0  # Prompt tokens a second.
+SPEED = 1000.0  # Prompt tokens a second.
 TICK_S = 0.1  # Serve asks so often, and groups report once in ten.
 SETTINGS = AutoscalingSettings(
     min_groups=1, max_groups=8, target_ttft_s=2, down_delay_s=60, down_step_s=10, idle_delay_s=100
@@ -25,7 +25,7 @@ SETTINGS = AutoscalingSettings(
 
 @dataclass
 class Group:
-    """Computes waiting tokens at ``PACE``, in order."""
+    """Computes waiting tokens at ``SPEED``, in order."""
 
     ready_s: float
     pending: float = 0.0
@@ -35,7 +35,7 @@ class Group:
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=7))
 
     def run(self, seconds: float) -> None:
-        done = min(self.pending, PACE * seconds)
+        done = min(self.pending, SPEED * seconds)
         self.pending -= done
         self.prefilled += done
         if self.pending:
@@ -105,7 +105,7 @@ class World:
 
 def steady(groups: float) -> Callable[[float], float]:
     """Tokens for so many groups' whole speed."""
-    return lambda _: groups * PACE * TICK_S
+    return lambda _: groups * SPEED * TICK_S
 
 
 def noisy(groups: float, seed: int = 0) -> Callable[[float], float]:
@@ -114,7 +114,7 @@ def noisy(groups: float, seed: int = 0) -> Callable[[float], float]:
 
     def arrivals(_: float) -> float:
         mean = 1050.0
-        return rng.randint(100, 2000) if rng.random() < groups * PACE * TICK_S / mean else 0
+        return rng.randint(100, 2000) if rng.random() < groups * SPEED * TICK_S / mean else 0
 
     return arrivals
 
@@ -130,9 +130,9 @@ def test_a_burst_is_answered_within_two_seconds_and_by_enough() -> None:
     world.run(8, steady(4))
     assert len(world.groups) >= 5  # Four at full speed are 4 / 0.85 within the limit.
     world.run(120, steady(4))
-    assert world.state.pace == pytest.approx(PACE, rel=0.01)
+    assert world.state.speed == pytest.approx(SPEED, rel=0.01)
     observation = [group.pending for group in world.groups]
-    assert sum(observation) / (PACE * len(world.groups)) < SETTINGS.target_ttft_s
+    assert sum(observation) / (SPEED * len(world.groups)) < SETTINGS.target_ttft_s
 
 
 def test_groups_that_start_are_not_asked_for_again() -> None:
@@ -248,13 +248,13 @@ def test_prompts_that_never_wait_ask_for_no_group() -> None:
     ]
     decision, state = decide(Observation(num_groups=1, groups=[samples]), State(), 6, SETTINGS)
     assert decision.num_groups == 1
-    assert state.pace is None
+    assert state.speed is None
 
 
 def test_a_prediction_is_what_waits_over_what_the_groups_do() -> None:
     sample = Sample(time_s=1, num_pending_prefill_tokens=3000, max_num_seqs=100)
     observation = Observation(num_groups=3, groups=[(sample,), (sample,)], num_gateway_tokens=2000)
-    state = State(pace=PACE, learnt_s=1)
+    state = State(speed=SPEED, learnt_s=1)
     decision, _ = decide(observation, state, 1, SETTINGS)
     assert decision.predicted_wait_s == pytest.approx(4.0)
 
@@ -320,7 +320,7 @@ def test_the_policy_keeps_its_state_with_serve() -> None:
     num_groups, state = policy(context(raw_metrics=metrics, running_replicas=["a"]))
     assert num_groups == 3  # 2,000 tokens a second come, at a speed of 1,000.
     again = context(raw_metrics=metrics, running_replicas=["a"], policy_state=state)
-    assert policy(again)[1]["quire"].pace == 1000
+    assert policy(again)[1]["quire"].speed == 1000
 
 
 def test_serve_is_told_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

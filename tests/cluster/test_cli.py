@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from quire.cluster import app
-from quire.cluster.cli import main
+from quire.cluster.cli import _parser, main
 from quire.cluster.config import ClusterConfig
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
@@ -82,10 +82,12 @@ def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(
     served: list[ClusterConfig] = []
     monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in BOUNDS.items()]
+    flags.append("--scheduling-policy=fcfs")
     assert main(["serve", "-tp", "2"]) == main(["serve", "-tp", "2", *flags]) == 0
     plain, bounded = served
     own = ClusterConfig(engine=plain.engine, served_model_name=plain.served_model_name)
     assert plain == own
+    own = replace(own, engine=replace(own.engine, scheduling_policy="fcfs"))
     assert bounded == replace(own, **BOUNDS)  # type: ignore[arg-type]
 
 
@@ -98,6 +100,19 @@ def test_help_shows_no_default_where_there_is_none(
     shown = capsys.readouterr().out
     assert "default: None" not in shown
     assert "default: False" not in shown
+
+
+def test_every_flag_says_what_it_is_for() -> None:
+    commands = next(
+        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
+    )
+    silent = [
+        (name, action.option_strings)
+        for name, parser in commands.items()
+        for action in parser._actions
+        if action.option_strings and not action.help
+    ]
+    assert not silent
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["explain"]])

@@ -48,6 +48,17 @@ async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_
     await groups.close()
 
 
+async def test_what_is_closed_attaches_to_no_group_any_more() -> None:
+    groups = Groups(
+        table=RoutingTable(block_size=4),
+        expected=Expectation(model="m", block_size=4),
+        connect=unreachable,
+    )
+    await groups.close()
+    groups.set_addresses(["host:1"])
+    assert not groups.troubles()
+
+
 async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
     groups = Groups(
         table=RoutingTable(block_size=4),

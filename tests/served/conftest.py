@@ -48,7 +48,11 @@ def endpoints() -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="module")
 def scaled_endpoints() -> Iterator[Endpoints]:
-    """The same with groups of one rank, that come and go, and hand over what they have at once."""
+    """The same with groups of one rank, that come and go, and hand over what they have at once.
+
+    At Ray's own niceness they are slower than the clients here: more is asked than a group can do,
+    and a stream takes longer than Serve takes to stop a group.
+    """
     config = replace(
         CONFIG,
         engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
@@ -57,8 +61,10 @@ def scaled_endpoints() -> Iterator[Endpoints]:
         ),
         drain_timeout_s=0,
     )
-    with marked_processes(), running_cluster(config) as endpoints:
-        yield endpoints
+    with pytest.MonkeyPatch.context() as patch, marked_processes():
+        patch.setenv("RAY_worker_niceness", "15")
+        with running_cluster(config) as endpoints:
+            yield endpoints
 
 
 @pytest.fixture

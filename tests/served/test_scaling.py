@@ -1,5 +1,6 @@
 """Groups that come and go under a real Ray Serve: from none, to none, and again."""
 
+import contextlib
 import random
 import threading
 import time
@@ -34,9 +35,15 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: En
 
 def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoints) -> None:
     """The older one, where Serve would take the newer; its streams go on, token for token."""
-    with grpc.insecure_channel(scaled_endpoints.grpc) as channel, ThreadPoolExecutor(10) as pool:
+    with (
+        grpc.insecure_channel(scaled_endpoints.grpc) as channel,
+        ThreadPoolExecutor(10) as pool,
+        contextlib.ExitStack() as at_end,
+    ):
         older, _, _ = run(channel, prompt(1), 2)
         enough, ended = threading.Event(), threading.Event()
+        at_end.callback(enough.set)  # Else the pool would wait for ever where this fails.
+        at_end.callback(ended.set)
 
         def load(number: int) -> None:
             """One request more than a group may run, none of which a cache knows."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 import httpx
@@ -26,6 +26,8 @@ from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.request import TokenDelta
+
+T = TypeVar("T")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -221,22 +223,37 @@ def test_nothing_listens_beyond_the_loopback(endpoints: Endpoints) -> None:
     assert not {address for address in found if not ip_address(address).is_loopback}
 
 
+@pytest.mark.usefixtures("endpoints")
+def test_groups_and_gateways_do_not_come_after_all_other_processes() -> None:
+    def niceness(process: Path) -> list[int]:
+        is_worker = (process / "cmdline").read_bytes().startswith(b"ray::")
+        return [os.getpriority(os.PRIO_PROCESS, int(process.name))] if is_worker else []
+
+    assert _of_processes(niceness) == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def _listening_addresses() -> set[str]:
     """Of the TCP sockets of all processes of the test cluster."""
-    mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
-    inodes = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                inodes |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
-        except OSError:
-            continue  # It ended as we looked, or is somebody else's.
+    inodes = _of_processes(lambda process: [os.readlink(fd) for fd in (process / "fd").iterdir()])
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:  # 0A: it listens.
                 found.add(_address(fields[1].partition(":")[0]))
+    return found
+
+
+def _of_processes(ask: Callable[[Path], Iterable[T]]) -> set[T]:
+    """What ``ask`` says of all processes of the test cluster, given their folders in /proc."""
+    mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
+    found: set[T] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.update(ask(process))
+        except OSError:
+            continue  # It ended as we looked, or is somebody else's.
     return found
 
 

@@ -20,7 +20,7 @@ STALE_S = 5.0
 """A group whose last word is older has not been heard of."""
 _MIN_FULL_S = 0.2
 """Seconds of full steps in the window before a speed is taken from them: one or two say little."""
-_PACE_KEPT = 0.7
+_SPEED_KEPT = 0.7
 """Of the speed known, at each new measurement."""
 _SMOOTHED_S = 30.0
 """Over so long arrivals are averaged; a short window would take chance for load."""
@@ -66,7 +66,7 @@ class Observation:
 class State:
     """What is remembered from one decision to the next. Its size is bounded by `max_groups`."""
 
-    pace: float | None = None
+    speed: float | None = None
     """Prompt tokens a second that a group computes while prompts wait. Where some never waited, it
     is not known, and prompts ask for no group."""
     usual_arrival_rate: float = 0.0
@@ -122,7 +122,7 @@ def decide(
         state = replace(
             state, patience=_patience(state, now_s, settings), asked_s=state.asked_s or now_s
         )
-    wait_s = _predicted_wait_s(observation, state.pace)
+    wait_s = _predicted_wait_s(observation, state.speed)
     going = least_worth_first(observation.groups)
     decision = Decision(num_groups=target, reason=reason, predicted_wait_s=wait_s, going=going)
     return decision, state
@@ -181,11 +181,11 @@ def _need(
         num_sequences = sum(sample.num_running + sample.num_waiting for sample in latest)
         needs["sequences"] = num_sequences / (use * latest[0].max_num_seqs)
         needs["kv"] = sum(sample.kv_use for sample in latest) / (use * settings.max_kv_use)
-    if state.pace is not None:
-        capacity = state.pace * settings.max_busy * use
+    if state.speed is not None:
+        capacity = state.speed * settings.max_busy * use
         usual = state.usual_arrival_rate / capacity
         needs["prefill"] = usual if usual > _NOTHING else 0.0
-        allowed = state.pace * settings.target_ttft_s * max(observation.num_groups, 1) * use
+        allowed = state.speed * settings.target_ttft_s * max(observation.num_groups, 1) * use
         if pending > allowed / 2 and not going_down:
             # A few seconds' arrivals vary by chance: they count once they make prompts wait.
             needs["burst"] = arriving / capacity
@@ -208,9 +208,9 @@ def num_pending(observation: Observation) -> int:
     return waiting + observation.num_gateway_tokens
 
 
-def _predicted_wait_s(observation: Observation, pace: float | None) -> float | None:
+def _predicted_wait_s(observation: Observation, speed: float | None) -> float | None:
     num_running = len(observation.groups)
-    return num_pending(observation) / (pace * num_running) if pace and num_running else None
+    return num_pending(observation) / (speed * num_running) if speed and num_running else None
 
 
 def _arrival_rate(group: Sequence[Sample]) -> float:
@@ -239,10 +239,10 @@ def _learn(observation: Observation, state: State) -> State:
             seconds += group[-1].full_step_s - group[0].full_step_s
     if seconds < _MIN_FULL_S or tokens <= 0:
         return state
-    pace = tokens / seconds
-    if state.pace is not None:
-        pace = _PACE_KEPT * state.pace + (1 - _PACE_KEPT) * pace
-    return replace(state, pace=pace)
+    speed = tokens / seconds
+    if state.speed is not None:
+        speed = _SPEED_KEPT * state.speed + (1 - _SPEED_KEPT) * speed
+    return replace(state, speed=speed)
 
 
 def _learn_start(observation: Observation, state: State, now_s: float) -> State:

@@ -5,16 +5,14 @@ once.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from quire.cluster.cli_bench import add_bench_parser
 from quire.cluster.cli_cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli_explain import add_explain_parser
-from quire.cluster.cli_help import DefaultsFormatter
+from quire.cluster.cli_help import DefaultsFormatter, add_server_flags, server_of
 from quire.cluster.cli_simulate import add_simulate_parser
 from quire.worker.errors import QuireError
 
@@ -66,18 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=DefaultsFormatter,
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
-    generate.add_argument("--address", default="127.0.0.1:50051", help="of the gRPC server")
-    generate.add_argument(
-        "--tls", action="store_true", help="the server has TLS, with a well-known authority"
-    )
-    generate.add_argument(
-        "--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)"
-    )
+    add_server_flags(generate)
     generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
     generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--max-tokens", type=int, default=128, help="that the text may have")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token"
+    )
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest that sum up to this"
+    )
     generate.add_argument("--seed", type=int, help="for the same text again")
     generate.set_defaults(run=_generate)
 
@@ -101,17 +97,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from quire.cluster.client import Server, generate_to_stdout
+    from quire.cluster.client import generate_to_stdout
 
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     return generate_to_stdout(
         prompt,
-        server=Server(
-            address=arguments.address,
-            tls=arguments.tls,
-            tls_ca=arguments.tls_ca,
-            api_key=os.environ.get("QUIRE_API_KEY"),
-        ),
+        server=server_of(arguments),
         system=arguments.system,
         chat=arguments.chat or arguments.system is not None,
         max_tokens=arguments.max_tokens,

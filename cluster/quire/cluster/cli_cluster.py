@@ -12,7 +12,7 @@ from quire.cluster.config import ClusterConfig
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.router.config import RoutingConfig
 from quire.router.policy_names import POLICY_NAMES
-from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
+from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig, SchedulingPolicy
 from quire.worker.errors import ConfigError
 
 
@@ -55,10 +55,25 @@ def add_cluster_flags(
     _add_admission_flags(parser)
     _add_failover_flags(parser)
     add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
-    add("--dtype", choices=get_args(DType), default="auto")
+    add(
+        "--dtype",
+        choices=get_args(DType),
+        default="auto",
+        help="of weights, activations and KV; auto is the checkpoint's own",
+    )
     add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
-    add("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto")
-    add("--device", choices=get_args(Device), default="auto")
+    add(
+        "--kv-cache-dtype",
+        choices=get_args(KvCacheDType),
+        default="auto",
+        help="of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
+    )
+    add(
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="auto is cuda where there is one, else cpu",
+    )
     add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
     add("--gpu-memory-utilization", type=float, help="share of GPU memory, or of free RAM")
     add("--kv-cache-memory-bytes", type=int, help="KV cache of each group, instead of a share")
@@ -71,6 +86,13 @@ def add_cluster_flags(
         default=True,
         help="reuse the KV of prompts that begin alike",
     )
+    add(
+        "--scheduling-policy",
+        choices=get_args(SchedulingPolicy),
+        default=EngineConfig.scheduling_policy,
+        help="whose prompt a group computes next: the first that came, or the one with the least "
+        "left to compute",
+    )
     add("--num-threads", type=int, help="CPU threads of each rank")
     add(
         "--async-scheduling",
@@ -78,7 +100,7 @@ def add_cluster_flags(
         help="prepare the next step while one runs; on GPUs if absent",
     )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="for requests that bring none of their own")
 
 
 def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +108,13 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "routing", f"Which group takes a request. The policies are {listed}."
     ).add_argument
-    add("--routing-policy", choices=POLICY_NAMES, default="prefix_aware", metavar="POLICY")
+    add(
+        "--routing-policy",
+        choices=POLICY_NAMES,
+        default="prefix_aware",
+        metavar="POLICY",
+        help="one of these",
+    )
     add(
         "--directory",
         action=argparse.BooleanOptionalAction,
@@ -189,6 +217,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
+        scheduling_policy=arguments.scheduling_policy,
         num_threads=arguments.num_threads,
         async_scheduling=arguments.async_scheduling,
         enforce_eager=arguments.enforce_eager,

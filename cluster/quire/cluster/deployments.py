@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from quire.cluster.autoscaling_serve import DEMAND_PREFIX
 from quire.cluster.config import ClusterConfig
+from quire.cluster.demand import Demand
 from quire.cluster.gateway_server import GatewayServer
 from quire.cluster.group_server import GroupServer
 from quire.cluster.group_worth import GroupWorth
@@ -43,6 +44,7 @@ class ReplicaGroup:
     """A Serve replica that is one replica group."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
         keep_to_node_address()
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
@@ -51,6 +53,7 @@ class ReplicaGroup:
         self._worth = GroupWorth()
         self._group_id = serve.get_replica_context().replica_id.unique_id
         self._server = await GroupServer.start(config, group_id=self._group_id)
+        self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Reaches every gateway through Serve's membership."""
@@ -114,14 +117,7 @@ class ReplicaGroup:
                 yield delta
 
     async def __del__(self) -> None:
-        await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
-
-
-async def _answer(call: DeploymentResponse[None]) -> None:
-    try:
-        await call
-    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
-        _log.debug("demand was not heard: %r", error)
+        await self._at_end.aclose()
 
 
 class Gateway:
@@ -130,38 +126,47 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
         self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
+        self._at_end = contextlib.AsyncExitStack()
         keep_to_node_address()
-        self._config = config
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
         # and go. Serve refers to routers weakly: the handle has to be kept.
         self._handle = groups.options()
-        self._unsubscribe = REGISTRY.subscribe(POOL, self._take_members)
-        self._detach = REGISTRY.attach(
-            POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt
+        self._at_end.callback(REGISTRY.subscribe(POOL, self._take_members))
+        self._at_end.callback(
+            REGISTRY.attach(POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt)
         )
-        self._reporter = asyncio.create_task(self._report_demand()) if config.autoscaling else None
+        if config.autoscaling:
+            self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
+        # The last that is put here ends first: streams that are still there when a gateway stops
+        # may need a group that is started only then.
+        self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """What this gateway routes by; a seam for those that measure routing in trouble."""
         return RoutingTable(block_size=config.engine.block_size, config=config.routing)
 
     def _take_members(self, members: Sequence[Member]) -> None:
-        self._server.groups.set_addresses(str(member.metadata["address"]) for member in members)
+        # Serve passes on what a replica said of itself, and nothing for one that could not say.
+        said = [(member.metadata or {}).get("address") for member in members]
+        self._server.groups.set_addresses(str(address) for address in said if address)
 
     async def _report_demand(self) -> None:
         """Says what waits here for a group, as long as anything does."""
         demand = self._server.groups.demand
         note = self._handle.options(method_name="note_demand")
         name = serve.get_replica_context().replica_id.unique_id
+        was_told = True
         while True:
             await demand.wait_for_some()
-            call = cast("DeploymentResponse[None]", note.remote(name, demand.num_tokens))
-            answer = asyncio.ensure_future(_answer(call))
-            # The call may wait for a group; nobody needs one any more when all clients are gone.
-            await demand.wait_while_some(until=answer)
-            call.cancel()
-            await answer
+            try:
+                await _tell(note, name, demand)
+                was_told = True
+            # Of many kinds, some of them while Serve replaces groups: the next try may do.
+            except Exception as error:
+                if was_told:
+                    _log.warning("demand cannot be told: %r", error)
+                was_told = False
             await asyncio.sleep(_DEMAND_REPORT_S)
 
     async def addresses(self) -> tuple[str, str]:
@@ -175,8 +180,25 @@ class Gateway:
             await groups.wait_for_change(timeout_s=1)
 
     async def __del__(self) -> None:
-        if self._reporter is not None:
-            self._reporter.cancel()
-        self._unsubscribe()
-        self._detach()
-        await self._server.stop(drain_timeout_s=self._config.drain_timeout_s)
+        await self._at_end.aclose()
+
+
+async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:
+    call = cast("DeploymentResponse[None]", note.remote(gateway, demand.num_tokens))
+    answer = asyncio.ensure_future(_answer(call))
+    try:
+        # The call may wait for a group; nobody needs one any more when all clients are gone.
+        await demand.wait_while_some(until=answer)
+    finally:
+        if not answer.done():
+            # It raises what went wrong with the call, which the answer says as well.
+            with contextlib.suppress(Exception):
+                call.cancel()
+    await asyncio.wait([answer])
+
+
+async def _answer(call: DeploymentResponse[None]) -> None:
+    try:
+        await call
+    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
+        _log.debug("demand was not heard: %r", error)

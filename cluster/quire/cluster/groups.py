@@ -59,10 +59,14 @@ class Groups:
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
+        self._is_closed = False
         self._housekeeper = asyncio.create_task(self._keep_house())
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Makes ``host:port`` of each group that runs known; replaces the former ones."""
+        """Makes ``host:port`` of each group that runs known; replaces the former ones.
+        Does nothing once closed."""
+        if self._is_closed:
+            return
         wanted = set(addresses)
         for address in sorted(self._clients.keys() - wanted):
             client, task = self._clients.pop(address)
@@ -137,6 +141,7 @@ class Groups:
 
     async def close(self) -> None:
         """Detaches from every group; requests under way are lost."""
+        self._is_closed = True
         tasks = [self._housekeeper]
         tasks += [task for _, task in (*self._clients.values(), *self._leaving)]
         for task in tasks:

@@ -17,11 +17,15 @@ from pathlib import Path
 from quire.cluster.config import ClusterConfig
 from quire.worker.errors import ConfigError
 
-# Serve reads these when it is imported, and its processes inherit them.
+# Ray and Serve read these as they start, and their processes inherit them. What the user's own
+# environment says of them holds.
 _ENVIRONMENT = {
     # Streams do not pass through Serve's own ingress: waiting for it would only delay a stop.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray starts its workers at niceness 15: groups and gateways, whom clients wait for, would have
+    # what every other process of the node leaves.
+    "RAY_worker_niceness": "0",
 }
 _OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
 

@@ -115,7 +115,7 @@ class _GroupCollector(Collector):
         )
         yield GaugeMetricFamily(
             "quire_requests_without_group",
-            "Requests that wait because no group can take them.",
+            "Requests that wait because no group can take them, those in the queue among them.",
             self._groups.demand.num_requests,
         )
         for row in self._GAUGES:

@@ -1,0 +1,164 @@
+"""The deployments without Serve: what they do with what it gives them, and at their end."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Generator, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+
+from quire import demo_model
+from quire.cluster import deployments
+from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.config import ClusterConfig
+from quire.cluster.demand import Demand
+from quire.cluster.deployments import POOL, Gateway, ReplicaGroup
+from quire.cluster.gateway_server import GatewayServer
+from quire.cluster.group_server import GroupServer
+from quire.router.directory import GroupId
+from quire.router.registry import REGISTRY, Member
+from quire.worker.config import EngineConfig
+from quire.worker.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.anyio,
+    # Serve awaits `__del__`, and so do these tests; the collector calls it once more, for nothing.
+    pytest.mark.filterwarnings("ignore:coroutine '.*__del__' was never awaited:RuntimeWarning"),
+]
+
+CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH), served_model_name="demo")
+FIRST = Member(GroupId("g0"), {"address": "host:1"})
+SECOND = Member(GroupId("g1"), {"address": "host:2"})
+
+
+class FakeServer:
+    """A gateway's server that keeps the addresses it was told of."""
+
+    def __init__(self) -> None:
+        self.groups = self
+        self.gateway = self
+        self.table = object()
+        self.demand = Demand()
+        self.addresses: list[str] = []
+        self.hash_prompt = None
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        self.addresses = list(addresses)
+
+    async def stop(self, *, drain_timeout_s: float) -> None:
+        REGISTRY.publish(POOL, [FIRST, SECOND])  # Started while this gateway's last streams end.
+        await asyncio.sleep(0)
+
+
+class FakeCall:
+    """What a handle gives where nobody answers it, and Serve cannot assign it to a group."""
+
+    def __init__(self) -> None:
+        self._assigned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._assigned.__await__()
+
+    def cancel(self) -> None:
+        error = RuntimeError("replica_groups cannot be deployed")
+        self._assigned.set_exception(error)
+        raise error
+
+
+class FakeHandle:
+    """Of the groups: a call raises, or cancelling it does."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.told: asyncio.Queue[int] = asyncio.Queue()
+        self._raises = raises
+
+    def options(self, **_: Any) -> "FakeHandle":
+        return self
+
+    def remote(self, name: str, num_tokens: int) -> FakeCall:
+        self.told.put_nowait(num_tokens)
+        if self._raises:
+            raise RuntimeError("no router")
+        return FakeCall()
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
+    server = FakeServer()
+
+    async def start(*_: Any, **__: Any) -> FakeServer:
+        return server
+
+    monkeypatch.setattr(GatewayServer, "start", start)
+    monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
+    monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="this"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    yield server
+    REGISTRY.publish(POOL, [])
+    gc.collect()
+
+
+async def make_gateway(handle: FakeHandle, **changes: Any) -> Any:
+    gateway: Any = Gateway.__new__(Gateway)
+    await gateway.__init__(replace(CONFIG, **changes), handle)
+    await asyncio.sleep(0)
+    return gateway
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["call", "cancel"])
+async def test_demand_is_told_again_after_it_could_not_be(server: FakeServer, raises: bool) -> None:
+    handle = FakeHandle(raises=raises)
+    gateway = await make_gateway(handle, autoscaling=AutoscalingSettings(min_groups=0))
+    for num_tokens in (3, 5):
+        with server.demand.waiting(num_tokens):
+            assert await asyncio.wait_for(handle.told.get(), 20) == num_tokens
+        while not handle.told.empty():
+            handle.told.get_nowait()
+    await gateway.__del__()
+
+
+async def test_a_gateway_hears_of_new_groups_until_its_last_stream_has_ended(
+    server: FakeServer,
+) -> None:
+    REGISTRY.publish(POOL, [FIRST])
+    gateway = await make_gateway(FakeHandle())
+    assert server.addresses == ["host:1"]
+    await gateway.__del__()
+    assert server.addresses == ["host:1", "host:2"]
+    REGISTRY.publish(POOL, [FIRST])
+    await asyncio.sleep(0)
+    assert server.addresses == ["host:1", "host:2"]
+    assert REGISTRY.routing(POOL) is None
+
+
+@pytest.mark.parametrize("metadata", [{}, None])
+async def test_a_member_without_an_address_does_not_hide_the_others(
+    server: FakeServer, metadata: Any
+) -> None:
+    gateway = await make_gateway(FakeHandle())
+    REGISTRY.publish(POOL, [Member(GroupId("g"), metadata), SECOND])
+    await asyncio.sleep(0)
+    assert server.addresses == ["host:2"]
+    await gateway.__del__()
+
+
+@pytest.mark.parametrize(
+    ("deployment", "server_type", "arguments"),
+    [(Gateway, GatewayServer, (FakeHandle(),)), (ReplicaGroup, GroupServer, ())],
+)
+@pytest.mark.usefixtures("server")
+async def test_one_that_could_not_start_ends_without_another_error(
+    monkeypatch: pytest.MonkeyPatch, deployment: Any, server_type: Any, arguments: Any
+) -> None:
+    async def start(*_: Any, **__: Any) -> None:
+        raise ConfigError("cannot start")
+
+    monkeypatch.setattr(server_type, "start", start)
+    failed = deployment.__new__(deployment)
+    with pytest.raises(ConfigError, match="cannot start"):
+        await failed.__init__(CONFIG, *arguments)
+    await failed.__del__()
