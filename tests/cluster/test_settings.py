@@ -37,9 +37,9 @@ def test_autoscaling_is_read_by_name() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, 0.75),
+        ({}, 1.0),
         ({"autoscaling": {"max_groups": 4}}, 10.0),
-        ({"autoscaling": {"max_groups": 4, "target_ttft_s": 0.1}}, 0.75),
+        ({"autoscaling": {"max_groups": 4, "target_ttft_s": 0.1}}, 1.0),
         ({"autoscaling": {"max_groups": 4}, "max_queue_wait_s": 0.7}, 0.7),
         ({"max_queue_wait_s": 0}, 0.0),
     ],

@@ -26,6 +26,8 @@ MEAN_OUTPUT = 20
 NUM_SLOTS = 8
 WARM_UP_S, LENGTH_S = 5.0, 25.0
 CLIENT = GroupClientConfig(step_deadline_s=10.0)
+SEEDS = range(1, 5)
+"""Whose runs are taken together: p99 at capacity is 0.4 s in one and 3 s in another."""
 LATENCY_S = 0.02
 """A client's way to a gateway and back, at most."""
 
@@ -58,9 +60,10 @@ async def come(world: World, *, per_s: float, until_s: float, priority: int = 0)
     return asks
 
 
-def play(script: Script, *, plan: ClusterPlan | None = None) -> None:
+def play(script: Script, *, plan: ClusterPlan | None = None, seeds: Sequence[int] = (1,)) -> None:
     load = Load(mean_output=MEAN_OUTPUT, num_documents=20)
-    run(Plan(cluster=plan or cluster(), load=load, quiet_s=20.0), seed=1, script=script)
+    for seed in seeds:
+        run(Plan(cluster=plan or cluster(), load=load, quiet_s=20.0), seed=seed, script=script)
 
 
 def median_ttft_s(asks: Sequence[Ask]) -> float:
@@ -83,15 +86,15 @@ def loaded(
         await come(world, per_s=per_s / 3, until_s=WARM_UP_S)
         asks.extend(await come(world, per_s=per_s, until_s=WARM_UP_S + LENGTH_S))
 
-    play(script, plan=cluster(num_gateways=num_gateways, admission=admission))
+    play(script, plan=cluster(num_gateways=num_gateways, admission=admission), seeds=SEEDS)
     return asks
 
 
 def done_per_s(asks: Sequence[Ask]) -> float:
-    """In the last three quarters of the time in which they came."""
+    """In the last three quarters of the time in which they came, in one of `SEEDS`."""
     begin_s, end_s = WARM_UP_S + LENGTH_S / 4, WARM_UP_S + LENGTH_S
     ends = [ask.end_s for ask in asks if ask.outcome == "done" and ask.end_s is not None]
-    return sum(begin_s < at_s <= end_s for at_s in ends) / (end_s - begin_s)
+    return sum(begin_s < at_s <= end_s for at_s in ends) / (end_s - begin_s) / len(SEEDS)
 
 
 @cache
@@ -163,7 +166,7 @@ def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> N
         urgent.extend(await come(world, per_s=half, until_s=20.0, priority=-1))
         others.extend(await rest)
 
-    play(script, plan=cluster(admission=patient))
+    play(script, plan=cluster(admission=patient), seeds=SEEDS)
     assert {ask.outcome for ask in urgent} == {"done"}
     assert p99_ttft_s(urgent) <= p99_ttft_s(loaded(capacity_per_s(), admission=patient))
     displaced = [ask for ask in others if ask.error and "took its place" in str(ask.error)]

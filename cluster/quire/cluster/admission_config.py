@@ -14,7 +14,7 @@ class AdmissionConfig:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    max_queue_wait_s: float = 0.75
+    max_queue_wait_s: float = 1.0
     """A request that is predicted to wait for longer until a group begins it is refused. More takes
     larger bursts; the first of an overload that lasts then wait for as long."""
     standing_wait_s: float = 1.0

@@ -132,7 +132,7 @@ def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-queue-wait-s",
         type=float,
-        help="a request that would wait for longer for its turn is refused [0.75; with --max-groups "
+        help="a request that would wait for longer for its turn is refused [1; with --max-groups "
         "five times --target-ttft-s]",
     )
     add(

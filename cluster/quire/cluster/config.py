@@ -63,8 +63,8 @@ class ClusterConfig:
     """One API key a line; clients must show one. ``None`` lets everyone in."""
     max_queue_wait_s: float | None = None
     """A request that is predicted to wait for longer until a group begins it is refused at once.
-    ``None`` is 0.75 s; with ``autoscaling`` five times its ``target_ttft_s``, since a queue past
-    that is what asks for groups."""
+    ``None`` is 1 s; with ``autoscaling`` five times its ``target_ttft_s``, since a queue past that
+    is what asks for groups."""
     standing_wait_s: float = AdmissionConfig.standing_wait_s
     """The same, where it is less, once no request has found a free group for as long as this."""
     max_queued_requests: int = AdmissionConfig.max_queued_requests
