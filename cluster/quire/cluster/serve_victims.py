@@ -7,8 +7,8 @@ chooses. So that one method is wrapped here, by whoever has an order to give.
 
 Always true: as many replicas go as Serve wants; those that do not run yet go first, then those that
 are not on the head's node, then those on nodes with the fewest replicas, as Serve has it, so that
-nodes get empty. Among equals Serve takes the newest, and here the order decides that was given for
-their deployment. Serve's own choice stands, with one warning, wherever its inside is not what is
+nodes get empty. Among equals Serve goes by age, and here the order decides that was given for their
+deployment. Serve's own choice stands, with one warning, wherever its inside is not what is
 known here or anything goes wrong. Nothing else in Quire depends on Serve's inside.
 """
 
