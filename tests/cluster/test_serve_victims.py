@@ -21,14 +21,20 @@ GROUPS, OTHERS = DeploymentID("groups", "quire"), DeploymentID("others", "quire"
 
 
 @pytest.fixture
-def steered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def steered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Serve's class as `stop_first` leaves it, for one test."""
     choose = DeploymentScheduler._get_replicas_to_stop
     monkeypatch.setattr(DeploymentScheduler, "_get_replicas_to_stop", choose)
     monkeypatch.setattr(serve_victims, "_orders", {})
     serve_victims._is_serve_steered.cache_clear()
     monkeypatch.setattr(serve_victims, "_has_warned", False)
+    # Ray keeps its logs to itself once it has run in this process.
+    log = logging.getLogger("ray.serve")
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "disabled", False)
+    log.addHandler(caplog.handler)
     yield
+    log.removeHandler(caplog.handler)
     serve_victims._is_serve_steered.cache_clear()
 
 

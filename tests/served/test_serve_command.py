@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
 import httpx
@@ -84,6 +85,8 @@ def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job ignores it, and so would its children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as server:
         assert server.stdout is not None
         assert server.stderr is not None

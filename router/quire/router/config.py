@@ -32,7 +32,7 @@ class RoutingConfig:
     max_decisions_kept: int = 1024
     """Decisions whose explanation is kept, the newest ones; 0 keeps none."""
     max_candidates_kept: int = 32_768
-    """Candidates of all those decisions, of some 350 bytes each: with hundreds of groups fewer
+    """Candidates of all those decisions, of some 400 bytes each: with hundreds of groups fewer
     decisions are kept. The last one always is."""
 
     def __post_init__(self) -> None:
