@@ -28,10 +28,10 @@ def steered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     monkeypatch.setattr(serve_victims, "_orders", {})
     serve_victims._is_serve_steered.cache_clear()
     monkeypatch.setattr(serve_victims, "_has_warned", False)
-    # Ray keeps its logs to itself once it has run in this process.
+    # A test before may have started a cluster, which quiets Ray's logs and keeps them to itself.
+    caplog.set_level(logging.WARNING, logger="ray.serve")
     log = logging.getLogger("ray.serve")
     monkeypatch.setattr(log, "propagate", False)
-    monkeypatch.setattr(log, "disabled", False)
     log.addHandler(caplog.handler)
     yield
     log.removeHandler(caplog.handler)
