@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-words", type=int, default=60)
     add("--mean-tokens", type=int, default=64, help="of outputs: from 1 to twice as many each")
     add("--same-length", action="store_true", help="all outputs have the mean length")
-    add("--duration-s", type=float, default=60.0, help="of each phase: p99s of short ones are chance")
+    add("--duration-s", type=float, default=60.0, help="of a phase: p99s of short ones are chance")
     add(
         "--concurrency",
         type=int,
