@@ -39,18 +39,24 @@ COST = PRESETS["h100-8b"]
 ENGINE = EngineConfig(max_num_seqs=256)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a trace at changing rates, and of the groups that serve it."""
     add = parser.add_argument
     default = Path("../shared/data/traces/mooncake_conversation_trace.jsonl")
     add("--trace", type=Path, default=default)
     add("--rate", type=float, nargs="+", default=[0.5, 3.0, 0.5, 0.0, 2.0, 0.3])
     add("--minutes", type=float, default=60)
     add("--start-s", type=float, default=45, help="for a group to start")
-    add("--target-ttft-s", type=float, default=2)
     add("--max-groups", type=int, default=12)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_load_flags(parser)
+    add = parser.add_argument
+    add("--target-ttft-s", type=float, default=2)
     add("--min-groups", type=int, default=1)
     add("--plot", type=Path, help="a PNG of groups and load over time")
     arguments = parser.parse_args()

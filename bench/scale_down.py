@@ -17,11 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.autoscale import Elastic, Replay, at_rates
+from bench.autoscale import Elastic, Replay, add_load_flags, at_rates
 
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.router.simulate.trace_files import load_trace
@@ -31,14 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add = parser.add_argument
-    default = Path("../shared/data/traces/mooncake_conversation_trace.jsonl")
-    add("--trace", type=Path, default=default)
-    add("--rate", type=float, nargs="+", default=[0.5, 3.0, 0.5, 0.0, 2.0, 0.3])
-    add("--minutes", type=float, default=60)
-    add("--start-s", type=float, default=45, help="for a group to start")
-    add("--max-groups", type=int, default=12)
-    add("--after-s", type=float, default=120)
+    add_load_flags(parser)
+    parser.add_argument("--after-s", type=float, default=120)
     arguments = parser.parse_args()
     trace = at_rates(load_trace(arguments.trace), arguments.rate, minutes=arguments.minutes)
     replay = Forking(
