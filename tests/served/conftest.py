@@ -12,14 +12,16 @@ import grpc
 import pytest
 
 from quire import demo_model
-from quire.cluster.app import Endpoints, running_cluster
+from quire.cluster.app import Endpoints, running_app, running_cluster
 from quire.cluster.autoscaling_settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
+from quire.cluster.local import ray_session
 from quire.worker.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # Processes that tests start import them from there.
+from tests.served.paced_group import PACE, PACE_S, ReplicaGroup, set_pace  # noqa: E402
 
 CONFIG = ClusterConfig(
     engine=EngineConfig(
@@ -47,23 +49,30 @@ def endpoints() -> Iterator[Endpoints]:
 
 
 @pytest.fixture(scope="module")
-def scaled_endpoints() -> Iterator[Endpoints]:
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says how long the groups of `scaled_endpoints` wait before each step."""
+    path = tmp_path_factory.mktemp("pace") / "seconds"
+    set_pace(path, PACE_S)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scaled_endpoints(pace: Path) -> Iterator[Endpoints]:
     """The same with groups of one rank, that come and go, and hand over what they have at once.
 
-    At Ray's own niceness they are slower than the clients here: more is asked than a group can do,
-    and a stream takes longer than Serve takes to stop a group.
+    They are slower than the clients here: more is asked than a group can do.
     """
     config = replace(
         CONFIG,
-        engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
+        engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4, num_threads=1),
         autoscaling=AutoscalingSettings(
             min_groups=0, max_groups=2, down_delay_s=1, down_step_s=1, idle_delay_s=8
         ),
         drain_timeout_s=0,
     )
     with pytest.MonkeyPatch.context() as patch, marked_processes():
-        patch.setenv("RAY_worker_niceness", "15")
-        with running_cluster(config) as endpoints:
+        patch.setenv(PACE, str(pace))
+        with ray_session(), running_app(config, group=ReplicaGroup) as endpoints:
             yield endpoints
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
+from tests.served.paced_group import PACE_S, set_pace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -33,7 +35,9 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: En
         assert again == [first] * 4
 
 
-def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoints) -> None:
+def test_the_group_goes_whose_prefixes_are_worth_least(
+    scaled_endpoints: Endpoints, pace: Path
+) -> None:
     """The older one, where Serve would take the newer; its streams go on, token for token."""
     with (
         grpc.insecure_channel(scaled_endpoints.grpc) as channel,
@@ -64,8 +68,11 @@ def test_the_group_goes_whose_prefixes_are_worth_least(scaled_endpoints: Endpoin
             assert run(channel, valued, 2)[:2] == (newer, 496)
         _, streamed = known(channel, lambda group: group == older)
         enough.set()
+        set_pace(pace, 0.1)  # A stream lasts longer than Serve takes to stop a group.
+        at_end.callback(set_pace, pace, PACE_S)
         streams = [pool.submit(stream, streamed) for _ in range(2)]
         wait_until(lambda: num_groups() == 1)
+        set_pace(pace, 0)
         ended.set()
         for each in loads:
             each.result()

@@ -1,0 +1,35 @@
+"""A replica group that takes its time: how fast a machine is must not decide what a test sees."""
+
+import os
+import time
+from pathlib import Path
+
+from quire.cluster import deployments
+from quire.cluster.config import ClusterConfig
+
+PACE = "QUIRE_TEST_PACE"
+"""The environment variable with the file that says how many seconds a step waits before it begins.
+It is read at each step, so that a test may change it with `set_pace`."""
+PACE_S = 0.005
+"""Where a test says nothing else."""
+
+
+def set_pace(path: Path, seconds: float) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(str(seconds))
+    new.rename(path)  # Nobody reads half a file.
+
+
+class ReplicaGroup(deployments.ReplicaGroup):
+    # The name is that of the deployment, and must be that of Quire's.
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        await super().__init__(config)
+        engine = self._server._engine
+        pace = Path(os.environ[PACE])
+        step = engine.step
+
+        def paced_step():  # type: ignore[no-untyped-def]
+            time.sleep(float(pace.read_text()))
+            return step()
+
+        engine.step = paced_step  # type: ignore[method-assign]
