@@ -21,9 +21,9 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from pathlib import Path
 
-from quire.cluster.autoscaling import Observation, Sample, State, decide
-from quire.cluster.autoscaling_settings import AutoscalingSettings
-from quire.cluster.group_worth import GroupWorth
+from quire.cluster.autoscaling.policy import Observation, Sample, State, decide
+from quire.cluster.autoscaling.settings import AutoscalingSettings
+from quire.cluster.autoscaling.worth import GroupWorth
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.pool import LruPool

@@ -30,7 +30,7 @@ import grpc.aio
 from bench.open_loop import REST_S, Bench, Phase, Workload, percentile
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 
-from quire.cluster.admission_config import AdmissionConfig
+from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.client import Server
 from quire.v1.inference_pb2_grpc import InferenceStub
 

@@ -5,15 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from quire.cluster.remote_executor import RemoteExecutor
-from quire.cluster.remote_rank import RemoteRankTask
+from quire.cluster.group.remote_executor import RemoteExecutor
+from quire.cluster.group.remote_rank import RemoteRankTask
 from quire.worker.config import EngineConfig
 from quire.worker.model_facts import ModelFacts, model_facts
 from quire.worker.step import Executor
 
 RANK = """
 import pickle, sys
-from quire.cluster.remote_rank import run_rank
+from quire.cluster.group.remote_rank import run_rank
 run_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
@@ -30,7 +30,7 @@ Wrap = Callable[[Sequence[str]], Sequence[str]]
 
 
 class ProcessLauncher:
-    """A `quire.cluster.remote_executor.RankLauncher`."""
+    """A `quire.cluster.group.remote_executor.RankLauncher`."""
 
     def __init__(self, nodes: Sequence[tuple[str, Wrap]], *, program: str = RANK) -> None:
         """``nodes`` have an address each, and what makes a command one that runs there."""

@@ -20,11 +20,11 @@ import grpc
 import grpc.aio
 
 from quire import demo_model
-from quire.cluster.engine_loop import EngineLoop, Sink, StepResult
-from quire.cluster.gateway_service import Gateway
-from quire.cluster.group_service import GroupService, build_group_server
-from quire.cluster.groups import Groups
-from quire.cluster.grpc_server import SERVICE, build_grpc_server
+from quire.cluster.gateway.grpc_server import SERVICE, build_grpc_server
+from quire.cluster.gateway.service import Gateway
+from quire.cluster.group.engine_loop import EngineLoop, Sink, StepResult
+from quire.cluster.group.service import GroupService, build_group_server
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc

@@ -28,7 +28,7 @@ import grpc
 
 from quire import demo_model
 from quire.cluster.app import APP_NAME, Endpoints, build_app, running_cluster
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
 from quire.v1 import inference_pb2 as pb

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.autoscale import Elastic, Replay, add_load_flags, at_rates
 
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.router.simulate.trace_files import load_trace
 
 

@@ -16,7 +16,7 @@ from bench.chaos.verdicts import Outcome, check_exact
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.serving.load import Stream
 
-from quire.cluster.admission_config import AdmissionConfig
+from quire.cluster.admission.config import AdmissionConfig
 
 NUM_USERS = 24
 """Streams at a time while the application is deployed anew, which takes the same two cores."""

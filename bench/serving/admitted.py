@@ -8,10 +8,10 @@ from math import inf
 
 from bench.serving.case import Case
 
-from quire.cluster.admission import Admission
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.capacity import Capacity
-from quire.cluster.ticket import Stage, Ticket
+from quire.cluster.admission.admission import Admission
+from quire.cluster.admission.capacity import Capacity
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.admission.ticket import Stage, Ticket
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.gate import Gate
 from quire.router.simulate.group import Group

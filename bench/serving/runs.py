@@ -26,7 +26,7 @@ from bench.serving.timed import timed_gateway, timed_group
 
 from quire.cluster.app import running_app
 from quire.cluster.config import ClusterConfig
-from quire.cluster.explanations import MAX_LIMIT
+from quire.cluster.gateway.explanations import MAX_LIMIT
 from quire.router.config import RoutingConfig
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub

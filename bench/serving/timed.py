@@ -15,9 +15,9 @@ from typing import Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deployments import Gateway, ReplicaGroup
-from quire.cluster.engine_loop import EngineLoop, Sink
-from quire.cluster.gateway_service import Gateway as GatewayService
-from quire.cluster.generation import Generation, GenerationRequest
+from quire.cluster.gateway.generation import Generation, GenerationRequest
+from quire.cluster.gateway.service import Gateway as GatewayService
+from quire.cluster.group.engine_loop import EngineLoop, Sink
 from quire.router.policy import Decision
 from quire.router.table import RoutingTable
 from quire.worker.engine import Engine

@@ -2,7 +2,7 @@
 
 import sys
 
-from quire.cluster.cli import main
+from quire.cluster.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

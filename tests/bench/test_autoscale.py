@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.router.simulate.trace import Row, Trace
 
 BenchModule = Callable[[str], ModuleType]

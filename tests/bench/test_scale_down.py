@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name
 

@@ -23,16 +23,16 @@ import tokenizers
 import uvicorn
 from openai import AsyncOpenAI
 
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion_request import CompletionConfig
-from quire.cluster.engine_loop import EngineLoop
-from quire.cluster.gateway_service import Gateway, GatewayConfig
-from quire.cluster.group_client import GroupClientConfig
-from quire.cluster.group_service import GroupService, build_group_server
-from quire.cluster.groups import Groups
-from quire.cluster.grpc_server import build_grpc_server
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.gateway.grpc_server import build_grpc_server
+from quire.cluster.gateway.service import Gateway, GatewayConfig
+from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.service import GroupService, build_group_server
+from quire.cluster.http.openai_http import build_http_app
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.openai_http import build_http_app
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.worker.config import EngineConfig

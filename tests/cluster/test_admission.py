@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cluster.admission import Admission
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.capacity import Capacity
+from quire.cluster.admission.admission import Admission
+from quire.cluster.admission.capacity import Capacity
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad
 from quire.cluster.errors import Overloaded
-from quire.cluster.ticket import Stage, Ticket, WaitingLoad
 from quire.router.directory import GroupId
 from quire.router.policy import GroupState
 from quire.v1 import group_pb2 as pb

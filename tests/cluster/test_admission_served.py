@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quire.cluster.admission_config import AdmissionConfig
+from quire.cluster.admission.config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from tests.sim.loop import SimLoop, simulate
 
-from quire.cluster.attempts import Attempts
-from quire.cluster.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.errors import Death, GroupDied, Unavailable
-from quire.cluster.group_stream import GroupStream
-from quire.cluster.groups import Groups
+from quire.cluster.failover.attempts import Attempts
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.resume import Blame, Resumes
-from quire.cluster.telemetry import Telemetry
 from quire.router.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import autoscaling_serve
-from quire.cluster.autoscaling import Decision, Observation, Sample, State, decide
-from quire.cluster.autoscaling_serve import ServePolicy, observe
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling import serve
+from quire.cluster.autoscaling.policy import Decision, Observation, Sample, State, decide
+from quire.cluster.autoscaling.serve import ServePolicy, observe
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.worker.errors import ConfigError
 
 SPEED = 1000.0  # Prompt tokens a second.
@@ -325,7 +325,7 @@ def test_the_policy_keeps_its_state_with_serve() -> None:
 
 def test_serve_is_told_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(autoscaling_serve, "stop_first", lambda *given: told.append(given))
+    monkeypatch.setattr(serve, "stop_first", lambda *given: told.append(given))
     metrics = dict(raw_metrics())
     for by_replica in metrics.values():
         by_replica["b"] = by_replica["a"]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from quire.cluster import app
-from quire.cluster.cli import _parser, main
+from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]

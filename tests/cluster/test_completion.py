@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.completion import Completion
-from quire.cluster.completion_request import CompletionConfig, CompletionRequest
-from quire.cluster.group_stream import GroupStream
-from quire.cluster.groups import Groups
+from quire.cluster.failover.completion import Completion
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation, ModelCard
-from quire.cluster.telemetry import Telemetry
 from quire.router.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2

@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quire.cluster.generation import GenerationRequest
+from quire.cluster.gateway.generation import GenerationRequest
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb

@@ -12,12 +12,12 @@ from ray import serve
 
 from quire import demo_model
 from quire.cluster import deployments
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.demand import Demand
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
-from quire.cluster.demand import Demand
 from quire.cluster.deployments import POOL, Gateway, ReplicaGroup
-from quire.cluster.gateway_server import GatewayServer
-from quire.cluster.group_server import GroupServer
+from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.group.server import GroupServer
 from quire.router.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.worker.config import EngineConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster import event_reader
+from quire.cluster.links import event_reader
 from quire.cluster.wire import events_from_proto
 from quire.router.directory import BlockDirectory
 from quire.v1 import group_pb2

@@ -6,10 +6,10 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion import Completion
-from quire.cluster.completion_request import CompletionConfig, CompletionRequest
-from quire.cluster.resume import ResumeConfig, Resumes
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.failover.completion import Completion
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.resume import ResumeConfig, Resumes
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import trustme
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_server import GatewayServer
+from quire.cluster.gateway.server import GatewayServer
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 

@@ -8,8 +8,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from quire.cluster import attachment
-from quire.cluster.attachment import Attachment, Door
+from quire.cluster.group import attachment
+from quire.cluster.group.attachment import Attachment, Door
 from quire.cluster.wire import events_from_proto, tokens_to_bytes
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc, inference_pb2

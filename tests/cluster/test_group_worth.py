@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.cluster.group_worth import LATELY_S, GroupWorth
+from quire.cluster.autoscaling.worth import LATELY_S, GroupWorth
 
 
 def test_what_hits_save_counts_and_fades() -> None:

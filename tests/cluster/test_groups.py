@@ -3,9 +3,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.cluster.group_client import GroupClient
-from quire.cluster.group_link import GroupLink
-from quire.cluster.groups import Groups
+from quire.cluster.links.group_client import GroupClient
+from quire.cluster.links.group_link import GroupLink
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2

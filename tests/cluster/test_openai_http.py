@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from quire.cluster.openai_schema import CompletionBody
+from quire.cluster.http.openai_schema import CompletionBody
 
 pytestmark = pytest.mark.anyio
 

@@ -1,4 +1,4 @@
-from quire.cluster.pulse import Pulse
+from quire.cluster.links.pulse import Pulse
 
 
 def pulse() -> Pulse:

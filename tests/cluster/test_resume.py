@@ -4,7 +4,7 @@ import itertools
 import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.resume import Blame, Losses, Probation, ResumeConfig, RetryBudget
+from quire.cluster.failover.resume import Blame, Losses, Probation, ResumeConfig, RetryBudget
 from quire.worker.errors import ConfigError
 
 pytestmark = pytest.mark.anyio

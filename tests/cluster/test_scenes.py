@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from quire.cluster.errors import Death
-from quire.cluster.scenes import Scenes, Verdict
+from quire.cluster.failover.scenes import Scenes, Verdict
 
 DEATH = Death("g", epoch=1)
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import demo_model
 from quire.cluster.auth import ApiKeys
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_server import GatewayServer
+from quire.cluster.gateway.server import GatewayServer
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 from quire.worker.config import EngineConfig

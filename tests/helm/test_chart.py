@@ -14,12 +14,12 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from quire.cluster import telemetry
+from quire.cluster.autoscaling.demand import Demand
 from quire.cluster.config import ClusterConfig
-from quire.cluster.demand import Demand
 from quire.cluster.deployments import Gateway, ReplicaGroup
-from quire.cluster.groups import Groups
-from quire.cluster.placement import placement_options
+from quire.cluster.gateway import telemetry
+from quire.cluster.group.placement import placement_options
+from quire.cluster.links.groups import Groups
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES

@@ -20,9 +20,9 @@ import pytest
 from bench import rank_launcher
 
 from quire import demo_model, llm
-from quire.cluster.rank_socket import Hello, Reception, connect
-from quire.cluster.remote_executor import RemoteExecutor
-from quire.cluster.remote_rank import RemoteRankTask
+from quire.cluster.group.rank_socket import Hello, Reception, connect
+from quire.cluster.group.remote_executor import RemoteExecutor
+from quire.cluster.group.remote_rank import RemoteRankTask
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.bench.message_cost import decode_step

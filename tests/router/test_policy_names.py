@@ -13,5 +13,5 @@ def test_every_policy_has_its_line() -> None:
 
 
 def test_reading_flags_and_settings_loads_no_policy() -> None:
-    code = "import sys, quire.cluster.cli; assert 'numpy' not in sys.modules"
+    code = "import sys, quire.cluster.cli.main; assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.app import Endpoints, running_app, running_cluster
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.cluster.local import ray_session
 from quire.worker.config import EngineConfig

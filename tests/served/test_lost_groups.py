@@ -17,13 +17,13 @@ from typing import Any, cast
 import pytest
 
 from quire import demo_model
-from quire.cluster.admission_config import AdmissionConfig
+from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway_service import Gateway, GatewayConfig
-from quire.cluster.generation import GenerationRequest
-from quire.cluster.group_client import GroupClientConfig
-from quire.cluster.group_server import GroupServer
-from quire.cluster.groups import Groups
+from quire.cluster.gateway.generation import GenerationRequest
+from quire.cluster.gateway.service import Gateway, GatewayConfig
+from quire.cluster.group.server import GroupServer
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.worker.config import EngineConfig

@@ -12,12 +12,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
+from tests.served.paced_group import PACE_S, set_pace
 
 from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from tests.served.paced_group import PACE_S, set_pace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 
-from quire.cluster.cli import main
+from quire.cluster.cli.main import main
 from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
 

@@ -20,7 +20,7 @@ from ray import serve
 
 from quire import demo_model
 from quire.cluster.app import APP_NAME, Endpoints
-from quire.cluster.cli import main
+from quire.cluster.cli.main import main
 from quire.cluster.client import chat_request, generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb

@@ -19,13 +19,13 @@ from tests.sim.loop import Process, SimLoop
 from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCost
 from tests.sim.network import GroupLinkOver, Network
 
-from quire.cluster.completion_request import CompletionConfig
-from quire.cluster.gateway_service import Gateway, GatewayConfig
-from quire.cluster.group_client import GroupClientConfig
-from quire.cluster.group_link import GroupLink
-from quire.cluster.group_service import GroupService
-from quire.cluster.groups import Groups
-from quire.cluster.grpc_server import InferenceService
+from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.gateway.grpc_server import InferenceService
+from quire.cluster.gateway.service import Gateway, GatewayConfig
+from quire.cluster.group.service import GroupService
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.group_link import GroupLink
+from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable

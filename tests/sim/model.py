@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from quire.cluster.engine_loop import EngineLoop
+from quire.cluster.group.engine_loop import EngineLoop
 from quire.worker.engine import Engine
 from quire.worker.errors import RankFailure
 from quire.worker.executor import DirectExecutor

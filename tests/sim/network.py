@@ -42,7 +42,7 @@ class Tamper(Protocol):
 
 
 class GroupLinkOver:
-    """`quire.cluster.group_link.GroupLink` over a connection."""
+    """`quire.cluster.links.group_link.GroupLink` over a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -12,10 +12,10 @@ from tests.sim.model import StepCost
 from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
 
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion_request import CompletionConfig
-from quire.cluster.gateway_service import GatewayConfig
-from quire.cluster.group_client import GroupClientConfig
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.gateway.service import GatewayConfig
+from quire.cluster.links.group_client import GroupClientConfig
 from quire.router.config import RoutingConfig
 
 

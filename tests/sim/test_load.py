@@ -16,10 +16,10 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.completion_request import CompletionConfig
-from quire.cluster.gateway_service import GatewayConfig
-from quire.cluster.group_client import GroupClientConfig
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.gateway.service import GatewayConfig
+from quire.cluster.links.group_client import GroupClientConfig
 
 COST = StepCost(step_s=0.05, token_s=0.001)
 MEAN_OUTPUT = 20

@@ -14,8 +14,8 @@ from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
 from tests.sim.world import Plan, Result, World, run
 
-from quire.cluster.completion_request import CompletionConfig
-from quire.cluster.group_client import GroupClientConfig
+from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.links.group_client import GroupClientConfig
 
 CLIENT = GroupClientConfig(silence_timeout_s=2.0, step_deadline_s=5.0)
 COST = StepCost(step_s=0.02, token_s=0.0005)

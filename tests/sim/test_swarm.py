@@ -21,14 +21,14 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.swarm import draw_plan
 from tests.sim.world import Plan, Result, run
 
-from quire.cluster import gateway_service
-from quire.cluster.admission import Admission
-from quire.cluster.completion import Completion
+from quire.cluster.admission.admission import Admission
+from quire.cluster.admission.ticket import Stage, Ticket
 from quire.cluster.errors import Overloaded
-from quire.cluster.generation import numbered
-from quire.cluster.group_client import GroupClient
-from quire.cluster.group_stream import GroupStream
-from quire.cluster.ticket import Stage, Ticket
+from quire.cluster.failover.completion import Completion
+from quire.cluster.gateway import service
+from quire.cluster.gateway.generation import numbered
+from quire.cluster.links.group_client import GroupClient
+from quire.cluster.links.group_stream import GroupStream
 from quire.router.table import RoutingTable
 from quire.worker.blocks import BlockPool
 
@@ -159,12 +159,12 @@ def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_service, "until", lambda deadline_s, chunks, *, clock: chunks)
+    monkeypatch.setattr(service, "until", lambda deadline_s, chunks, *, clock: chunks)
 
 
 def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gateway_service,
+        service,
         "numbered",
         lambda generations: [
             replace(one, params=replace(one.params, seed=generations[0].params.seed))

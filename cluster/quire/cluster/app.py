@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.auth import ApiKeys
-from quire.cluster.autoscaling_serve import ServePolicy
-from quire.cluster.autoscaling_settings import LOOK_BACK_S, METRICS_INTERVAL_S
+from quire.cluster.autoscaling.serve import ServePolicy
+from quire.cluster.autoscaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
+from quire.cluster.group.placement import placement_options
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
-from quire.cluster.placement import placement_options
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.checkpoint import open_checkpoint

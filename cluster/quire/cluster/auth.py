@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.cluster.errors import Unauthenticated
-from quire.cluster.http_errors import error_body
+from quire.cluster.http.errors import error_body
 from quire.worker.errors import ConfigError
 
 _OPEN_PATHS = ("/health", "/metrics")

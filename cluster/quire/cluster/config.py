@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.cluster.admission_config import AdmissionConfig
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError

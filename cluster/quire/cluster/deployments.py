@@ -17,12 +17,12 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from quire.cluster.autoscaling_serve import DEMAND_PREFIX
+from quire.cluster.autoscaling.demand import Demand
+from quire.cluster.autoscaling.serve import DEMAND_PREFIX
+from quire.cluster.autoscaling.worth import GroupWorth
 from quire.cluster.config import ClusterConfig
-from quire.cluster.demand import Demand
-from quire.cluster.gateway_server import GatewayServer
-from quire.cluster.group_server import GroupServer
-from quire.cluster.group_worth import GroupWorth
+from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.group.server import GroupServer
 from quire.cluster.serve_port import keep_to_node_address
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -71,7 +71,7 @@ class ReplicaGroup:
         self._demand[gateway] = time.monotonic(), num_tokens
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's controller hears once a second, for `quire.cluster.autoscaling_serve`."""
+        """What Serve's controller hears once a second, for `quire.cluster.autoscaling.serve`."""
         stats = self._server.stats
         now_s = time.monotonic()
         self._demand = {

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
-from quire.cluster.autoscaling_settings import AutoscalingSettings
+from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig

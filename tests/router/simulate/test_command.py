@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.cli import main
+from quire.cluster.cli.main import main
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.fit import fit_cost

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.cli import main
+from quire.cluster.cli.main import main
 from quire.worker.bench import plot
 from quire.worker.engine import Engine
 

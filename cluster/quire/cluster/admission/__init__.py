@@ -1,0 +1,1 @@
+"""Which requests a gateway takes, which wait, and which are refused at once."""

@@ -1,0 +1,150 @@
+"""``quire explain``: asks a gateway why requests went where they did, and prints it as a table."""
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from quire.cluster.cli.help import DefaultsFormatter, add_server_flags, server_of
+
+if TYPE_CHECKING:
+    from quire.v1 import inference_pb2 as pb
+
+_DEFAULT_LIMIT = 20
+
+
+def add_explain_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``explain`` to the command line."""
+    explain = commands.add_parser(
+        "explain",
+        help="show why requests went to the replica groups they went to",
+        description="Shows why a request went to the replica group it went to, or one line for "
+        "each of the last requests. A gateway remembers the last ones that it routed itself. "
+        "Where the server wants an API key, it is read from QUIRE_API_KEY.",
+        formatter_class=DefaultsFormatter,
+    )
+    explain.add_argument(
+        "request_id",
+        nargs="?",
+        help="of an answer or of one of its completions, or the X-Request-Id sent with the request",
+    )
+    explain.add_argument(
+        "--limit", type=int, help=f"how many of the last ones to list; {_DEFAULT_LIMIT} if absent"
+    )
+    add_server_flags(explain)
+    explain.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    import grpc
+
+    from quire.cluster.client import print_rpc_error
+    from quire.v1 import inference_pb2 as pb
+    from quire.v1.inference_pb2_grpc import InferenceStub
+    from quire.worker.errors import ConfigError
+
+    limit = arguments.limit
+    if limit is not None and not 1 <= limit < 2**32:
+        raise ConfigError(f"limit={limit}: must be 1 or more")
+    server = server_of(arguments)
+    request = pb.ExplainRoutingRequest(request_id=arguments.request_id or "", limit=limit or 0)
+    with server.channel() as channel:
+        try:
+            answer = InferenceStub(channel).ExplainRouting(
+                request, metadata=server.metadata(), timeout=30
+            )
+        except grpc.RpcError as error:
+            print_rpc_error(server, error)
+            return 1
+    if request.request_id:
+        print("\n\n".join(detailed(decision) for decision in answer.decisions))
+    else:
+        print(overview(answer.decisions))
+    return 0
+
+
+def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
+    """One line for each decision."""
+    head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
+    return _table([head, *(_line(decision) for decision in decisions)])
+
+
+def detailed(decision: "pb.RoutingDecision") -> str:
+    """One decision with all that could have been, and what came of it."""
+    routing = decision.routing
+    pressure = f", pressure {decision.pressure:.2f}" if decision.HasField("pressure") else ""
+    known_as = f" ({decision.client_id})" if decision.client_id else ""
+    head = ("", "group", "cost", "cached", "to compute", "queued", "sequences", "forecast")
+    # Costs that are nearly equal are a tie: the one chosen need not be the least.
+    candidates = sorted(
+        routing.candidates, key=lambda each: (each.group != routing.group, each.cost)
+    )
+    rows = [head, *(_candidate(each, chosen=routing.group) for each in candidates)]
+    return "\n".join(
+        (
+            f"{decision.request_id}{known_as}, attempt {decision.attempt}, "
+            f"{_when(decision)}, {decision.num_prompt_tokens:,} prompt tokens",
+            f"went to {routing.group}: {routing.reason} (policy {decision.policy}{pressure})",
+            f"cached tokens, predicted / found: {_cached(decision)}",
+            f"time to first token, forecast / real: {_first_token(decision)}",
+            f"outcome: {decision.outcome or 'under way'}",
+            "",
+            _table(rows),
+        )
+    )
+
+
+def _candidate(candidate: "pb.RoutingCandidate", *, chosen: str) -> tuple[str, ...]:
+    return (
+        "->" if candidate.group == chosen else "",
+        candidate.group,
+        f"{candidate.cost:,.0f}",
+        f"{candidate.num_cached_tokens:,}",
+        f"{candidate.num_prefill_tokens:,}",
+        f"{candidate.num_queued_tokens:,}",
+        f"{candidate.num_sequences:,}",
+        _seconds(candidate.forecast_s if candidate.HasField("forecast_s") else None),
+    )
+
+
+def _line(decision: "pb.RoutingDecision") -> tuple[str, ...]:
+    attempt = f" #{decision.attempt}" if decision.attempt > 1 else ""
+    return (
+        _when(decision),
+        decision.request_id + attempt,
+        decision.routing.group,
+        decision.routing.reason,
+        f"{decision.num_prompt_tokens:,}",
+        _cached(decision),
+        _first_token(decision),
+        decision.outcome or "under way",
+    )
+
+
+def _when(decision: "pb.RoutingDecision") -> str:
+    return f"{datetime.fromtimestamp(decision.decided_at_s, UTC):%H:%M:%S.%f}"[:-3] + "Z"
+
+
+def _cached(decision: "pb.RoutingDecision") -> str:
+    found = f"{decision.num_cached_tokens:,}" if decision.HasField("num_cached_tokens") else "-"
+    return f"{decision.routing.predicted_cached_tokens:,} / {found}"
+
+
+def _first_token(decision: "pb.RoutingDecision") -> str:
+    routing = decision.routing
+    forecast = _seconds(routing.forecast_s if routing.HasField("forecast_s") else None)
+    return f"{forecast} / {_seconds(decision.waited_s if decision.HasField('waited_s') else None)}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,119 @@
+"""The command line: flags are read here and in the `cli_` modules beside, nowhere else.
+
+Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
+once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from quire.cluster.cli.bench import add_bench_parser
+from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.explain import add_explain_parser
+from quire.cluster.cli.help import DefaultsFormatter, add_server_flags, server_of
+from quire.cluster.cli.simulate import add_simulate_parser
+from quire.worker.errors import QuireError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the process's exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire", description="Serve a language model on a Ray cluster, or ask one."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC and the OpenAI HTTP API until Ctrl-C",
+        description="Serves a model over gRPC and the OpenAI HTTP API until Ctrl-C.",
+        formatter_class=DefaultsFormatter,
+    )
+    add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser(
+        "demo",
+        help="start a cluster here, ask it a few questions, show what that cost, stop it",
+        description="Starts a cluster on this machine with two replica groups of two ranks, asks "
+        "questions that share a system prompt, shows what each cost, and stops it.",
+        formatter_class=DefaultsFormatter,
+    )
+    add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
+    demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
+
+    generate = commands.add_parser(
+        "generate",
+        help="send a prompt to a running server and print the text as it arrives",
+        description="Sends a prompt to a running server and prints the text as it arrives. "
+        "Where the server wants an API key, it is read from QUIRE_API_KEY.",
+        formatter_class=DefaultsFormatter,
+    )
+    generate.add_argument("prompt", help="the prompt; - reads it from standard input")
+    add_server_flags(generate)
+    generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
+    generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
+    generate.add_argument("--max-tokens", type=int, default=128, help="that the text may have")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token"
+    )
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest that sum up to this"
+    )
+    generate.add_argument("--seed", type=int, help="for the same text again")
+    generate.set_defaults(run=_generate)
+
+    add_explain_parser(commands)
+    add_bench_parser(commands)
+    add_simulate_parser(commands)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from quire.cluster.app import serve_until_signal
+
+    serve_until_signal(cluster_config(arguments), ray_address=arguments.ray_address)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from quire.cluster.cli.demo import run_demo
+
+    return run_demo(cluster_config(arguments), ray_address=arguments.ray_address)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from quire.cluster.client import generate_to_stdout
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    return generate_to_stdout(
+        prompt,
+        server=server_of(arguments),
+        system=arguments.system,
+        chat=arguments.chat or arguments.system is not None,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+
+
+def _version() -> str:
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "(not installed)"

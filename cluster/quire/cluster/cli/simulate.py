@@ -1,0 +1,141 @@
+"""The flags of ``quire simulate``, which replays a trace without a model or a cluster."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cluster.cli.help import DefaultsFormatter
+from quire.worker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.router.simulate.cost import CostModel
+
+
+def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds ``simulate`` to the command line."""
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a request trace against simulated groups, to compare policies and sizes",
+        description="Replays a request trace against simulated groups: how long requests wait for "
+        "their first token, by routing policy, number of groups and speed. No model runs; the "
+        "routing and the cache are the real ones. docs/simulator.md says more.",
+        formatter_class=DefaultsFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="a trace, or a log of your own")
+    add = parser.add_argument_group("trace").add_argument
+    add(
+        "--format",
+        choices=("mooncake", "azure", "log"),
+        help="mooncake is .jsonl and azure .csv; by the file's name if absent",
+    )
+    add("--block-size", type=int, help="tokens that a block of the trace stands for")
+    add("--num-requests", type=int, help="only the first so many")
+    add("--spread-ms", type=float, default=0.0, help="put off each arrival by up to so much")
+
+    add = parser.add_argument_group("what to compare").add_argument
+    add("--policy", nargs="+", default=["prefix_aware"], help="routing policies; 'all' of them")
+    add("--num-groups", type=int, nargs="+", default=[16], help="replica groups")
+    add("--speed", type=float, nargs="+", default=[1.0], help="times as fast as it was recorded")
+    add(
+        "--ttft-target-s",
+        type=float,
+        help="instead of --speed, find the fastest one at which 99%% of requests wait no longer",
+    )
+
+    add = parser.add_argument_group("groups").add_argument
+    add("--cost", default="h100-8b", help="a preset: h100-8b, h200-70b-tp4 or cpu-125m")
+    add("--fit", type=Path, nargs="+", help="JSON of `quire bench step`, instead of a preset")
+    add("--cache-tokens", type=int, help="KV cache of a group; the preset's if absent")
+    add("--chunk-tokens", type=int, default=8192, help="tokens in a step")
+    add("--max-num-seqs", type=int, default=1024, help="sequences that run at the same time")
+    add(
+        "--order",
+        choices=("fcfs", "srpf"),
+        default="fcfs",
+        help="first come, or the shortest remaining prefill first, as our engine does",
+    )
+    add(
+        "--eviction",
+        choices=("plain-lru", "lru", "s3fifo", "utility"),
+        default="plain-lru",
+        help="plain-lru is fast; the others run the engine's own block pool",
+    )
+
+    add = parser.add_argument_group("what goes wrong").add_argument
+    add("--num-gateways", type=int, default=1, help="gateways that know nothing of each other")
+    add("--event-lag-s", type=float, default=0.0, help="block events arrive so late")
+    add("--event-loss", type=float, default=0.0, help="share of block events lost for good")
+    add("--slow-factor", type=float, default=1.0, help="every fourth group is so much slower")
+    add(
+        "--contention",
+        type=float,
+        default=0.0,
+        help="groups that share cores: 0.2 makes a step a fifth longer for each other busy group",
+    )
+
+    add = parser.add_argument_group("run").add_argument
+    add("--exact", action="store_true", help="route with the real table and event protocol: slower")
+    add("--seed", type=int, default=0, help="of what is drawn: losses, and by how much to put off")
+    add("--output", type=Path, help="path and stem of a JSON file and a plot")
+    add("--plot-format", choices=("png", "svg"), default="png", help="of the plot")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from quire.router.policies.catalog import POLICIES
+    from quire.router.simulate.command import Sweep, run_command
+    from quire.router.simulate.group import EngineConfig
+    from quire.router.simulate.run import SimulationConfig
+    from quire.router.simulate.trace_files import load_trace
+
+    sweep = Sweep(
+        base=SimulationConfig(
+            num_gateways=arguments.num_gateways,
+            cost=_cost(arguments),
+            engine=EngineConfig(
+                chunk_tokens=arguments.chunk_tokens,
+                max_num_seqs=arguments.max_num_seqs,
+                order=arguments.order,
+            ),
+            eviction=arguments.eviction,
+            event_lag_ms=1000 * arguments.event_lag_s,
+            event_loss=arguments.event_loss,
+            slow_factor=arguments.slow_factor,
+            contention=arguments.contention,
+            use_table=arguments.exact,
+            seed=arguments.seed,
+        ),
+        policies=list(POLICIES) if arguments.policy == ["all"] else arguments.policy,
+        group_counts=arguments.num_groups,
+        speeds=arguments.speed,
+        ttft_target_s=arguments.ttft_target_s,
+    )
+    trace = load_trace(arguments.trace, format=arguments.format, block_size=arguments.block_size)
+    if arguments.num_requests is not None:
+        if arguments.num_requests < 1:
+            raise ConfigError(f"num_requests={arguments.num_requests}: must be 1 or more")
+        trace = trace.first(arguments.num_requests)
+    if arguments.spread_ms < 0:
+        raise ConfigError(f"spread_ms={arguments.spread_ms}: must not be negative")
+    if arguments.spread_ms:
+        trace = trace.spread(seed=arguments.seed, within_ms=arguments.spread_ms)
+    return run_command(sweep, trace, output=arguments.output, plot_format=arguments.plot_format)
+
+
+def _cost(arguments: argparse.Namespace) -> "CostModel":
+    from quire.router.simulate.cost import PRESETS
+    from quire.router.simulate.fit import fit_cost
+
+    if arguments.fit:
+        if arguments.cache_tokens is None:
+            raise ConfigError("cache_tokens: --fit needs --cache-tokens N, a group's KV cache")
+        return fit_cost(arguments.fit, num_cache_tokens=arguments.cache_tokens)
+    if arguments.cost not in PRESETS:
+        raise ConfigError(f"cost={arguments.cost!r}: must be one of {', '.join(PRESETS)}")
+    cost = PRESETS[arguments.cost]
+    if arguments.cache_tokens is None:
+        return cost
+    if arguments.cache_tokens < 1:
+        raise ConfigError(f"cache_tokens={arguments.cache_tokens}: must be 1 or more")
+    return replace(cost, num_cache_tokens=arguments.cache_tokens)

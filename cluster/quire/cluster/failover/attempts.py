@@ -1,0 +1,299 @@
+"""One completion's attempts: to which group it goes next, and whether it may go anywhere.
+
+An attempt is routed, submitted, and ends: with the completion, or because its group was lost,
+drains or will not have it. Then the next one begins where it ended, unless what `resume` says has
+been reached. Each has a number of its own, by which group and gateway tell what belongs to it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from quire.cluster.errors import (
+    Death,
+    GroupDied,
+    GroupLost,
+    HandedOver,
+    Quarantined,
+    Unavailable,
+)
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.resume import Losses, Resumes
+from quire.cluster.failover.scenes import Verdict
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.groups import Groups
+from quire.cluster.wire import params_to_proto, tokens_to_bytes
+from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+from quire.router.policy import Decision
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2 as pb
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+
+
+class Attempts:
+    """Of one completion, one at a time."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        *,
+        groups: Groups,
+        table: RoutingTable,
+        telemetry: Telemetry,
+        config: CompletionConfig,
+        resumes: Resumes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._groups = groups
+        self._table = table
+        self._telemetry = telemetry
+        self._config = config
+        self._resumes = resumes
+        self._clock = clock
+        self.blame = request.blame
+        self.num_attempts = 0
+        self.is_over = False
+        """Set by its owner: there will be no more of them."""
+        self._losses = Losses(config.resume, request.blame)
+        self._num_tokens = 0
+        self._num_refusals = 0
+        self._full_since_s: float | None = None  # Since when nobody had room for it.
+        self._avoided: set[GroupId] = set()  # Groups that could not take it just now.
+        self._decision: Decision | None = None
+        self._stream: GroupStream | None = None
+        self._error: QuireError | None = None
+        self._on_probation = False
+        self._is_accused = False  # The accused completion of its prompt.
+        self._leave_probation: Callable[[], None] = _do_nothing
+        resumes.budget.began()
+
+    @property
+    def num_killed(self) -> int:
+        return len(self.blame.killed)
+
+    @property
+    def is_past(self) -> bool:
+        assert self._stream is not None
+        return self._stream.num_tokens >= self._config.resume.probation_tokens
+
+    @property
+    def decision(self) -> Decision:
+        """Where the last one went, and why."""
+        assert self._decision is not None
+        return self._decision
+
+    async def begin(self, token_ids: Sequence[int]) -> GroupStream:
+        """Routes the request, or what is left of it behind ``token_ids``, and sends it off.
+
+        Raises:
+            QueueFull: Every group that was asked has a full queue.
+            Quarantined: Too many groups died under it, or under another completion of its prompt.
+            Unavailable: There is no group, or too many were lost on the way.
+        """
+        self._num_tokens = len(token_ids)
+        self._on_probation = False
+        if self._is_accused:
+            await self._stand_trial()
+        try:
+            return await self._begin(token_ids)
+        except BaseException:
+            self._leave_probation()
+            raise
+
+    def end(self) -> None:
+        """Lets go of the last one, whatever became of it."""
+        if self._stream is not None:
+            self._stream.abort()
+        self._leave_probation()
+
+    def lose(self, error: QuireError) -> None:
+        """Counts that the last one ended with ``error``. Returns where there may be another.
+
+        Raises:
+            InvalidRequest: The group refused the request as it is.
+            QueueFull: Every group that was asked has a full queue.
+            Unavailable: Too many were lost on the way.
+        """
+        self._error = error
+        if isinstance(error, QueueFull):
+            self._num_refusals += 1
+            self._avoided.add(self.decision.group)
+            if self._full_since_s is None:
+                self._full_since_s = self._clock()
+            if self._is_new:
+                is_last = self._num_refusals >= self._config.max_refusals
+            else:
+                is_last = self._clock() - self._full_since_s >= self._config.resume_wait_s
+            if is_last:
+                raise error
+            return
+        if not isinstance(error, GroupLost):
+            raise error
+        assert self._stream is not None
+        if self._stream.num_tokens:
+            self._full_since_s = None
+        was_accused = self.blame.is_accused
+        may_be_to_blame = self._losses.add(
+            error, num_tokens=self._stream.num_tokens, on_probation=self._on_probation
+        )
+        if may_be_to_blame:
+            assert isinstance(error, GroupDied)
+            self._resumes.scenes.add(error.death, self)
+        if self.blame.is_accused and not was_accused:
+            self._is_accused = True
+            return
+        if isinstance(error, HandedOver):
+            self._telemetry.handovers.inc()
+            return
+        if self._losses.is_hopeless:
+            raise self._unavailable()
+        if not self._resumes.budget.take():
+            raise Unavailable(
+                "groups are lost faster than this gateway may resume their requests, try again "
+                f"later: {error}"
+            )
+        self._telemetry.resumes.inc()
+        if not isinstance(error, GroupDied):
+            self._avoided.add(self.decision.group)
+
+    def refusal(self, error: pb.GroupError) -> QuireError:
+        """What a group's refusal means."""
+        if error.code == pb.GroupError.INVALID_REQUEST:
+            return InvalidRequest(error.message)
+        if error.code == pb.GroupError.QUEUE_FULL:
+            return QueueFull(error.message)
+        if error.code == pb.GroupError.DRAINING:
+            return HandedOver(error.message)
+        if error.code == pb.GroupError.PROBATION:
+            self._avoided.add(self.decision.group)
+            return HandedOver(error.message)
+        if error.code == pb.GroupError.GROUP_FAILED:
+            assert self._stream is not None
+            return GroupDied(error.message, Death(self.decision.group, self._stream.epoch))
+        return GroupLost(error.message)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether nothing would be lost if it were refused."""
+        return not (self._num_tokens or self._losses.num_lost)
+
+    async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
+        wait_s = self._config.group_wait_s
+        if not self._is_new:
+            wait_s = max(wait_s, self._config.resume_wait_s)
+        deadline_s = self._clock() + wait_s
+        num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
+        while True:
+            while self._losses.is_suspect and not self._on_probation:
+                # The others' turns do not count: a group is there, and the line moves.
+                entered_s = self._clock()
+                await self._enter_probation()
+                deadline_s += self._clock() - entered_s
+            if self.blame.is_convicted:
+                raise self._quarantined()
+            if self._groups.card not in (None, self._request.model):
+                raise Unavailable("the model was replaced while the request was under way")
+            try:
+                self._decision = self._table.route(
+                    self._request.request_id,
+                    hashes=self._request.hashes,
+                    num_prompt_tokens=num_prompt_tokens,
+                    exclude=frozenset(self._avoided),
+                    client_id=self._request.client_id,
+                    moved_because=str(self._error or ""),
+                )
+                self.num_attempts += 1
+                self._stream = self._groups.submit(
+                    self._decision.group,
+                    self._submission(token_ids),
+                    on_proven=self._leave_probation,
+                )
+            except NoGroupAvailable as error:
+                await self._wait(error, deadline_s)
+            except GroupLost as error:
+                self._error = error
+                self._avoided.add(self.decision.group)
+            else:
+                return self._stream
+
+    async def _enter_probation(self) -> None:
+        """Waits for its turn, and for the verdict where its prompt is accused."""
+        while self.blame.is_accused:
+            await asyncio.sleep(self._config.retry_pause_s)
+        leave = await self._resumes.probation.enter()
+        if self.blame.is_accused:  # Meanwhile.
+            leave()
+            return
+        self._leave_probation, self._on_probation = leave, True
+
+    async def _stand_trial(self) -> None:
+        """Waits for the verdict.
+
+        Raises:
+            Quarantined: Guilty, or nothing else was known in time.
+            Unavailable: Not, but too many attempts were lost.
+        """
+        deadline_s = self._clock() + self._config.resume_wait_s
+        verdict = Verdict.OPEN
+        try:
+            while verdict is Verdict.OPEN and self._clock() < deadline_s:
+                await asyncio.sleep(self._config.retry_pause_s)
+                verdict = self._resumes.scenes.verdict(self._losses.last_death, self)
+        finally:
+            self._losses.judge(is_guilty=verdict is not Verdict.DOUBTFUL)
+            self._is_accused = False
+        if self.blame.is_convicted:
+            self._telemetry.quarantined.inc()
+            raise self._quarantined()
+        if self._losses.is_hopeless:
+            raise self._unavailable()
+        self._telemetry.resumes.inc()
+
+    async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
+        """Returns when it is time to look for a group again."""
+        full = self._error if isinstance(self._error, QueueFull) else None
+        timeout_s = deadline_s - self._clock()
+        if timeout_s <= 0 or (full is not None and self._is_new):
+            raise full or self._unavailable() from error
+        if self._avoided:
+            timeout_s = min(timeout_s, self._config.retry_pause_s)
+        else:
+            # There is no group. All suspects wait for one at once, and not one after the other.
+            self._leave_probation()
+            self._on_probation = False
+        with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
+            await self._groups.wait_for_change(timeout_s=timeout_s)
+        self._avoided.clear()
+
+    def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
+        resume = self._config.resume
+        return pb.Submit(
+            request_id=self._request.request_id,
+            attempt=self.num_attempts,
+            prompt_token_ids=tokens_to_bytes(self._request.prompt_token_ids),
+            resumed_token_ids=tokens_to_bytes(token_ids),
+            sampling=params_to_proto(self._request.params),
+            cache_salt=self._request.cache_salt,
+            priority=self._request.priority,
+            probation_tokens=resume.probation_tokens if self._on_probation else 0,
+        )
+
+    def _quarantined(self) -> Quarantined:
+        return Quarantined(
+            f"quarantined: {self._losses.num_deaths} replica groups died one after the other "
+            "while they ran this request, the last of them with no other suspect; it is not "
+            f"tried again. The last one: {self._error}"
+        )
+
+    def _unavailable(self) -> Unavailable:
+        reasons = "; ".join(filter(None, [str(self._error or ""), *self._groups.troubles()]))
+        return Unavailable(
+            f"no replica group can take the request after {self.num_attempts} attempts and "
+            f"{self._num_tokens} tokens, try again later: {reasons or 'none is known'}"
+        )
+
+
+def _do_nothing() -> None:
+    pass

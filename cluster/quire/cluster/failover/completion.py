@@ -1,0 +1,190 @@
+"""One completion's life at the gateway: routed, relayed, and resumed where its group is lost.
+
+The client sees one stream whose tokens follow on from each other, whatever happens behind it: a
+group that is lost is replaced by another, which is given the prompt and the tokens received so
+far. That is exact, since a token depends on model, prompt, parameters, seed and position only.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from quire.cluster.errors import GroupLost
+from quire.cluster.failover.attempts import Attempts
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.resume import Resumes
+from quire.cluster.gateway.explanations import routing_message
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.groups import Groups
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2 as group_pb
+from quire.v1 import inference_pb2 as pb
+from quire.worker.errors import QuireError
+from quire.worker.text import TextStream, Tokenizer
+
+_OUTCOMES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+"""How a group may end a completion."""
+
+
+class Completion:
+    """Streams one completion. Used once."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        *,
+        groups: Groups,
+        table: RoutingTable,
+        tokenizer: Tokenizer,
+        telemetry: Telemetry,
+        config: CompletionConfig,
+        resumes: Resumes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``resumes``: what it shares with the gateway's other completions."""
+        self._request = request
+        self._attempts = Attempts(
+            request,
+            groups=groups,
+            table=table,
+            telemetry=telemetry,
+            config=config,
+            resumes=resumes or Resumes(config.resume, clock=clock),
+            clock=clock,
+        )
+        self._table = table
+        self._telemetry = telemetry
+        self._clock = clock
+        self._text = TextStream(tokenizer, request.params)
+        self._token_ids: list[int] = []
+        self._is_started = False  # This attempt's first delta has come.
+        self._error: QuireError | None = None
+        self._num_cached_tokens: int | None = None
+        self._first_token_s: float | None = None
+        self._finish_reason = pb.FINISH_REASON_UNSPECIFIED
+
+    async def stream(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields chunks until one has a finish reason.
+
+        Closing the generator, or cancelling whoever waits on it, aborts the group's work.
+
+        Raises:
+            InvalidRequest: The group refused the request as it is.
+            QueueFull: Every group that was asked has a full queue.
+            Quarantined: Too many groups died under it.
+            Unavailable: There is no group, or too many were lost on the way.
+        """
+        outcome = "error"
+        try:
+            while not self._finish_reason:
+                stream = await self._attempts.begin(self._token_ids)
+                self._is_started, self._error = False, None
+                try:
+                    while not self._finish_reason and self._error is None:
+                        chunk = self._take(await stream.next())
+                        if chunk.token_ids or chunk.finish_reason:
+                            self._telemetry.output_tokens.inc(len(chunk.token_ids))
+                            yield chunk
+                except GroupLost as error:
+                    self._error = error
+                finally:
+                    self._attempts.end()
+                if self._error is not None:
+                    self._attempts.lose(self._error)
+            outcome = _OUTCOMES[self._finish_reason]
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        finally:
+            self._attempts.is_over = True
+            detail = f": {self._error}" if outcome == "error" and self._error else ""
+            self._table.completed(self._request.request_id, outcome=outcome + detail)
+            self._telemetry.completions.labels(outcome).inc()
+
+    def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:
+        """Makes one chunk of deltas; where one is an error, of those before it."""
+        chunk = pb.GenerateResponse(index=self._request.index, token_offset=len(self._token_ids))
+        for delta in deltas:
+            if delta.HasField("error"):
+                self._error = self._attempts.refusal(delta.error)
+            elif delta.finish_reason and delta.finish_reason not in _OUTCOMES:
+                # Nobody reads any more what this gateway has aborted.
+                reason = f"the group ended the request with finish_reason={delta.finish_reason}"
+                self._error = GroupLost(f"{reason}, which it was not asked to")
+            else:
+                assert delta.token_offset == len(self._token_ids), "the stream's promise"
+                self._add(delta, chunk)
+            if self._error is not None or self._finish_reason:
+                break
+        return chunk
+
+    def _add(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
+        if not self._is_started:
+            self._start(delta, chunk)
+        self._finish_reason = delta.finish_reason
+        num_tokens = len(delta.token_ids)
+        # As in vLLM, the token that ends the text is not part of it.
+        num_shown = num_tokens
+        if delta.finish_reason == pb.FINISH_REASON_STOP:
+            num_shown -= not self._request.params.include_stop_str_in_output
+        for position in range(num_tokens):
+            self._token_ids.append(delta.token_ids[position])
+            chunk.token_ids.append(delta.token_ids[position])
+            if delta.logprobs:
+                chunk.logprobs.append(delta.logprobs[position])
+            if position < num_shown:
+                # One at a time: tokens behind the stop string must not be part of the answer.
+                text, stopped = self._text.push([delta.token_ids[position]])
+                chunk.text += text
+                if stopped:
+                    self._finish_reason = pb.FINISH_REASON_STOP
+                    break
+        if self._first_token_s is None and num_tokens:
+            self._first_token_s = self._clock() - self._request.arrival_s
+            self._telemetry.time_to_first_token.observe(self._first_token_s)
+        if self._finish_reason:
+            self._finish(chunk)
+
+    def _start(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
+        decision = self._attempts.decision
+        self._is_started = True
+        self._table.started(self._request.request_id, num_cached_tokens=delta.num_cached_tokens)
+        if self._num_cached_tokens is not None:
+            return  # Resumed: the client knows all this from the first attempt.
+        self._num_cached_tokens = delta.num_cached_tokens
+        self._telemetry.prompt_tokens.inc(len(self._request.prompt_token_ids))
+        self._telemetry.cached_tokens.inc(delta.num_cached_tokens)
+        assert self._request.params.seed is not None
+        chunk.start.CopyFrom(
+            pb.Start(
+                request_id=self._request.request_id,
+                model=self._request.model.model,
+                num_prompt_tokens=len(self._request.prompt_token_ids),
+                num_cached_tokens=delta.num_cached_tokens,
+                routing=routing_message(decision, with_candidates=self._request.explain_routing),
+                seed=self._request.params.seed,
+            )
+        )
+
+    def _finish(self, chunk: pb.GenerateResponse) -> None:
+        total_s = self._clock() - self._request.arrival_s
+        first_token_s = total_s if self._first_token_s is None else self._first_token_s
+        chunk.text += self._text.finish()
+        chunk.finish_reason = self._finish_reason
+        num_output = len(self._token_ids)
+        chunk.usage.CopyFrom(
+            pb.Usage(
+                num_prompt_tokens=len(self._request.prompt_token_ids),
+                num_cached_tokens=self._num_cached_tokens or 0,
+                num_output_tokens=num_output,
+                time_to_first_token_s=first_token_s,
+                total_time_s=total_s,
+            )
+        )
+        self._telemetry.total_time.observe(total_s)
+        if num_output > 1:
+            per_token_s = (total_s - first_token_s) / (num_output - 1)
+            self._telemetry.time_per_output_token.observe(per_token_s)

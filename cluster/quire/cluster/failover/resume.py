@@ -1,0 +1,206 @@
+"""How a completion may go on after its group was lost, and when it may not any more.
+
+A group that drains, is full, or is merely cut off for a moment is nobody's fault. A group that
+*dies* may have died of one of its requests. All of them are resumed at once the first time, as
+they must be if a hundred streams are to survive one crash. A completion under which
+``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between, is a
+*suspect*: it is run again while no other suspect is on the same group, so that one more death is
+its own, unless `scenes` finds somebody likelier. The completions of one prompt are blamed together,
+as one request. What kills a group does so again where it did before, at the first token behind
+those that were received, or a few later where the last ones were lost on the way; who gets past
+that point is acquitted, and the next one's turn comes. So no more than ``max_group_deaths`` groups
+die of a request, and who only happened to be there is resumed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
+from quire.cluster.failover.scenes import Scenes
+from quire.worker.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeConfig:
+    max_attempts: int = 5
+    """Attempts of a completion that may be lost, other than by draining, the last one included."""
+    max_group_deaths: int = 3
+    probation_tokens: int = 8
+    """A step's tokens may be lost with the group, and with steps ahead another's; frames that a
+    slow network held, some more."""
+    retry_burst: int = 4096
+    """Resumes that a gateway can do at once: as many as it has completions under way
+    (`GatewayConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
+    retry_share: float = 0.2
+    """What each new completion adds to that, up to it. In the long run, resumes are this share of
+    the traffic: each costs a prefill, and groups that die of load must not die of resumes."""
+    retry_per_s: float = 10.0
+    """What each second adds, for gateways with little traffic and long streams."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("probation_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {least} or more")
+        for name in ("retry_burst", "retry_share", "retry_per_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+
+
+class Blame:
+    """What the completions of one prompt share: the groups that died under any of them."""
+
+    def __init__(self) -> None:
+        self.is_accused = False
+        """A group died under one of them on probation: until the verdict none of them is run."""
+        self.is_convicted = False
+        """From then on none of them is run again."""
+        self.killed: set[tuple[str, int]] = set()
+        """Groups, and which life of them, that died before ``probation_tokens`` of an attempt."""
+        self._deaths: list[list[Death]] = []
+
+    @property
+    def num_deaths(self) -> int:
+        """Groups that died, each counted once, however many of the completions it ran."""
+        return len(
+            {
+                (death.group, death.epoch)
+                for deaths in self._deaths
+                for death in deaths
+                if not death.is_refuted
+            }
+        )
+
+    def completion(self) -> list[Death]:
+        """A list for the deaths of one more completion, for it to keep."""
+        self._deaths.append([])
+        return self._deaths[-1]
+
+
+class Losses:
+    """What has become of one completion's attempts."""
+
+    def __init__(self, config: ResumeConfig, blame: Blame | None = None) -> None:
+        """``blame`` is that of its prompt."""
+        self.num_lost = 0
+        """Attempts lost, but for those handed over."""
+        self.blame = blame or Blame()
+        self._config = config
+        self._deaths = self.blame.completion()
+
+    @property
+    def num_deaths(self) -> int:
+        """Groups that died in a row under it, or under others of its prompt."""
+        return self.blame.num_deaths
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_deaths >= self._config.max_group_deaths - 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.num_lost >= self._config.max_attempts
+
+    def add(self, error: GroupLost, *, num_tokens: int, on_probation: bool) -> bool:
+        """Counts a lost attempt, which had brought ``num_tokens``. Whether it may be to blame.
+
+        Only a death on probation can accuse: completions of one prompt may be on several groups
+        that die of something else.
+        """
+        is_past = num_tokens >= self._config.probation_tokens
+        if is_past:
+            # It got past where those groups died, whatever ended this attempt.
+            self._deaths.clear()
+        if isinstance(error, HandedOver):
+            return False
+        self.num_lost += 1
+        if not isinstance(error, GroupDied):
+            return False
+        self._deaths.append(error.death)
+        if is_past:
+            return False
+        self.blame.killed.add((error.death.group, error.death.epoch))
+        if on_probation and self.num_deaths >= self._config.max_group_deaths:
+            self.blame.is_accused = True
+        return True
+
+    @property
+    def last_death(self) -> Death:
+        return self._deaths[-1]
+
+    def judge(self, *, is_guilty: bool) -> None:
+        """Ends the accusation; without guilt, its last death counts no more."""
+        self.blame.is_accused = False
+        self.blame.is_convicted = is_guilty
+        if not is_guilty:
+            self._deaths.pop()
+
+
+class RetryBudget:
+    """A bucket of resumes, filled by traffic and time."""
+
+    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._level = float(config.retry_burst)
+        self._filled_s = clock()
+
+    @property
+    def level(self) -> float:
+        """Resumes that could be done now."""
+        now_s = self._clock()
+        self._add((now_s - self._filled_s) * self._config.retry_per_s)
+        self._filled_s = now_s
+        return self._level
+
+    def began(self) -> None:
+        """A new completion began."""
+        self._add(self._config.retry_share)
+
+    def take(self) -> bool:
+        """Whether there may be one more resume; if so, it counts."""
+        if self.level < 1:
+            return False
+        self._level -= 1
+        return True
+
+    def _add(self, number: float) -> None:
+        self._level = min(self._level + number, float(self._config.retry_burst))
+
+
+class Probation:
+    """The gateway's suspects, of which one at a time may be sent to a group."""
+
+    def __init__(self) -> None:
+        self.num_suspects = 0
+        """Those that wait for their turn, and the one that has it."""
+        self._turn = asyncio.Lock()
+
+    async def enter(self) -> Callable[[], None]:
+        """Waits for a turn, first come, first served; returns how to end it, also twice."""
+        self.num_suspects += 1
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            self.num_suspects -= 1
+            raise
+        is_over = False
+
+        def leave() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self.num_suspects -= 1
+                self._turn.release()
+
+        return leave
+
+
+class Resumes:
+    """What a gateway's completions share of all this."""
+
+    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.budget = RetryBudget(config, clock=clock)
+        self.probation = Probation()
+        self.scenes = Scenes()

@@ -1,0 +1,1 @@
+"""A gateway: checks, tokenizes and hashes requests, streams answers, counts what happens."""

@@ -1,0 +1,120 @@
+"""Block events for any number of subscribers, each at its own pace.
+
+A subscriber's batches follow on from each other: no event is left out or told twice. One that
+falls further behind than its buffer allows is given a snapshot instead of what it missed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from quire.cluster.group.engine_loop import EngineLoop, StepResult
+from quire.worker.engine import Engine
+from quire.worker.events import BlockEvent, EventBatch
+
+
+class EventFeed:
+    """Follows an engine's event log."""
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        *,
+        heartbeat_s: float = 1.0,
+        digest_s: float = 10.0,
+        buffer_events: int = 16_384,
+    ) -> None:
+        self._engine_loop = engine_loop
+        self._heartbeat_s = heartbeat_s
+        self._digest_s = digest_s
+        self._buffer_events = buffer_events
+
+    async def follow(
+        self, *, epoch: int, next_seq: int, buckets: bytes = b""
+    ) -> AsyncGenerator[EventBatch, None]:
+        """All events from ``next_seq`` of ``epoch`` on, or a snapshot and all behind it.
+
+        ``buckets`` are told anew. An empty batch says that nothing happened for ``heartbeat_s``;
+        every ``digest_s`` a batch has a digest.
+        """
+        loop = asyncio.get_running_loop()
+        buffer = _Buffer(self._buffer_events)
+        stop = self._engine_loop.listen(buffer.add)  # Before the replay, so that nothing is lost.
+        try:
+            batches = await self._engine_loop.call(
+                lambda engine: _replay(engine, epoch=epoch, next_seq=next_seq, buckets=buckets)
+            )
+            digest_at_s = loop.time() + self._digest_s
+            while True:
+                for batch in batches:
+                    yield batch
+                    epoch, next_seq = batch.epoch, batch.first_seq + len(batch.events)
+                await buffer.wait(self._heartbeat_s)
+                if buffer.overflowed:
+                    buffer.clear()
+                    batches = [
+                        await self._engine_loop.call(lambda engine: engine.events.snapshot())
+                    ]
+                elif loop.time() >= digest_at_s:
+                    # Told by the engine's thread, in which digest and events are of one moment.
+                    # What it tells is in the buffer too, now or soon, and is passed over there.
+                    batches = [await self._engine_loop.call(_since(next_seq))]
+                else:
+                    events = buffer.take(next_seq)
+                    batches = [EventBatch(epoch=epoch, first_seq=next_seq, events=events)]
+                if batches[0].digest is not None:
+                    digest_at_s = loop.time() + self._digest_s
+        finally:
+            stop()
+
+
+class _Buffer:
+    """Events that one subscriber has not taken yet."""
+
+    def __init__(self, capacity: int) -> None:
+        self.overflowed = False
+        self._capacity = capacity
+        self._events: deque[BlockEvent] = deque()
+        self._next_seq = 0  # Behind the newest event in the buffer.
+        self._changed = asyncio.Event()
+
+    def add(self, result: StepResult) -> None:
+        batch = result.events
+        self._next_seq = batch.first_seq + len(batch.events)
+        if not batch.events or self.overflowed:
+            return
+        self._events.extend(batch.events)
+        self._changed.set()
+        if len(self._events) > self._capacity:
+            self.overflowed = True
+            self._events.clear()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when there is something to take, or after ``timeout_s``."""
+        if not self._changed.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def take(self, next_seq: int) -> tuple[BlockEvent, ...]:
+        """The events from ``next_seq`` on; earlier ones came with the replay already."""
+        num_new = min(max(self._next_seq - next_seq, 0), len(self._events))
+        events = tuple(self._events)[len(self._events) - num_new :]
+        self.clear()
+        return events
+
+    def clear(self) -> None:
+        self._events.clear()
+        self.overflowed = False
+        self._changed.clear()
+
+
+def _since(seq: int) -> Callable[[Engine], EventBatch]:
+    return lambda engine: engine.events.since(seq)
+
+
+def _replay(engine: Engine, *, epoch: int, next_seq: int, buckets: bytes) -> list[EventBatch]:
+    log = engine.events
+    return log.replay(next_seq, buckets=buckets) if epoch == log.epoch else [log.snapshot()]

@@ -1,0 +1,76 @@
+"""Where Ray puts the parts of a replica group, and what starts its ranks there.
+
+A group on one node is one actor that reserves for its child processes too. A group on several is a
+placement group, one bundle for each node and no two on one; the replica is in the first, without
+resources of its own, beside as many ranks as in each of the others. Serve makes the placement
+group, and when it removes it with its replica, Ray ends what ran there.
+"""
+
+from typing import Any
+
+from quire.cluster.config import ClusterConfig
+from quire.worker.errors import ConfigError
+from quire.worker.executor import make_executor
+from quire.worker.model_config import check_parallel, read_model_config
+from quire.worker.model_facts import ModelFacts, model_facts
+from quire.worker.step import Executor
+
+
+def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """Options of the groups' deployment.
+
+    Raises:
+        ConfigError: There is nothing to reserve on the nodes of a group.
+    """
+    nodes = config.nodes_per_group
+    num_gpus = config.engine.tensor_parallel_size // nodes if on_gpu else 0
+    num_cpus = config.cpus_per_group / nodes
+    resources = {config.group_resource: 1.0} if config.group_resource else {}
+    if nodes == 1:
+        return {
+            "ray_actor_options": {
+                "num_cpus": num_cpus,
+                "num_gpus": num_gpus,
+                "resources": resources,
+            }
+        }
+    bundle = {"CPU": num_cpus, "GPU": float(num_gpus), **resources}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    if not bundle:
+        raise ConfigError(
+            f"nodes_per_group={nodes}: Ray must reserve something on each node to place a group "
+            "there; set cpus_per_group or group_resource"
+        )
+    return {
+        "ray_actor_options": {"num_cpus": 0},
+        "placement_group_bundles": [bundle] * nodes,
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
+
+
+def start_ranks(config: ClusterConfig) -> tuple[Executor, ModelFacts]:
+    """Starts the ranks of one group, in the replica that is to have them.
+
+    Raises:
+        ConfigError, CheckpointError, RankFailure: As `make_executor`.
+    """
+    engine = config.engine
+    if config.nodes_per_group == 1:
+        return make_executor(engine)
+    # Here and not above: groups on one node need nothing of Ray.
+    import ray
+
+    from quire.cluster.group.rank_actors import ActorLauncher
+    from quire.cluster.group.remote_executor import RemoteExecutor
+
+    facts = model_facts(engine)
+    check_parallel(read_model_config(engine.model), engine.tensor_parallel_size)
+    placement_group = ray.util.get_current_placement_group()
+    assert placement_group is not None, "Serve places a replica in its placement group"
+    executor = RemoteExecutor(
+        engine,
+        ActorLauncher(placement_group),
+        num_nodes=config.nodes_per_group,
+        host=ray.util.get_node_ip_address(),
+    )
+    return executor, facts

@@ -1,0 +1,145 @@
+"""One replica group, ready to serve: ranks, engine, its thread, and the gRPC server over them.
+
+It is ready when a request has gone through the model, not when a port is open.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.placement import start_ranks
+from quire.cluster.group.service import GroupService, build_group_server
+from quire.v1 import group_pb2 as pb
+from quire.worker.engine import Engine
+from quire.worker.engine_stats import EngineStats
+from quire.worker.errors import QuireError
+from quire.worker.model_facts import ModelFacts
+from quire.worker.request import Request, TokenDelta
+from quire.worker.sampling_params import SamplingParams
+
+_HEARTBEATS = 8
+"""In the time after which a gateway takes a silent group for lost."""
+_GATEWAY_PATIENCE = 3
+"""How many times as long a silent gateway is waited for: to be wrong about a gateway costs all its
+streams here, and to be late only the blocks that they hold."""
+_CLOSE_S = 1.0
+"""What a stopping server gives streams that have nothing left to say."""
+_WARM_UP = Request(
+    request_id="warm-up",
+    prompt_token_ids=np.zeros(1, dtype=np.uint32),
+    params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+)
+
+
+class GroupServer:
+    """Made by `start`; belongs to the event loop that made it."""
+
+    def __init__(
+        self, config: ClusterConfig, facts: ModelFacts, engine: Engine, *, group_id: str
+    ) -> None:
+        self._engine = engine
+        self._engine_loop = EngineLoop(engine)
+        description = _describe(config, facts, engine, group_id=group_id)
+        self._config = config
+        self._service = GroupService(
+            self._engine_loop,
+            description,
+            heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
+            gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
+        )
+        self._server = build_group_server(self._service)
+        port = self._server.add_insecure_port(f"{config.group_host}:0")
+        self.address = f"{config.group_host}:{port}"
+        """``host:port`` for gateways."""
+
+    @classmethod
+    async def start(cls, config: ClusterConfig, *, group_id: str) -> Self:
+        """Starts the ranks, lets them decode once, and listens on a free port.
+
+        Raises:
+            ConfigError, CheckpointError: The model cannot run like this.
+            RankFailure: A rank died on the way.
+        """
+        # The executor's own deadline first: it knows which rank it is that does not answer.
+        step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
+        config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
+        executor, facts = await asyncio.to_thread(start_ranks, config)
+        try:
+            engine = Engine(config.engine, facts, executor, epoch=time.time_ns())
+        except BaseException:
+            executor.close()
+            raise
+        self = cls(config, facts, engine, group_id=group_id)
+        try:
+            # What is broken shows now, and what is slow the first time is behind us.
+            async for _ in self.generate(_WARM_UP):
+                pass
+            self._engine_loop.watch(step_deadline_s=config.step_deadline_s)
+            await self._server.start()
+        except BaseException:
+            await self.stop(drain_timeout_s=0)
+            raise
+        return self
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        """Yields what each step adds to one request. Closing the generator aborts it.
+
+        Raises:
+            InvalidRequest, QueueFull, RankFailure: As the engine says.
+        """
+        deltas: asyncio.Queue[TokenDelta | QuireError] = asyncio.Queue()
+        self._engine_loop.submit(request, deltas.put_nowait)
+        try:
+            while True:
+                delta = await deltas.get()
+                if isinstance(delta, QuireError):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._engine_loop.abort(request.request_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last step."""
+        return self._engine_loop.stats
+
+    def check(self) -> None:
+        """Raises RankFailure: the group has failed and must be replaced."""
+        if self._engine_loop.failed.done():
+            raise self._engine_loop.failed.result()
+
+    async def stop(self, *, drain_timeout_s: float) -> None:
+        """Takes no new request, lets those at hand end or go on elsewhere, then ends everything
+        that it started."""
+        if not self._engine_loop.failed.done():
+            await self._service.drain(timeout_s=drain_timeout_s, handover_s=self._config.handover_s)
+        await self._server.stop(_CLOSE_S)
+        await self._engine_loop.close()
+        await asyncio.to_thread(self._engine.close)
+
+
+def _describe(
+    config: ClusterConfig, facts: ModelFacts, engine: Engine, *, group_id: str
+) -> pb.GroupDescription:
+    return pb.GroupDescription(
+        group_id=group_id,
+        epoch=engine.events.epoch,
+        model=config.model_name,
+        model_fingerprint=facts.fingerprint,
+        kv_dtype=facts.kv_dtype,
+        block_size=config.engine.block_size,
+        max_model_len=engine.max_model_len,
+        vocab_size=facts.vocab_size,
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+        num_blocks=engine.stats().num_total_blocks,
+        max_num_seqs=config.engine.max_num_seqs,
+        eos_token_ids=facts.eos_token_ids,
+    )

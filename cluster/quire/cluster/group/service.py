@@ -1,0 +1,195 @@
+"""A replica group's gRPC service over its `EngineLoop`: what gateways see of a group.
+
+Each gateway has one `Attach` stream. What its requests brought in a step travels in one frame; a
+gateway that reads slowly gets the same in fewer, larger frames. When the stream ends, however it
+ends, or the gateway falls silent, the engine no longer holds anything for it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from quire.cluster.group.attachment import Attachment, Door
+from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.event_feed import EventFeed
+from quire.cluster.wire import events_to_proto
+from quire.v1 import group_pb2 as pb
+from quire.v1 import group_pb2_grpc
+from quire.worker.errors import RankFailure
+
+_log = logging.getLogger(__name__)
+
+_IDLE_CHECK_S = 0.02
+_OPTIONS = [
+    # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A message that is longer ends the stream, with all that is on it. A prompt of a million tokens
+    # is 4 MB, gRPC's default; what else a client can make long has bounds of its own.
+    ("grpc.max_receive_message_length", 256 * 2**20),
+]
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class GroupService(group_pb2_grpc.ReplicaGroupServicer):
+    """Serves one engine to gateways.
+
+    ``gateway_timeout_s``: a gateway that says nothing for so long has its requests aborted.
+    """
+
+    def __init__(
+        self,
+        engine_loop: EngineLoop,
+        description: pb.GroupDescription,
+        *,
+        heartbeat_s: float = 0.25,
+        gateway_timeout_s: float = 6.0,
+        events_heartbeat_s: float = 1.0,
+        digest_s: float = 10.0,
+        buffer_events: int = 16_384,
+    ) -> None:
+        self._engine_loop = engine_loop
+        self._description = description
+        self._heartbeat_s = heartbeat_s
+        self._gateway_timeout_s = gateway_timeout_s
+        self._feed = EventFeed(
+            engine_loop,
+            heartbeat_s=events_heartbeat_s,
+            digest_s=digest_s,
+            buffer_events=buffer_events,
+        )
+        self._names = itertools.count()
+        self._door = Door()
+        self._attachments: list[Attachment] = []
+        self._is_closing = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run, or whose output gateways have not been sent to its end."""
+        num_attached = sum(attachment.num_requests for attachment in self._attachments)
+        return max(self._engine_loop.num_requests, num_attached)
+
+    async def drain(self, *, timeout_s: float, handover_s: float = 0.0) -> int:
+        """Turns new requests away and lets the others end; returns how many did not.
+
+        In the last ``handover_s`` of ``timeout_s``, gateways are asked to go on with them on
+        other groups, if they have any; at the end, they are told to.
+        """
+        self._enter(pb.StepFrame.DRAINING)
+        await self._wait_until_idle(max(0.0, timeout_s - handover_s))
+        self._enter(pb.StepFrame.HANDING_OVER)
+        await self._wait_until_idle(min(handover_s, timeout_s))
+        num_left = self.num_requests
+        self._is_closing = True
+        for attachment in self._attachments:
+            attachment.hand_back("the group is stopping")
+            attachment.wake()
+        return num_left
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.GroupDescription:
+        return self._description
+
+    # The handlers write to the context instead of yielding: a cancelled call then raises inside
+    # them at once, where a suspended generator would wait for the garbage collector.
+
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.GroupCommand], context: Context
+    ) -> None:
+        failed = self._engine_loop.failed
+        if failed.done():  # Before any frame, which would tell the gateway that it may submit.
+            await self._abort_failed(context)
+        if self._is_closing:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the group is stopping")
+        attachment = Attachment(self._engine_loop, self._door, name=f"gateway-{next(self._names)}")
+        self._attachments.append(attachment)
+
+        def wake(_: object) -> None:
+            attachment.wake()  # A gateway with nothing here must not send anything here either.
+
+        failed.add_done_callback(wake)
+        ear = asyncio.create_task(attachment.listen(self._gateway_timeout_s))
+        # A write to a gateway that is gone may never return: the others end it.
+        tasks = [
+            asyncio.create_task(self._write_frames(attachment, context)),
+            asyncio.create_task(attachment.read(request_iterator)),
+            ear,
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_silent = ear.done()
+        finally:
+            failed.remove_done_callback(wake)
+            self._attachments.remove(attachment)
+            attachment.close()
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        if failed.done():
+            await self._abort_failed(context)
+        for error in outcomes:
+            # gRPC's own mean that the gateway is gone.
+            if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
+                _log.error("a gateway's stream failed", exc_info=error)
+                message = f"the group raised {type(error).__name__}; its log has more"
+                await context.abort(grpc.StatusCode.INTERNAL, message)
+        if is_silent:
+            message = f"the gateway said nothing for {self._gateway_timeout_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+
+    async def Events(  # type: ignore[override]
+        self, request: pb.EventsRequest, context: Context
+    ) -> None:
+        batches = self._feed.follow(
+            epoch=request.epoch, next_seq=request.next_seq, buckets=request.buckets
+        )
+        try:
+            async with contextlib.aclosing(batches):
+                async for batch in batches:
+                    await context.write(events_to_proto(batch))
+        except RankFailure as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
+
+    async def _write_frames(self, attachment: Attachment, context: Context) -> None:
+        """Sends frames until the group fails or closes, and then a last one: whatever happened
+        during the write before it, the requests are told all the same."""
+        while not (self._engine_loop.failed.done() or self._is_closing):
+            await context.write(self._frame(attachment))
+            await attachment.wait(self._heartbeat_s)
+        await context.write(self._frame(attachment))
+
+    def _frame(self, attachment: Attachment) -> pb.StepFrame:
+        frame = attachment.take_frame()
+        frame.load.num_unsent_tokens = sum(each.num_unsent_tokens for each in self._attachments)
+        # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
+        frame.load.num_gateways = sum(each.may_submit for each in self._attachments)
+        return frame
+
+    def _enter(self, phase: pb.StepFrame.Phase) -> None:
+        self._door.phase = phase
+        for attachment in self._attachments:
+            attachment.wake()
+
+    async def _wait_until_idle(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.num_requests:
+                    await asyncio.sleep(_IDLE_CHECK_S)
+        except TimeoutError:
+            return
+
+    async def _abort_failed(self, context: Context) -> None:
+        message = f"the group failed: {self._engine_loop.failed.result()}"
+        await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+
+
+def build_group_server(service: GroupService) -> grpc.aio.Server:
+    """A server without ports, for the caller to add one, start it and stop it."""
+    server = grpc.aio.server(options=_OPTIONS)
+    group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)
+    return server

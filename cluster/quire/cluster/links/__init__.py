@@ -1,0 +1,1 @@
+"""A gateway's connections to replica groups, and what it learns through them."""

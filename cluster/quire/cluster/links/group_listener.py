@@ -1,0 +1,41 @@
+"""Whom a `GroupClient` tells what it learns of its group."""
+
+from typing import TYPE_CHECKING, Protocol
+
+from quire.router.directory import Position
+from quire.v1 import group_pb2 as pb
+from quire.worker.events import EventBatch
+
+if TYPE_CHECKING:
+    from quire.cluster.links.group_client import GroupClient
+
+
+class GroupListener(Protocol):
+    """Called from the event loop."""
+
+    def check(self, description: pb.GroupDescription) -> None:
+        """Raises GroupMismatch where this group must not be used."""
+
+    def attached(self, client: "GroupClient") -> None:
+        """Requests can be submitted from now on."""
+
+    def detached(self, client: "GroupClient") -> None:
+        """They cannot any longer. Those under way are told only after this."""
+
+    def turned_away(self, client: "GroupClient") -> None:
+        """The group takes no more requests, until it is attached anew."""
+
+    def has_other(self, client: "GroupClient") -> bool:
+        """Whether another group takes requests, so that this one's can go on there."""
+
+    def load(
+        self, client: "GroupClient", load: pb.Load, *, step: int, num_submits: int | None
+    ) -> None:
+        """The group has stepped since the last call; ``load`` counts the first ``num_submits`` of
+        this connection's submits, where the group says it."""
+
+    def events(self, client: "GroupClient", batch: EventBatch) -> bool:
+        """Takes events in. False: they do not follow on, begin again at `events_position`."""
+
+    def events_position(self, client: "GroupClient") -> Position:
+        """From where on to ask the group for events."""

@@ -1,0 +1,128 @@
+"""What one attempt of one request has brought, until its reader takes it.
+
+The group may be ahead of the reader by ``window`` tokens and no more: those are all that a slow
+client costs the gateway. Tokens follow on from each other; what comes a second time is dropped,
+and where something is missing the stream is lost.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from quire.cluster.errors import GroupLost
+from quire.cluster.links.turns import Turns
+from quire.v1 import group_pb2 as pb
+
+_BYTES_PER_TOKEN = 4
+
+
+class GroupStream:
+    """The deltas of one attempt of one request.
+
+    Sets ``submit.token_limit`` and raises it through ``on_credit`` as the reader goes on.
+    ``on_proven`` is called once ``submit.probation_tokens`` have come, read or not. ``turns`` are
+    those of all streams of the gateway.
+    """
+
+    def __init__(
+        self,
+        submit: pb.Submit,
+        *,
+        window: int,
+        on_abort: Callable[["GroupStream"], None],
+        on_credit: Callable[["GroupStream", int], None],
+        on_proven: Callable[[], None] | None = None,
+        turns: Turns | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.epoch = epoch
+        """The group's incarnation."""
+        self.key = (submit.request_id, submit.attempt)
+        self._window = window
+        self._on_abort = on_abort
+        self._on_credit = on_credit
+        self._on_proven = on_proven
+        self._num_resumed = len(submit.resumed_token_ids) // _BYTES_PER_TOKEN
+        self._proven_at = self._num_resumed + submit.probation_tokens
+        self._num_received = self._num_taken = self._num_done = self._num_resumed
+        self._token_limit = submit.token_limit = self._num_resumed + window
+        self._deltas: list[pb.TokenDelta] = []
+        self._lost: GroupLost | None = None
+        self._turns = turns or Turns()
+        self._will_wake = False
+        self._is_turn = False  # The reader may take what there is.
+        self._changed = asyncio.Event()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this attempt has brought, read or not."""
+        return self._num_received - self._num_resumed
+
+    @property
+    def num_buffered(self) -> int:
+        """Those among them that the reader has not done with."""
+        return self._num_received - self._num_done
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the group may send: if it is well, tokens come within a few steps."""
+        return self._num_received < self._token_limit
+
+    async def next(self) -> list[pb.TokenDelta]:
+        """All deltas that have come since the last call, at least one.
+
+        The reader has done with the last ones when it asks for more.
+
+        Raises:
+            GroupLost: The stream broke; no more will come.
+        """
+        self._num_done = self._num_taken
+        # At half of the window: often enough not to hold the group up, and seldom enough to cost
+        # next to nothing.
+        if self._token_limit - self._num_done <= self._window // 2:
+            self._token_limit = self._num_done + self._window
+            self._on_credit(self, self._token_limit)
+        while not (self._is_turn and self._deltas):
+            if self._lost is not None:
+                raise self._lost
+            self._changed.clear()
+            await self._changed.wait()
+        self._is_turn = False
+        deltas, self._deltas = self._deltas, []
+        self._num_taken = self._num_received
+        return deltas
+
+    def abort(self) -> None:
+        """Stops the group's work on this attempt. Does nothing once it has ended."""
+        self._on_abort(self)
+
+    def push(self, delta: pb.TokenDelta) -> bool:
+        """Takes in what the group sent. False: it cannot be, and the stream is lost."""
+        if not delta.HasField("error"):
+            begin, end = delta.token_offset, delta.token_offset + len(delta.token_ids)
+            if begin < self._num_received and end <= self._num_received:
+                return True  # Once more what has come already.
+            if begin != self._num_received:
+                self.lose(GroupLost(f"the group sent token {begin}, expected {self._num_received}"))
+                return False
+            if end > self._token_limit:
+                self.lose(GroupLost(f"the group sent token {end}, beyond {self._token_limit}"))
+                return False
+            self._num_received = end
+            if self._on_proven is not None and (end >= self._proven_at or delta.finish_reason):
+                self._on_proven()
+                self._on_proven = None
+        self._deltas.append(delta)
+        if not (self._is_turn or self._will_wake):
+            self._will_wake = True
+            self._turns.soon(self._wake)
+        return True
+
+    def lose(self, error: GroupLost) -> None:
+        if self._lost is None:
+            self._lost = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._will_wake = False
+        self._is_turn = True
+        self._changed.set()

@@ -1,0 +1,239 @@
+"""The replica groups that a gateway is attached to, and what routing knows of them.
+
+A group is routed to from its first frame until its stream breaks or it says that it is draining.
+One that has left the membership gets no new requests but keeps those it has until they end.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping
+
+from quire.cluster.autoscaling.demand import Demand
+from quire.cluster.errors import GroupLost
+from quire.cluster.links.group_client import GroupClient, GroupClientConfig
+from quire.cluster.links.group_link import Connect, grpc_connect
+from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.turns import Turns
+from quire.cluster.model_card import Expectation, ModelCard
+from quire.router.directory import Applied, GroupId, Position
+from quire.router.table import GroupLoad, RoutingTable
+from quire.v1 import group_pb2 as pb
+from quire.worker.events import EventBatch
+
+_log = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S = 1.0
+
+
+class Groups:
+    """Keeps one client for each address and tells ``table`` what they learn.
+
+    Made and used inside the event loop. ``card`` is None until a first group was attached.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: RoutingTable,
+        expected: Expectation,
+        config: GroupClientConfig | None = None,
+        connect: Connect = grpc_connect,
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self.card: ModelCard | None = None
+        self.demand = Demand()
+        """Requests that wait for any group."""
+        self._table = table
+        self._expected = expected
+        self._config = config or GroupClientConfig()
+        self._connect = connect
+        self._jitter = jitter
+        self._turns = Turns()
+        self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
+        self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
+        self._attached: dict[GroupId, GroupClient] = {}
+        self._retired: set[GroupClient] = set()
+        self._is_draining = False
+        self._loads: dict[GroupId, pb.Load] = {}
+        self._changed = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
+        self._is_closed = False
+        self._housekeeper = asyncio.create_task(self._keep_house())
+
+    def set_addresses(self, addresses: Iterable[str]) -> None:
+        """Makes ``host:port`` of each group that runs known; replaces the former ones.
+        Does nothing once closed."""
+        if self._is_closed:
+            return
+        wanted = set(addresses)
+        for address in sorted(self._clients.keys() - wanted):
+            client, task = self._clients.pop(address)
+            self._leaving.append((client, task))
+            self._retire(client)
+        for address in sorted(wanted - self._clients.keys()):
+            client = GroupClient(
+                address,
+                self,
+                config=self._config,
+                connect=self._connect,
+                jitter=self._jitter,
+                turns=self._turns,
+            )
+            client.is_draining = self._is_draining
+            self._clients[address] = (client, asyncio.create_task(client.run()))
+
+    def begin_drain(self) -> None:
+        """Tells the groups that no more requests of clients come: others may count on the room."""
+        self._is_draining = True
+        for client, _ in self._clients.values():
+            client.is_draining = True
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that requests can be routed to."""
+        return len(self._routable())
+
+    @property
+    def loads(self) -> Mapping[GroupId, pb.Load]:
+        """The last load of each attached group."""
+        return self._loads
+
+    def troubles(self) -> list[str]:
+        """Why groups are not attached, one line for each that is not."""
+        return [
+            f"{address}: {client.last_error or 'connecting'}"
+            for address, (client, _) in self._clients.items()
+            if not client.is_attached
+        ]
+
+    def submit(
+        self,
+        group_id: GroupId,
+        submit: pb.Submit,
+        *,
+        on_proven: Callable[[], None] | None = None,
+    ) -> GroupStream:
+        """As `GroupClient.submit`. Raises GroupLost: the group is not attached any longer."""
+        client = self._attached.get(group_id)
+        if client is None:
+            raise GroupLost(f"group {group_id} is not attached")
+        return client.submit(submit, on_proven=on_proven)
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
+        self._watchers.append(on_change)
+
+    def watch_loads(self, on_load: Callable[[pb.GroupDescription, pb.Load], None]) -> None:
+        """Calls ``on_load`` with every load that a group reports, once the table has it."""
+        self._load_watchers.append(on_load)
+
+    async def wait_for_change(self, *, timeout_s: float) -> bool:
+        """Returns true once a group became ready or ceased to be, false after ``timeout_s``."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Detaches from every group; requests under way are lost."""
+        self._is_closed = True
+        tasks = [self._housekeeper]
+        tasks += [task for _, task in (*self._clients.values(), *self._leaving)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What the clients tell.
+
+    def check(self, description: pb.GroupDescription) -> None:
+        self._expected.check(description)
+        if self._attached and self.card is not None:
+            self.card.expectation().check(description)
+
+    def attached(self, client: GroupClient) -> None:
+        if any(client is leaving for leaving, _ in self._leaving):
+            return  # To its address's next group, whom another client may have met already.
+        if not self._attached:
+            self.card = ModelCard.of(client.description)
+        group_id = GroupId(client.description.group_id)
+        # A group that came back before its old stream was missed starts with a clean slate.
+        self._attached.pop(group_id, None)
+        self._update_members()
+        self._attached[group_id] = client
+        self._update_members()
+        _log.info("group %s at %s is attached", group_id, client.address)
+
+    def detached(self, client: GroupClient) -> None:
+        self._retired.discard(client)
+        group_id = GroupId(client.description.group_id)
+        if self._attached.get(group_id) is client:
+            del self._attached[group_id]
+            self._loads.pop(group_id, None)
+            self._update_members()
+
+    def turned_away(self, client: GroupClient) -> None:
+        self._retire(client)
+
+    def has_other(self, client: GroupClient) -> bool:
+        return any(self._attached[group_id] is not client for group_id in self._routable())
+
+    def load(
+        self, client: GroupClient, load: pb.Load, *, step: int, num_submits: int | None
+    ) -> None:
+        group_id = GroupId(client.description.group_id)
+        if self._attached.get(group_id) is not client:
+            return
+        self._loads[group_id] = load
+        self._table.update_load(
+            group_id,
+            GroupLoad(
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+                num_available_blocks=load.num_free_blocks + load.num_cached_blocks,
+                num_shown=num_submits,
+                num_steps=step,
+            ),
+        )
+        for on_load in self._load_watchers:
+            on_load(client.description, load)
+
+    def events(self, client: GroupClient, batch: EventBatch) -> bool:
+        group_id = GroupId(client.description.group_id)
+        if self._attached.get(group_id) is not client:
+            return True  # Of a former group of that name, which still ends what it has.
+        return isinstance(self._table.apply_events(group_id, batch), Applied)
+
+    def events_position(self, client: GroupClient) -> Position:
+        return self._table.events_position(GroupId(client.description.group_id))
+
+    def _routable(self) -> list[GroupId]:
+        return [
+            group_id for group_id, client in self._attached.items() if client not in self._retired
+        ]
+
+    def _retire(self, client: GroupClient) -> None:
+        if client.is_attached:
+            self._retired.add(client)
+            self._update_members()
+
+    def _update_members(self) -> None:
+        self._table.update_members(self._routable())
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for on_change in self._watchers:
+            on_change()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            self._table.expire()
+            for leaving in [entry for entry in self._leaving if not entry[0].num_streams]:
+                leaving[1].cancel()
+                await asyncio.wait([leaving[1]])
+                self._leaving.remove(leaving)
