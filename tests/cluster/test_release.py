@@ -20,8 +20,8 @@ OPTIONS = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 512,
     "num_blocks": 8000,
-    # All of them are taken, however slow the group is thought to be at first.
-    "config": {"admission": AdmissionConfig(max_queue_wait_s=10)},
+    # All of them are taken, however slow the group is thought to be.
+    "config": {"admission": AdmissionConfig(max_queue_wait_s=600)},
 }
 
 
