@@ -12,28 +12,24 @@ all in tokens, the time in which a group prefills one, and all of one group:
               cost as much as computing it again elsewhere
     behind    what a token computed there costs others: all requests that come before the group is
               through with what it has, and half of those that come while it computes this
-              prompt, start a token later. So pressure + missing / 8192, 12 at most
-    pressure  pending / 2048, where pending is all that it must compute first, the present step
-              included; but no more than 4 * busy / (1 - busy), where ``busy`` is the mean of
-              pending / (pending + 8192) over all groups and the last half second: those who
-              would wait longer than that in one group can go to another
+              prompt, start a token later. So (pending + missing / 2) / 4096, 12 at most, where
+              pending is what it must compute first, all of the present step included
     requests  that share the step in which the prompt is computed
 
-``behind`` follows the marginal cost of work in a queue with random arrivals: put behind work u it
-is u * missing + missing ** 2 / 2, for each new request waits for all work that is left. So a long
-prefix stays where it is, even if other groups are idle, as it blocks one for all that follow; a
-short one is copied to where nobody waits; and no queue elsewhere makes a copy on an idle group any
-dearer, or requests would stay behind the queue that they form.
+``behind`` is the marginal cost of work in a queue with random arrivals, divided by how many come
+in a token's time: with work u it is u * missing + missing ** 2 / 2, for each new request waits for
+all work that is left. So a long prefix stays where it is, even if other groups are idle, as it
+blocks one for all that follow; a short one is copied to where nobody waits; and no queue elsewhere
+makes a copy on an idle group any dearer, or requests would stay behind the queue that they form.
 
-It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
-learned from the group's frames (`quire.router.step_clock`).
+It needs no rates and remembers nothing: every term scales with the speed of the hardware, and how
+long a step takes is learned from the group's frames (`quire.router.step_clock`).
 docs/decisions/0014-simulator.md, 0018-policy.md, 0024-step-clock.md and 0025-work-behind.md say
 what else was tried.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
 
 from quire.router.policies.simple import Forgetful
 from quire.router.policy import GroupState, Reason, RouteRequest
@@ -49,16 +45,11 @@ class PrefixAwareConfig:
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 32.0
     """What a request slows others by, in tokens of prefill."""
-    busy_tokens: float = 8192.0
-    """A group with a queue of so many tokens is half busy. About what one step computes."""
-    pressure: float = 4.0
-    """Of a queue of ``busy_tokens``."""
-    blocked: float = 1.0
-    """Of a prompt that lacks ``busy_tokens``, beside the queue: it blocks the group so long."""
+    tokens_per_arrival: float = 4096.0
+    """A group that has so many tokens to compute has, until it is through, one request more that
+    waits behind a token computed now."""
     max_behind: float = 12.0
-    """Near saturation that would have no end."""
-    window_s: float = 0.5
-    """Over which ``busy`` is averaged."""
+    """Of a very long queue, later requests go elsewhere."""
 
 
 class PrefixAware(Forgetful):
@@ -69,26 +60,20 @@ class PrefixAware(Forgetful):
 
     def __init__(self, config: PrefixAwareConfig | None = None) -> None:
         self._config = config or PrefixAwareConfig()
-        self._busy = 0.0
-        self._last_s = 0.0
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         config = self._config
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
-        queues = [s.num_pending_prefill_tokens + s.num_reserved_tokens for s in groups]
-        half = config.busy_tokens
-        busy = sum([queued / (queued + half) for queued in queues]) / len(queues)
-        busy = self._average(busy, now_s)
-        mean = config.pressure * busy / (1.0001 - busy)
-        per_queued, per_missing = config.pressure / half, config.blocked / half
+        per_token, most = 1 / config.tokens_per_arrival, config.max_behind
         costs = []
         pressures = []
-        for state, queued, hit in zip(groups, queues, hits, strict=True):
+        for state, hit in zip(groups, hits, strict=True):
             missing = num_tokens - hit
-            pressure = min(queued * per_queued, mean)
-            behind = min(pressure + missing * per_missing, config.max_behind)
+            queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
+            pressure = queued * per_token
+            behind = min(pressure + missing * per_token / 2, most)
             rest = config.request_tokens * (state.num_running + state.num_waiting)
             if state.step_s:
                 share = (now_s - state.step_began_s) / state.step_s
@@ -97,15 +82,5 @@ class PrefixAware(Forgetful):
             beside = config.request_tokens * state.num_requests
             pressures.append(pressure)
             costs.append(queued + rest + (config.missing + behind) * missing + beside)
-        self.pressure = min(pressures[costs.index(min(costs))], config.max_behind)
+        self.pressure = min(pressures[costs.index(min(costs))], most)
         return costs
-
-    def _average(self, sample: float, now_s: float) -> float:
-        """How busy groups were over about the last ``window_s``, this sample included.
-
-        A clock that goes back changes nothing.
-        """
-        elapsed_s = max(now_s - self._last_s, 0.0)
-        self._last_s += elapsed_s
-        self._busy += (1 - exp(-elapsed_s / self._config.window_s)) * (sample - self._busy)
-        return self._busy
