@@ -180,18 +180,38 @@ def test_among_ties_one_block_more_decides_for_every_prefix(blocks: Blocks) -> N
         assert decision.group == "a"
 
 
+def queued(name: str, num_tokens: int) -> GroupState:
+    return GroupState(group=GroupId(name), num_pending_prefill_tokens=num_tokens)
+
+
 def test_a_prefix_is_copied_while_there_is_time_and_stays_where_it_is_under_pressure(
     blocks: Blocks,
 ) -> None:
-    prompt = request(blocks, "p", num_tokens=1024)
-    queued = [GroupState(group=GroupId(name), num_pending_prefill_tokens=2500) for name in "ab"]
-    groups, overlap = [*queued, *idle("c")], [64, 0, 0]
+    prompt, overlap = request(blocks, "p", num_tokens=1024), {GroupId("a"): 64}
+    assert route(prompt, [queued("a", 2500), queued("b", 0)], overlap).group == "b"
+    # By as much the shorter queue, but others wait in it.
+    assert route(prompt, [queued("a", 10_500), queued("b", 8000)], overlap).group == "a"
+
+
+def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Blocks) -> None:
+    """Sessions had piled up on some groups and stayed there, as their queues made copies dear."""
+    prompt = request(blocks, "p", num_tokens=10_240)
+    home, idle_one = queued("home", 60_000), queued("idle", 0)
+    others = [queued(name, 30_000) for name in "abcdef"]
     policy = POLICIES["prefix_aware"]()
-    assert decide(policy, prompt, groups, overlap).group == "c"
-    long = [replace(state, num_pending_prefill_tokens=8000) for state in queued]
-    for now_s in range(60):
-        decide(policy, replace(prompt, now_s=float(now_s)), long, [0, 0])
-    assert decide(policy, replace(prompt, now_s=59.1), groups, overlap).group == "a"
+    for second in range(60):
+        # However long they have been so.
+        now = replace(prompt, now_s=float(second))
+        decision = decide(policy, now, [home, *others, idle_one], [640, *[0] * 7])
+        assert decision.group == "idle"
+
+
+def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: Blocks) -> None:
+    """It would block another group for all that come until it is computed, short ones not."""
+    for num_tokens, expected in ((1024, "b"), (16_384, "a")):
+        prompt = request(blocks, "p", num_tokens=num_tokens)
+        overlap = {GroupId("a"): num_tokens // BLOCK_SIZE}
+        assert route(prompt, [queued("a", 2 * num_tokens), *idle("b")], overlap).group == expected
 
 
 def test_a_decision_explains_itself(blocks: Blocks) -> None:
