@@ -66,14 +66,21 @@ def main() -> None:
 def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, Any]:
     from ray import serve
 
-    config = _config(num_groups=2, num_gateways=2, start_first=start_first, drain_timeout_s=drain_s)
-    with running_cluster(config) as endpoints, _load(endpoints, num_streams) as load:
-        time.sleep(SETTLE_S)
-        begin_s = time.monotonic()
-        changed = replace(config, engine=replace(config.engine, max_num_seqs=24))
-        serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
-        duration_s = time.monotonic() - begin_s
-        time.sleep(SETTLE_S)
+    with _ports() as ports:
+        config = _config(
+            num_groups=2,
+            num_gateways=2,
+            start_first=start_first,
+            drain_timeout_s=drain_s,
+            **ports,
+        )
+        with running_cluster(config) as endpoints, _load(endpoints, num_streams) as load:
+            time.sleep(SETTLE_S)
+            begin_s = time.monotonic()
+            changed = replace(config, engine=replace(config.engine, max_num_seqs=24))
+            serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
+            duration_s = time.monotonic() - begin_s
+            time.sleep(SETTLE_S)
     return {"upgrade_s": round(duration_s, 1), **load.figures()}
 
 
@@ -81,7 +88,13 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
     settings = AutoscalingSettings(
         min_groups=1, max_groups=2, target_ttft_s=0.5, down_delay_s=10, down_step_s=1
     )
-    config = _config(autoscaling=settings, start_first=start_first, drain_timeout_s=drain_s)
+    config = _config(
+        autoscaling=settings,
+        start_first=start_first,
+        drain_timeout_s=drain_s,
+        grpc_port=0,
+        http_port=0,
+    )
     with running_cluster(config) as endpoints, _load(endpoints, num_streams // 2) as load:
         time.sleep(SETTLE_S)
         burst = _Burst(endpoints, num_streams)
@@ -254,21 +267,22 @@ def _config(**given: Any) -> ClusterConfig:
         max_num_batched_tokens=256,
         num_threads=1,
     )
-    grpc_port, http_port = _free_ports()
-    return ClusterConfig(
-        engine=engine,
-        served_model_name="demo",
-        grpc_port=grpc_port,
-        http_port=http_port,
-        **given,
-    )
+    return ClusterConfig(engine=engine, served_model_name="demo", **given)
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+@contextlib.contextmanager
+def _ports() -> Iterator[dict[str, int]]:
+    """For gateways that share them. Until these listen, nobody else is given what is bound here;
+    and what does not listen takes no connection from them."""
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for name in ("grpc_port", "http_port"):
+            held = stack.enter_context(socket.socket())
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                held.setsockopt(socket.SOL_SOCKET, option, 1)
+            held.bind(("127.0.0.1", 0))
+            ports[name] = held.getsockname()[1]
+        yield ports
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ async def drained(call: Any) -> list[int]:
 async def test_past_the_bound_a_request_is_refused_and_told_when_to_come_back(
     start_cluster: Any,
 ) -> None:
-    async with start_cluster(**one_slot(STRICT)) as cluster, httpx.AsyncClient() as client:
+    async with (
+        start_cluster(**one_slot(STRICT)) as cluster,
+        httpx.AsyncClient(timeout=None) as client,
+    ):
         running = await occupy(cluster)
         queued = asyncio.create_task(drained(generate(cluster, max_tokens=3)))
         await wait_queued(cluster, 1)
@@ -90,7 +93,10 @@ async def test_past_the_bound_a_request_is_refused_and_told_when_to_come_back(
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
 async def test_whoever_gives_up_in_the_queue_frees_its_place(start_cluster: Any, how: str) -> None:
-    async with start_cluster(**one_slot(STRICT)) as cluster, httpx.AsyncClient() as client:
+    async with (
+        start_cluster(**one_slot(STRICT)) as cluster,
+        httpx.AsyncClient(timeout=None) as client,
+    ):
         running = await occupy(cluster)
         if how == "disconnect":
             post = asyncio.create_task(
@@ -132,7 +138,7 @@ async def test_a_deadline_in_the_queue_ends_the_wait(start_cluster: Any, how: st
 async def test_the_queue_is_served_by_priority_and_the_group_is_told(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_cluster(**one_slot()) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(**one_slot()) as cluster, httpx.AsyncClient(timeout=None) as client:
         begun: list[int] = []
         loop = cluster.groups["g0"].engine_loop
         submit = loop.submit
@@ -177,7 +183,7 @@ async def test_a_displaced_request_is_told(start_cluster: Any) -> None:
 async def test_a_deadline_ends_an_answer_with_what_there_is_of_it(
     start_cluster: Any, where: str
 ) -> None:
-    async with start_cluster(**one_slot()) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(**one_slot()) as cluster, httpx.AsyncClient(timeout=None) as client:
         group = cluster.groups["g0"]
         cluster.take_steps_of(0.1)
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 370, "ignore_eos": True, "seed": 5}
@@ -250,7 +256,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_cluster: A
 async def test_bad_deadlines_and_priorities_are_refused(
     start_cluster: Any, body: dict[str, Any], headers: dict[str, str], words: str
 ) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(
             f"{cluster.http_url}/v1/completions", json={"prompt": "x", **body}, headers=headers
         )
@@ -279,9 +285,9 @@ async def test_a_hundred_that_go_away_leave_nothing_behind(start_cluster: Any, h
         "description": {"max_num_seqs": 16},
         "config": {"admission": PATIENT},
     }
-    async with start_cluster(**options) as cluster, httpx.AsyncClient() as client:
-        for group in cluster.groups.values():
-            group.executor.step_s = 0.005
+    async with start_cluster(**options) as cluster, httpx.AsyncClient(timeout=None) as client:
+        # So slow that none has ended when all have begun.
+        cluster.take_steps_of(0.005 if how == "deadline" else 0.1)
 
         async def post() -> None:
             body = {"prompt": PROMPT, "max_tokens": 370, "ignore_eos": True}
@@ -298,6 +304,7 @@ async def test_a_hundred_that_go_away_leave_nothing_behind(start_cluster: Any, h
                 await asyncio.sleep(0.01)
             for task in tasks:
                 task.cancel()
+            cluster.take_steps_of(0.005)
         await asyncio.wait(tasks)
         while await what_is_left(cluster) != NOTHING:
             await asyncio.sleep(0.01)

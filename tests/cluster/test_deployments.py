@@ -115,7 +115,7 @@ async def test_demand_is_told_again_after_it_could_not_be(server: FakeServer, ra
     gateway = await make_gateway(handle, autoscaling=AutoscalingSettings(min_groups=0))
     for num_tokens in (3, 5):
         with server.demand.waiting(num_tokens):
-            assert await asyncio.wait_for(handle.told.get(), 20) == num_tokens
+            assert await asyncio.wait_for(handle.told.get(), 120) == num_tokens
         while not handle.told.empty():
             handle.told.get_nowait()
     await gateway.__del__()

@@ -184,7 +184,7 @@ async def test_whoever_asks_for_much_holds_up_no_stream(
     loop_went_on = threading.Event()
 
     def recent(limit: int) -> list[Explanation]:
-        assert loop_went_on.wait(10), "the event loop waits for this"
+        assert loop_went_on.wait(120), "the event loop waits for this"
         return []
 
     async with start_cluster(num_groups=1) as cluster:

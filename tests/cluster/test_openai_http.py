@@ -211,7 +211,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
 
 
 async def test_bad_completions_are_refused_in_openais_words(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         for body, status, param, words in BAD_COMPLETIONS:
             response = await client.post(
                 f"{cluster.http_url}/v1/completions", json={"model": "hash", "prompt": [5], **body}
@@ -240,7 +240,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_bad_chats_are_refused_in_openais_words(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         for body, words in BAD_CHATS:
             response = await client.post(
                 f"{cluster.http_url}/v1/chat/completions",
@@ -271,14 +271,14 @@ async def test_the_openai_client_raises_its_own_errors(start_cluster: Any) -> No
 async def test_a_body_that_cannot_be_read_is_a_bad_request(
     start_cluster: Any, data: bytes, words: str
 ) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         response = await client.post(f"{cluster.http_url}/v1/completions", content=data)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
 
 
 async def test_unknown_paths_and_methods_answer_in_the_same_form(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         unknown = await client.get(f"{cluster.http_url}/v1/nothing")
         wrong = await client.get(f"{cluster.http_url}/v1/completions")
     assert (unknown.status_code, wrong.status_code) == (404, 405)
@@ -311,7 +311,7 @@ async def test_a_client_that_goes_away_takes_its_requests_with_it(
         group = cluster.groups["g0"]
         group.executor.step_s = 0.1
         body = {"prompt": [5], "max_tokens": 390, "ignore_eos": True, "n": 2, "stream": stream}
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=None) as client:
             request = asyncio.create_task(
                 client.post(f"{cluster.http_url}/v1/completions", json=body)
             )
@@ -329,7 +329,7 @@ async def test_a_client_that_goes_away_takes_its_requests_with_it(
 async def test_internal_errors_carry_an_incident_number_and_the_request_id(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         monkeypatch.setattr(cluster.gateway, "prepare", lambda _: 1 / 0)
         response = await client.post(
             f"{cluster.http_url}/v1/completions",
@@ -344,7 +344,7 @@ async def test_internal_errors_carry_an_incident_number_and_the_request_id(
 
 
 async def test_models_health_and_request_ids(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         (listed,) = (await cluster.openai.models.list()).data
         assert (await cluster.openai.models.retrieve("hash")).id == listed.id == "hash"
         healthy = await client.get(
@@ -357,7 +357,7 @@ async def test_models_health_and_request_ids(start_cluster: Any) -> None:
 
 
 async def test_metrics_count_what_happened(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=2) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=2) as cluster, httpx.AsyncClient(timeout=None) as client:
         prompt = list(range(10, 30))
         for _ in range(2):
             await cluster.openai.completions.create(
@@ -381,7 +381,7 @@ async def test_metrics_count_what_happened(start_cluster: Any) -> None:
 
 
 async def test_events_of_a_stream_are_well_formed(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient() as client:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         response = await client.post(
             f"{cluster.http_url}/v1/chat/completions",
             json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True},

@@ -1,7 +1,10 @@
 """A request that kills every group that runs it, among a hundred that do not."""
 
 import asyncio
-from itertools import pairwise
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -92,7 +95,7 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
             await groups[0].engine_loop.failed
             cluster.connections.set_addresses([group.address for group in groups])
         else:  # Wherever the poison goes, all others go too.
-            for dying, following in pairwise(groups[:4]):
+            for dying, following in itertools.pairwise(groups[:4]):
                 await dying.engine_loop.failed
                 cluster.connections.set_addresses([following.address])
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -150,7 +153,7 @@ async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_clus
         call = generate(cluster, prompt_of(1), seed=1, max_tokens=100)
         reading = asyncio.create_task(tokens_of(call, [await anext(aiter(call))]))
         groups[2].executor.step_s = 0.2
-        for dying, following in pairwise(groups[:3]):
+        for dying, following in itertools.pairwise(groups[:3]):
             while not dying.executor.num_steps:
                 await asyncio.sleep(0.001)
             dying.executor.fails = True
@@ -211,6 +214,25 @@ async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.Gro
     return group_pb2.GroupError.CODE_UNSPECIFIED
 
 
+@contextlib.contextmanager
+def steps_of(group: Any, num_steps: int) -> Iterator[None]:
+    """Inside, ``group`` runs so many steps and no more."""
+    allowed, is_over = threading.Semaphore(num_steps), threading.Event()
+    execute = group.executor.execute
+
+    def wait(step: Any) -> Any:
+        if not is_over.is_set():
+            allowed.acquire()
+        return execute(step)
+
+    group.executor.execute = wait
+    try:
+        yield
+    finally:
+        is_over.set()
+        allowed.release()
+
+
 @pytest.mark.parametrize("end", ["proven", "aborted", "gateway gone"])
 async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
     start_group: Any, end: str
@@ -219,12 +241,11 @@ async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
     async with start_group() as group, grpc.aio.insecure_channel(group.address) as channel:
         stub = group_pb2_grpc.ReplicaGroupStub(channel)
         first, second = stub.Attach(), stub.Attach()
-        group.executor.step_s = 0.2
-        await first.write(suspect("a"))
-        assert await read_tokens(first, "a", num_tokens=1) == taken
-        await second.write(suspect("b"))
-        assert await read_tokens(second, "b", num_tokens=1) == refused
-        group.executor.step_s = 0.005
+        with steps_of(group, 1):
+            await first.write(suspect("a"))
+            assert await read_tokens(first, "a", num_tokens=1) == taken
+            await second.write(suspect("b"))
+            assert await read_tokens(second, "b", num_tokens=1) == refused
         if end == "proven":
             assert await read_tokens(first, "a", num_tokens=7) == taken
         elif end == "aborted":
@@ -234,8 +255,7 @@ async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
         else:
             first.cancel()
             await group.settle()
-        for number in range(20):  # The group hears of the end in its own time.
+        for number in itertools.count():  # The group hears of the end in its own time.
             await second.write(suspect(f"c{number}"))
             if await read_tokens(second, f"c{number}", num_tokens=1) == taken:
                 return
-        pytest.fail("the group keeps the place for one who has left it")

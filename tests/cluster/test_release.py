@@ -21,7 +21,7 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "num_blocks": 8000,
     # All of them are taken, however slow the group is thought to be.
-    "config": {"admission": AdmissionConfig(max_queue_wait_s=600)},
+    "config": {"admission": AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)},
 }
 
 
@@ -62,7 +62,7 @@ def generate(cluster: Any, number: int, **options: Any) -> Any:
 
 async def held_blocks(cluster: Any) -> float:
     """The gauge, as Prometheus would read it."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=None) as client:
         metrics = (await client.get(f"{cluster.http_url}/metrics")).text
     values = re.findall(r"^quire_group_held_blocks\{.*\} (.*)$", metrics, re.MULTILINE)
     return sum(float(value) for value in values)
@@ -86,7 +86,7 @@ async def check_released(cluster: Any, steps: Steps) -> None:
 async def test_a_hundred_cancelled_calls(start_cluster: Any) -> None:
     async with start_cluster(**OPTIONS) as cluster:
         (group,) = cluster.groups.values()
-        group.executor.step_s = 0.05
+        group.executor.step_s = 0.2  # So that none has ended when all have begun.
         steps = Steps(group)
         calls = [generate(cluster, number) for number in range(NUM)]
         for call in calls:
@@ -117,7 +117,7 @@ async def test_a_hundred_calls_past_their_deadline(start_cluster: Any) -> None:
 async def test_a_hundred_http_clients_that_hang_up(start_cluster: Any) -> None:
     async with start_cluster(**OPTIONS) as cluster:
         (group,) = cluster.groups.values()
-        group.executor.step_s = 0.05
+        group.executor.step_s = 0.2  # So that none has ended when all have begun.
         steps = Steps(group)
         limits = httpx.Limits(max_connections=NUM)
         async with httpx.AsyncClient(limits=limits, timeout=600) as client:

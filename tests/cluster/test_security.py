@@ -76,7 +76,7 @@ async def test_calls_without_a_known_key_are_refused(keys_file: Path) -> None:
 async def test_every_path_but_health_and_metrics_wants_a_key(keys_file: Path) -> None:
     async with (
         gateway(api_keys_file=keys_file) as server,
-        httpx.AsyncClient(base_url=f"http://{server.http_address}") as client,
+        httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=None) as client,
     ):
         for path in (
             "/v1/models",
@@ -131,7 +131,7 @@ class Certificates:
 
     def http_client(self, address: str) -> httpx.AsyncClient:
         context = ssl.create_default_context(cadata=self.authority.cert_pem.bytes().decode())
-        return httpx.AsyncClient(base_url=f"https://{address}", verify=context)
+        return httpx.AsyncClient(base_url=f"https://{address}", verify=context, timeout=None)
 
 
 async def check_both(certificates: Certificates, server: GatewayServer) -> None:

@@ -28,7 +28,7 @@ TYPES = {"counter", "gauge", "histogram", "summary"}
 @pytest.fixture
 async def page(start_cluster: Any) -> str:
     """Of a gateway that served a few requests with each of its groups."""
-    async with start_cluster() as cluster, httpx.AsyncClient() as client:
+    async with start_cluster() as cluster, httpx.AsyncClient(timeout=None) as client:
         for number in range(4 * MIN_OBSERVATIONS):
             message = pb.GenerateRequest()
             message.token_ids.ids.extend([number % 200 + 1] * 12)

@@ -60,11 +60,24 @@ print(json.dumps(streams), flush=True)
 """
 
 
+WAIT_UNTIL_READY = """
+import re, sys, time, urllib.request
+
+address, num_groups = sys.argv[1:]
+while True:
+    page = urllib.request.urlopen(f"http://{address}/metrics").read().decode()
+    if re.search(rf"^quire_ready_groups {num_groups}\\.0$", page, re.MULTILINE):
+        break
+    time.sleep(0.2)
+"""
+
+
 @dataclass(frozen=True)
 class Cluster:
     network: Network
     ray: RayHosts
     grpc_address: str
+    http_address: str
 
     def streams(self, num_streams: int) -> Callable[[], list[list[int]]]:
         """Begins greedy and seeded streams; when all have begun, returns how to wait for them."""
@@ -83,6 +96,19 @@ class Cluster:
         """Process ids of the ranks there."""
         return pids_that_run(self.network.hosts[host], "RankActor")
 
+    def all_ranks(self) -> set[int]:
+        return {*self.ranks("a"), *self.ranks("b")}
+
+    def wait_until_whole(self, *, num_kept: int, of: set[int]) -> None:
+        """Returns once there are two groups, with so many ranks ``of`` those before, and ready."""
+        eventually(
+            lambda: (
+                len(self.ranks("a")) == len(self.ranks("b")) == 2
+                and len(self.all_ranks() & of) == num_kept
+            )
+        )
+        self.ray.run("front", WAIT_UNTIL_READY, self.http_address, "2")
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -99,7 +125,7 @@ def cluster() -> Iterator[Cluster]:
             ray.start_node("front", {"quire_gateway": 1})
             for name in ("a", "b"):
                 ray.start_node(name, {"quire_group": 2})
-            grpc_address, _ = ray.deploy(
+            addresses = ray.deploy(
                 {
                     "engine": {
                         "tensor_parallel_size": 2,
@@ -120,7 +146,7 @@ def cluster() -> Iterator[Cluster]:
                     "drain_timeout_s": 2,
                 }
             )
-            yield Cluster(network, ray, grpc_address)
+            yield Cluster(network, ray, *addresses)
     finally:
         if "QUIRE_KEEP_LOGS" not in os.environ:
             shutil.rmtree(folder, ignore_errors=True)
@@ -156,20 +182,17 @@ def test_ranks_are_on_different_nodes_and_tokens_are_those_of_one_rank(
 def test_a_killed_rank_fails_its_group_alone_and_the_group_is_replaced(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
-    before = {*cluster.ranks("a"), *cluster.ranks("b")}
+    before = cluster.all_ranks()
     rest = cluster.streams(6)
     os.kill(cluster.ranks("b")[0], signal.SIGKILL)
     assert rest() == expected
-    eventually(lambda: len(cluster.ranks("a")) == len(cluster.ranks("b")) == 2)
-    after = {*cluster.ranks("a"), *cluster.ranks("b")}
-    assert len(after & before) == 2, "the other group is the same"
+    cluster.wait_until_whole(num_kept=2, of=before)  # The other group is the same.
     assert cluster.streams(6)() == expected
 
 
 def test_streams_and_new_requests_do_not_need_the_head(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
-    eventually(lambda: len(cluster.ranks("a")) == 2)
     rest = cluster.streams(6)
     cluster.network.hosts["head"].power_off()
     assert rest() == expected
@@ -183,12 +206,12 @@ def test_streams_and_new_requests_do_not_need_the_head(
 def test_a_head_in_its_place_finds_the_cluster_and_replaces_what_was_lost(
     cluster: Cluster, expected: list[list[int]]
 ) -> None:
-    kept = {*cluster.ranks("a"), *cluster.ranks("b")}
+    eventually(lambda: len(cluster.all_ranks()) == 2)  # The lost group's other rank is gone too.
+    kept = cluster.all_ranks()
     rest = cluster.streams(6)
     cluster.ray.start_head("head")
     assert rest() == expected
-    eventually(lambda: len(cluster.ranks("a")) == len(cluster.ranks("b")) == 2)
-    assert kept & {*cluster.ranks("a"), *cluster.ranks("b")}, "what had survived was ended"
+    cluster.wait_until_whole(num_kept=2, of=kept)  # What had survived goes on.
     assert cluster.streams(6)() == expected
 
 

@@ -4,15 +4,16 @@ import contextlib
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from quire import demo_model
-from quire.cluster.app import Endpoints, running_app, running_cluster
+from quire.cluster.app import Endpoints, running_app
 from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
 from quire.cluster.local import ray_session
@@ -21,7 +22,7 @@ from quire.worker.config import EngineConfig
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # Processes that tests start import them from there.
-from tests.served.paced_group import PACE, PACE_S, ReplicaGroup, set_pace  # noqa: E402
+from tests.served.paced_group import PACE, ReplicaGroup, set_pace  # noqa: E402
 
 CONFIG = ClusterConfig(
     engine=EngineConfig(
@@ -32,6 +33,7 @@ CONFIG = ClusterConfig(
         num_blocks=512,
         max_num_seqs=16,
         max_num_batched_tokens=256,
+        num_threads=1,
     ),
     served_model_name="demo",
     num_groups=2,
@@ -42,38 +44,52 @@ CONFIG = ClusterConfig(
 
 
 @pytest.fixture(scope="module")
-def endpoints() -> Iterator[Endpoints]:
-    """Of a module: a process has one Ray at a time, and some tests here start their own."""
-    with marked_processes(), running_cluster(CONFIG) as endpoints:
+def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What `PACE` says to the clusters of a module."""
+    path = tmp_path_factory.mktemp("pace") / "seconds"
+    set_pace(path, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PACE, str(path))
+        yield path
+
+
+@pytest.fixture
+def pace(pace_file: Path) -> Iterator[Callable[[float], None]]:
+    """Says how long groups wait before each step. They hurry again when the test has ended."""
+    yield partial(set_pace, pace_file)
+    set_pace(pace_file, 0)
+
+
+@pytest.fixture(scope="module")
+def endpoints(pace_file: Path) -> Iterator[Endpoints]:
+    """Of a module: a process has one Ray at a time, and some tests here start their own.
+
+    How long the machine takes is no matter, nor is how little: see `pace`.
+    """
+    config = replace(CONFIG, max_queue_wait_s=1000, standing_wait_s=1000)
+    with marked_processes(), paced_cluster(config) as endpoints:
         yield endpoints
 
 
 @pytest.fixture(scope="module")
-def pace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that says how long the groups of `scaled_endpoints` wait before each step."""
-    path = tmp_path_factory.mktemp("pace") / "seconds"
-    set_pace(path, PACE_S)
-    return path
-
-
-@pytest.fixture(scope="module")
-def scaled_endpoints(pace: Path) -> Iterator[Endpoints]:
-    """The same with groups of one rank, that come and go, and hand over what they have at once.
-
-    They are slower than the clients here: more is asked than a group can do.
-    """
+def scaled_endpoints(pace_file: Path) -> Iterator[Endpoints]:
+    """The same with groups of one rank, that come and go, and hand over what they have at once."""
     config = replace(
         CONFIG,
-        engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4, num_threads=1),
+        engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
         autoscaling=AutoscalingSettings(
             min_groups=0, max_groups=2, down_delay_s=1, down_step_s=1, idle_delay_s=8
         ),
         drain_timeout_s=0,
     )
-    with pytest.MonkeyPatch.context() as patch, marked_processes():
-        patch.setenv(PACE, str(pace))
-        with ray_session(), running_app(config, group=ReplicaGroup) as endpoints:
-            yield endpoints
+    with marked_processes(), paced_cluster(config) as endpoints:
+        yield endpoints
+
+
+@contextlib.contextmanager
+def paced_cluster(config: ClusterConfig) -> Iterator[Endpoints]:
+    with ray_session(), running_app(config, group=ReplicaGroup) as endpoints:
+        yield endpoints
 
 
 @pytest.fixture

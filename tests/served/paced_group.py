@@ -10,8 +10,6 @@ from quire.cluster.config import ClusterConfig
 PACE = "QUIRE_TEST_PACE"
 """The environment variable with the file that says how many seconds a step waits before it begins.
 It is read at each step, so that a test may change it with `set_pace`."""
-PACE_S = 0.005
-"""Where a test says nothing else."""
 
 
 def set_pace(path: Path, seconds: float) -> None:

@@ -10,9 +10,11 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -121,7 +123,7 @@ async def over_http(url: str, number: int, *, begun: asyncio.Event) -> str:
     }
     text, last = "", ""
     async with (
-        httpx.AsyncClient(timeout=60) as client,
+        httpx.AsyncClient(timeout=None) as client,
         client.stream("POST", f"http://{url}/v1/completions", json=body) as response,
     ):
         async for line in response.aiter_lines():
@@ -135,8 +137,20 @@ async def over_http(url: str, number: int, *, begun: asyncio.Event) -> str:
     return text
 
 
+def wait_before_steps(group: GroupServer, may_hurry: threading.Event) -> None:
+    step = group._engine.step
+
+    def wait_and_step() -> Any:
+        may_hurry.wait(0.1)
+        return step()
+
+    group._engine.step = wait_and_step  # type: ignore[method-assign]
+
+
 async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> None:
     group = await GroupServer.start(CONFIG, group_id="group")
+    is_told = threading.Event()
+    wait_before_steps(group, is_told)  # So that no stream has ended when all have begun.
     async with gateway(group.address) as leaving, gateway(group.address) as staying:
         process, grpc_address, http_address = leaving
         both = f"ipv4:{grpc_address},{staying[1]}"  # The first that answers is taken.
@@ -161,6 +175,8 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> No
                 await each.wait()
             assert process.pid is not None
             os.kill(process.pid, signal.SIGTERM)
+            assert not any(stream.done() for stream in streams)
+            is_told.set()
             # A client knows nothing of it. gRPC's core cancels a call that comes in the very moment
             # (github.com/grpc/grpc/issues/41785), before it has brought anything. On a slow machine
             # that moment, until the client is told to go away, has room for several calls; so the
@@ -179,7 +195,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> No
                 _ = [status async for status in watch]
             found = await asyncio.gather(*streams)
             with pytest.raises(httpx.ConnectError):
-                httpx.get(f"http://{http_address}/health")
+                httpx.get(f"http://{http_address}/health", timeout=120)
             again = inference_pb2_grpc.InferenceStub(other)
             expected = [
                 await over_grpc(again, number, begun=asyncio.Event())

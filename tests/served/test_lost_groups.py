@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -53,11 +54,18 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def run_group(config: ClusterConfig, name: str, pipe: Connection) -> None:
-    """The body of a group's process."""
+def run_group(config: ClusterConfig, name: str, step_s: float, pipe: Connection) -> None:
+    """The body of a group's process. A step waits for ``step_s`` before it begins."""
 
     async def run() -> None:
         server = await GroupServer.start(config, group_id=name)
+        step = server._engine.step
+
+        def wait_and_step() -> Any:
+            time.sleep(step_s)
+            return step()
+
+        server._engine.step = wait_and_step  # type: ignore[method-assign]
         executor = server._engine._executor
         ranks = executor.pids if isinstance(executor, ProcessExecutor) else ()
         pipe.send((server.address, ranks))
@@ -68,14 +76,15 @@ def run_group(config: ClusterConfig, name: str, pipe: Connection) -> None:
 
 
 @contextlib.asynccontextmanager
-async def group(name: str, *, num_ranks: int) -> AsyncIterator[tuple[str, int, tuple[int, ...]]]:
+async def group(
+    name: str, *, num_ranks: int, step_s: float = 0.0
+) -> AsyncIterator[tuple[str, int, tuple[int, ...]]]:
     """Yields its address, its process id and those of its ranks, if they have processes."""
     engine = replace(CONFIG.engine, tensor_parallel_size=num_ranks)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=run_group, args=(replace(CONFIG, engine=engine), name, theirs), daemon=False
-    )
+    args = (replace(CONFIG, engine=engine), name, step_s, theirs)
+    process = context.Process(target=run_group, args=args, daemon=False)
     process.start()
     theirs.close()
     try:
@@ -122,11 +131,12 @@ class Streams:
 @pytest.mark.anyio
 async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
     async with contextlib.AsyncExitStack() as stack:
+        # So slow that none of their streams has ended when all have begun.
         victims = {
-            "killed": group("killed", num_ranks=1),
-            "stopped": group("stopped", num_ranks=1),
-            "rank killed": group("rank killed", num_ranks=2),
-            "rank stopped": group("rank stopped", num_ranks=2),
+            "killed": group("killed", num_ranks=1, step_s=0.1),
+            "stopped": group("stopped", num_ranks=1, step_s=0.1),
+            "rank killed": group("rank killed", num_ranks=2, step_s=0.1),
+            "rank stopped": group("rank stopped", num_ranks=2, step_s=0.1),
         }
         spare, _, _ = await stack.enter_async_context(group("spare", num_ranks=1))
         table = RoutingTable(block_size=CONFIG.engine.block_size)

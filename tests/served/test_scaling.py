@@ -1,18 +1,17 @@
 """Groups that come and go under a real Ray Serve: from none, to none, and again."""
 
 import contextlib
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
-from tests.served.paced_group import PACE_S, set_pace
 
 from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.client import generate
@@ -21,8 +20,13 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
+SetPace = Callable[[float], None]
 
-def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: Endpoints) -> None:
+
+def test_a_request_wakes_a_group_which_goes_again_when_idle(
+    scaled_endpoints: Endpoints, pace: SetPace
+) -> None:
+    pace(0.1)  # So that an answer does not come all at once.
     with grpc.insecure_channel(scaled_endpoints.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         assert num_groups() == 0
@@ -36,23 +40,25 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(scaled_endpoints: En
 
 
 def test_the_group_goes_whose_prefixes_are_worth_least(
-    scaled_endpoints: Endpoints, pace: Path
+    scaled_endpoints: Endpoints, pace: SetPace
 ) -> None:
     """The older one, where Serve would take the newer; its streams go on, token for token."""
+    pace(0.005)  # Groups are slower than the clients here: more is asked than one can do.
     with (
         grpc.insecure_channel(scaled_endpoints.grpc) as channel,
         ThreadPoolExecutor(10) as pool,
         contextlib.ExitStack() as at_end,
     ):
         older, _, _ = run(channel, prompt(1), 2)
-        enough, ended = threading.Event(), threading.Event()
-        at_end.callback(enough.set)  # Else the pool would wait for ever where this fails.
-        at_end.callback(ended.set)
+        two, enough, ended = threading.Event(), threading.Event(), threading.Event()
+        for event in (two, enough, ended):
+            at_end.callback(event.set)  # Else the pool would wait for ever where this fails.
+        at_end.callback(pace, 0)
 
-        def load(number: int) -> None:
-            """One request more than a group may run, none of which a cache knows."""
-            while not enough.is_set():
-                run(channel, prompt(number, num_tokens=30), 100)
+        def load(number: int, max_tokens: int, until: threading.Event) -> None:
+            """Requests that no cache knows."""
+            while not until.is_set():
+                run(channel, prompt(number, num_tokens=30), max_tokens)
                 number += 10
 
         def stream(token_ids: list[int]) -> list[list[int]]:
@@ -61,18 +67,21 @@ def test_the_group_goes_whose_prefixes_are_worth_least(
                 answers.append(run(channel, token_ids, 400)[2])
             return answers
 
-        loads = [pool.submit(load, 100 + number) for number in range(5)]
+        # One request more than a group may run. Until there are two, short ones too: however slow
+        # the group is, they begin soon enough to be sent there, and wait there.
+        loads = [pool.submit(load, 100 + number, 100, enough) for number in range(5)]
+        loads += [pool.submit(load, 105 + number, 8, two) for number in range(5)]
         wait_until(lambda: num_groups("RUNNING") == 2)
+        two.set()
         newer, valued = known(channel, lambda group: group != older)
         for _ in range(100):
             assert run(channel, valued, 2)[:2] == (newer, 496)
         _, streamed = known(channel, lambda group: group == older)
         enough.set()
-        set_pace(pace, 0.1)  # A stream lasts longer than Serve takes to stop a group.
-        at_end.callback(set_pace, pace, PACE_S)
+        pace(0.1)  # A stream lasts longer than Serve takes to stop a group.
         streams = [pool.submit(stream, streamed) for _ in range(2)]
         wait_until(lambda: num_groups() == 1)
-        set_pace(pace, 0)
+        pace(0)
         ended.set()
         for each in loads:
             each.result()
@@ -91,17 +100,35 @@ def prompt(seed: int, *, num_tokens: int = 500) -> list[int]:
 
 def known(channel: grpc.Channel, is_wanted: Callable[[str], bool]) -> tuple[str, list[int]]:
     """A group that is wanted, and a prompt that it alone knows."""
-    for token_ids in map(prompt, range(1000, 1200)):
+    deadline_s = time.monotonic() + 300  # Gateways hear of a new group in their own time.
+    for token_ids in map(prompt, itertools.count(1_000_000)):
         group, _, _ = run(channel, token_ids, 2)
         if is_wanted(group):
             return group, token_ids
-    raise AssertionError("no such group took any prompt")
+        assert time.monotonic() < deadline_s, "no such group took any prompt"
+    raise AssertionError
 
 
 def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> tuple[str, int, list[int]]:
     """The group that took it first, the prompt tokens that it knew, and what was answered."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
+    chunks = answered(channel, request)
+    assert chunks[-1].usage.num_output_tokens == max_tokens
+    start = chunks[0].start
+    answer = [token for chunk in chunks for token in chunk.token_ids]
+    return start.routing.group, start.num_cached_tokens, answer
+
+
+def ask(channel: grpc.Channel) -> list[int]:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    chunks = answered(channel, pb.GenerateRequest(text="A whale is", sampling=sampling))
+    assert len(chunks) > 1, "it did not stream"
+    assert chunks[-1].usage.num_output_tokens == 16
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def answered(channel: grpc.Channel, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     chunks: list[pb.GenerateResponse] = []
     while not chunks:
         try:
@@ -111,18 +138,7 @@ def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> tuple[s
             if chunks or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             time.sleep(0.1)
-    assert chunks[-1].usage.num_output_tokens == max_tokens
-    start = chunks[0].start
-    answer = [token for chunk in chunks for token in chunk.token_ids]
-    return start.routing.group, start.num_cached_tokens, answer
-
-
-def ask(channel: grpc.Channel) -> list[int]:
-    sampling = pb.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    chunks = list(generate(channel, pb.GenerateRequest(text="A whale is", sampling=sampling)))
-    assert len(chunks) > 1, "it did not stream"
-    assert chunks[-1].usage.num_output_tokens == 16
-    return [token for chunk in chunks for token in chunk.token_ids]
+    return chunks
 
 
 def num_groups(state: str | None = None) -> int:

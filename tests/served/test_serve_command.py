@@ -5,9 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import grpc
 import httpx
@@ -18,6 +19,8 @@ from quire.cluster.client import generate
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
@@ -39,28 +42,33 @@ def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(ended_by: signal.S
 
 
 @pytest.mark.usefixtures("no_process_is_left")
-def test_four_groups_serve_without_a_directory() -> None:
+def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) -> None:
     """Load alone decides where a request goes, and every group answers it alike."""
     flags = ["--num-groups", "4", "--no-directory", "--routing-policy", "least_loaded"]
     text = "You are a helpful assistant. " * 12
     sampling = pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     longer = pb.SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
-    with serving(*flags) as (server, grpc_address, http_address):
+    with serving(*flags, module="tests.served.paced_serve") as (
+        server,
+        grpc_address,
+        http_address,
+    ):
         with grpc.insecure_channel(grpc_address) as channel, ThreadPoolExecutor(16) as pool:
 
             def ask(_: int) -> list[pb.GenerateResponse]:
                 return list(generate(channel, pb.GenerateRequest(text=text, sampling=sampling)))
 
-            # Each comes while those before it run.
+            pace(0.1)  # Each comes while those before it run.
             held = [
                 generate(channel, pb.GenerateRequest(text=text, sampling=longer)) for _ in range(4)
             ]
             groups = {next(stream).start.routing.group for stream in held}
             for stream in held:
                 stream.close()
+            pace(0)
             answers = [*pool.map(ask, range(16)), ask(16)]
-        metrics = httpx.get(f"http://{http_address}/metrics").text
+        metrics = httpx.get(f"http://{http_address}/metrics", timeout=120).text
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate()
     tokens = {tuple(token for chunk in answer for token in chunk.token_ids) for answer in answers}
@@ -77,11 +85,12 @@ def test_four_groups_serve_without_a_directory() -> None:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(*flags: str, module: str = "quire") -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """``quire serve`` with the demo model, and where it listens: gRPC and HTTP."""
     free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
     with subprocess.Popen(
-        [sys.executable, "-m", "quire", "serve", *free, *flags],
+        [sys.executable, "-m", module, "serve", *free, *flags],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

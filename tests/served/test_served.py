@@ -28,6 +28,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.request import TokenDelta
 
 T = TypeVar("T")
+SetPace = Callable[[float], None]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -35,12 +36,18 @@ BLOCK_SIZE = 16
 _numbers = itertools.count()
 
 
-def test_streamed_tokens_are_those_of_the_offline_engine(channel: grpc.Channel) -> None:
+def test_streamed_tokens_are_those_of_the_offline_engine(
+    channel: grpc.Channel, pace: SetPace
+) -> None:
     text = "Paged attention is"
     request = pb.GenerateRequest(
         text=text, sampling=pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     )
-    chunks = list(generate(channel, request))
+    pace(0.5)  # Else a client that is held up for a moment finds all tokens in one chunk.
+    stream = generate(channel, request)
+    chunks = [next(stream)]
+    pace(0)
+    chunks += stream
     offset = 0
     for chunk in chunks:
         assert chunk.token_offset == offset
@@ -89,8 +96,10 @@ def test_a_second_request_goes_to_the_group_that_holds_its_prefix(
         assert start.num_cached_tokens == start.routing.predicted_cached_tokens
 
 
-def test_a_cancelled_stream_returns_its_blocks(channel: grpc.Channel, endpoints: Endpoints) -> None:
-    # So much that it has not ended before its blocks are seen.
+def test_a_cancelled_stream_returns_its_blocks(
+    channel: grpc.Channel, endpoints: Endpoints, pace: SetPace
+) -> None:
+    pace(0.1)  # So that it has not ended before its blocks are seen.
     sampling = pb.SamplingParams(n=8, max_tokens=900, ignore_eos=True)
     stream = generate(channel, pb.GenerateRequest(text="Once upon a time", sampling=sampling))
     next(stream)
@@ -110,8 +119,9 @@ def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpo
 
 
 def test_calls_through_handles_are_batched_by_the_engine_and_not_held_back_by_serve(
-    endpoints: Endpoints,
+    endpoints: Endpoints, pace: SetPace
 ) -> None:
+    pace(0.1)  # So that none has ended when all are seen.
     handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
     call = handle.options(method_name="generate", stream=True).remote
     params = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -158,7 +168,7 @@ def test_health_and_reflection_answer(channel: grpc.Channel, endpoints: Endpoint
     listed = next(iter(reflection.ServerReflectionInfo(iter([request]))))
     names = {service.name for service in listed.list_services_response.service}
     assert "quire.v1.Inference" in names
-    assert httpx.get(f"http://{endpoints.http}/health").status_code == 200
+    assert httpx.get(f"http://{endpoints.http}/health", timeout=120).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -204,8 +214,8 @@ def test_a_request_is_explained_by_its_id(
     shown = capsys.readouterr().out
     assert f"went to {start.routing.group}: {start.routing.reason}" in shown
     assert f"-> {start.routing.group}" in re.sub(" +", " ", shown)
-    everything = httpx.get(f"http://{endpoints.http}/v1/routing/decisions").json()["data"]
-    assert start.request_id in [decision["request_id"] for decision in everything]
+    everything = httpx.get(f"http://{endpoints.http}/v1/routing/decisions", timeout=120)
+    assert start.request_id in [each["request_id"] for each in everything.json()["data"]]
 
 
 def test_text_becomes_tokens_and_text_again(channel: grpc.Channel) -> None:
@@ -272,7 +282,7 @@ def _directory_is_true(endpoints: Endpoints) -> bool:
 
 def _metric(endpoints: Endpoints, name: str) -> float:
     """The sum of a metric over its labels."""
-    page = httpx.get(f"http://{endpoints.http}/metrics").text
+    page = httpx.get(f"http://{endpoints.http}/metrics", timeout=120).text
     values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, flags=re.MULTILINE)
     assert values, f"{name} is not in /metrics"
     return sum(map(float, values))
