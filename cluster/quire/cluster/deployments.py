@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import cast
 
 import ray
@@ -173,11 +174,16 @@ class Gateway:
         """``host:port`` of the gRPC server and of the HTTP server."""
         return self._server.grpc_address, self._server.http_address
 
-    async def wait_for_groups(self, num_groups: int) -> None:
-        """Returns once so many groups can be routed to."""
+    async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
+        """Returns nothing once so many groups can be routed to; if they still cannot be after
+        ``timeout_s``, why."""
         groups = self._server.groups
+        end_s = time.monotonic() + timeout_s
         while groups.num_ready < num_groups:
+            if time.monotonic() > end_s:
+                return groups.troubles() or [f"{groups.num_ready} of {num_groups} groups are known"]
             await groups.wait_for_change(timeout_s=1)
+        return []
 
     async def __del__(self) -> None:
         await self._at_end.aclose()

@@ -47,7 +47,11 @@ def add_cluster_flags(
     add("--host", default="127.0.0.1", help="where clients connect; 0.0.0.0 serves the network")
     add("--grpc-port", type=int, default=50051, help="0 takes any free one")
     add("--http-port", type=int, default=8000, help="0 takes any free one")
-    add("--group-host", default="127.0.0.1", help="where groups listen for gateways")
+    add(
+        "--group-host",
+        help="where groups listen for gateways; auto is the address of each one's node "
+        "[127.0.0.1; with --ray-address auto]",
+    )
     add("--tls-certificate", type=Path, help="the gateways' certificate chain, PEM; with --tls-key")
     add("--tls-key", type=Path, help="its private key, PEM")
     add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
@@ -235,7 +239,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         host=arguments.host,
         grpc_port=arguments.grpc_port,
         http_port=arguments.http_port,
-        group_host=arguments.group_host,
+        group_host=arguments.group_host or _group_host(arguments),
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,
         api_keys_file=arguments.api_keys_file,
@@ -249,6 +253,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         drain_timeout_s=arguments.drain_timeout_s,
         handover_s=arguments.handover_s,
     )
+
+
+def _group_host(arguments: argparse.Namespace) -> str:
+    """On a cluster of several nodes a gateway need not be where its groups are."""
+    return "auto" if arguments.ray_address else ClusterConfig.group_host
 
 
 def _autoscaling(arguments: argparse.Namespace) -> AutoscalingSettings | None:
