@@ -24,6 +24,7 @@ from quire.cluster.autoscaling.worth import GroupWorth
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway.server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.logs import log_beside_serve
 from quire.cluster.serve_port import keep_to_node_address
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -46,6 +47,7 @@ class ReplicaGroup:
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
+        log_beside_serve()
         keep_to_node_address()
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
@@ -128,6 +130,7 @@ class Gateway:
         self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
         self._at_end = contextlib.AsyncExitStack()
+        log_beside_serve()
         keep_to_node_address()
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
