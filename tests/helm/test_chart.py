@@ -29,7 +29,14 @@ from quire.worker.config import EngineConfig
 CHART = Path(__file__).parents[2] / "helm" / "quire"
 VALUES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").glob("*.yaml")}
 KUBERNETES = "1.33"
-OTHERS = {"RayService", "HTTPRoute", "GRPCRoute", "PodMonitor", "ServiceMonitor"}
+OTHERS = {
+    "RayService",
+    "HTTPRoute",
+    "GRPCRoute",
+    "PodMonitor",
+    "ServiceMonitor",
+    "PrometheusRule",
+}
 CRDS = Path(os.environ.get("QUIRE_CRDS", Path(__file__).parents[3] / "shared/data/crds"))
 
 Manifest = dict[str, Any]
@@ -389,6 +396,46 @@ def test_dashboards_draw_metrics_that_gateways_have() -> None:
         for name in set(re.findall(r"quire_[a-z_]+", text)):
             base = re.sub(r"_(total|bucket|sum|count)$", "", name)
             assert base in known, name
+
+
+def rules(*names: str, **extra: Any) -> list[dict[str, Any]]:
+    """The alerts of a release with these files of values."""
+    values: dict[str, Any] = {}
+    for name in names:
+        values |= yaml.safe_load(VALUES[name].read_text())
+    (rule,) = of_kind(render(values | extra), "PrometheusRule")
+    (group,) = rule["spec"]["groups"]
+    alerts: list[dict[str, Any]] = group["rules"]
+    return alerts
+
+
+def test_alerts_are_of_this_release_and_of_metrics_and_labels_that_gateways_have() -> None:
+    source = " ".join(
+        path.read_text() for path in Path(telemetry.__file__).parents[1].rglob("*.py")
+    )
+    manifests = render(yaml.safe_load(VALUES["metrics"].read_text()))
+    (monitor,) = of_kind(manifests, "PodMonitor")
+    job = f"serving/{monitor['metadata']['name']}"
+    for alert in rules("metrics"):
+        asked = re.findall(r'(quire_[a-z_]+){(?:outcome="error",)?job="([^"]+)"}', alert["expr"])
+        assert len(asked) == alert["expr"].count("quire_") > 0
+        for name, of in asked:
+            assert of == job
+            assert f'"{re.sub(r"_(total|bucket)$", "", name)}"' in source, name
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["annotations"]["summary"]
+
+
+def test_no_group_alerts_where_groups_should_be_there() -> None:
+    metrics = {"metrics": {"alerts": {"enabled": True}}}
+    of = {alert["alert"]: alert for alert in rules("metrics")}
+    assert of["QuireServesNothing"]["expr"].endswith("or vector(0)) == 0")
+    assert of["QuireFirstTokensLate"]["expr"].endswith("> 2.5")
+    autoscaled = {alert["alert"]: alert for alert in rules("autoscaling", **metrics)}
+    assert "QuireGroupsMissing" not in autoscaled
+    groups = {"autoscaling": {"enabled": True, "minGroups": 0}}
+    to_zero = {alert["alert"]: alert for alert in rules(groups=groups, **metrics)}
+    assert "quire_requests_without_group" in to_zero["QuireServesNothing"]["expr"]
 
 
 class FakeGroups(Groups):
