@@ -38,6 +38,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
             "quire: tls_certificate='/nowhere'",
         ),
         (["serve", "--routing-policy", "fastest"], "'fastest' (choose from 'prefix_aware', "),
+        (["serve", "--allow-origin", "localhost"], "allow_origins='localhost': must be '*' or"),
         (["serve", "--max-queue-wait-s", "-1"], "max_queue_wait_s=-1.0: must be 0 or more"),
         (["serve", "--max-queued-requests", "0"], "max_queued_requests=0: must be 1 or more"),
         (["serve", "--max-group-deaths", "1"], "max_group_deaths=1: must be 2 or more"),
@@ -89,11 +90,13 @@ def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(
     monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in BOUNDS.items()]
     flags.append("--scheduling-policy=fcfs")
+    flags += ["--allow-origin", "*", "--allow-origin=http://localhost:3000"]
     assert main(["serve", "-tp", "2"]) == main(["serve", "-tp", "2", *flags]) == 0
     plain, bounded = served
     own = ClusterConfig(engine=plain.engine, served_model_name=plain.served_model_name)
     assert plain == own
     own = replace(own, engine=replace(own.engine, scheduling_policy="fcfs"))
+    own = replace(own, allow_origins=("*", "http://localhost:3000"))
     assert bounded == replace(own, **BOUNDS)  # type: ignore[arg-type]
 
 
@@ -119,15 +122,14 @@ def test_help_shows_no_default_where_there_is_none(
 
 
 def test_every_flag_says_what_it_is_for() -> None:
-    commands = next(
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
-    )
-    silent = [
-        (name, action.option_strings)
-        for name, parser in commands.items()
-        for action in parser._actions
-        if action.option_strings and not action.help
-    ]
+    silent, parsers = [], [_parser()]
+    for parser in parsers:  # Which grows: a command may have commands of its own.
+        for action in parser._actions:
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+            if action.option_strings and not action.help:
+                silent.append((parser.prog, action.option_strings))
+    assert len(parsers) > 8
     assert not silent
 
 
