@@ -113,5 +113,8 @@ def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
     details = error.details() or ""
     hint = ""
     if error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
-        hint = "; does `quire serve` run there? --address names its gRPC port, not that of HTTP"
+        hint = (
+            "; does `quire serve` run there? --address names its gRPC port, not that of HTTP; "
+            "--tls or --tls-ca is for a server with TLS, and for no other"
+        )
     print(f"quire: {server.address}: {error.code().name}: {details}{hint}", file=sys.stderr)

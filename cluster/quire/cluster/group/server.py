@@ -89,7 +89,7 @@ class GroupServer:
             await self.stop(drain_timeout_s=0)
             raise
         _log.info(
-            "group %s serves %s at %s: %d ranks, %d blocks of %d tokens, at most %d to a request",
+            "group %s serves %s at %s: %d rank(s), %d blocks of %d tokens, at most %d to a request",
             group_id,
             config.model_name,
             self.address,
