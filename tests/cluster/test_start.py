@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import DeploymentStatusOverview
 
 from quire.cluster.config import ClusterConfig
@@ -19,7 +20,10 @@ quire.worker.errors.ConfigError: kv_cache_memory_bytes=10: too little"""
 
 def overview(status: str, message: str) -> DeploymentStatusOverview:
     return DeploymentStatusOverview(
-        status=status, status_trigger="UNSPECIFIED", replica_states={}, message=message
+        status=DeploymentStatus(status),
+        status_trigger=DeploymentStatusTrigger.UNSPECIFIED,
+        replica_states={},
+        message=message,
     )
 
 

@@ -134,8 +134,8 @@ def _validation_body(error: ValidationError) -> dict[str, object]:
     for field, kinds in _UNIONS.items():
         # Behind its name, a union's error has the member that refused, which nobody has asked for.
         if first["type"] != "too_long" and field in first["loc"][:-1]:
-            place = first["loc"][: first["loc"].index(field) + 1]
-            return _body(f"{_join(place)}: must be {kinds}", kind, param=param)
+            place = _join(first["loc"][: first["loc"].index(field) + 1])
+            return _body(f"{place}: must be {kinds}", kind, param=param)
     place = _join(first["loc"])
     message = f"{place}: {first['msg']}" if place else first["msg"]
     return _body(message, kind, param=param)
