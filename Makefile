@@ -1,5 +1,5 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
-# make serve  the same cluster, left running until Ctrl-C
+# make serve  serve its model with one group of one rank, until Ctrl-C
 # make test   run every test that this machine can run
 # make check  lint, types, and that the committed gRPC stubs are fresh
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk

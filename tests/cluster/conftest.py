@@ -366,7 +366,7 @@ async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack) -> None:
 
     http = uvicorn.Server(
         uvicorn.Config(
-            build_http_app(cluster.gateway),
+            build_http_app(cluster.gateway, allow_origins=["http://localhost:3000"]),
             host="127.0.0.1",
             port=0,
             log_level="warning",

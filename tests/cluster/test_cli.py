@@ -22,6 +22,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--block-size", "24"], "block-size"),
         (["serve", "/nowhere"], "/nowhere"),
+        (["serve", "some/model"], "to fetch a repository of that name: hf download some/model"),
+        (["serve", "--host", "192.0.2.7"], "host='192.0.2.7': not an address of this machine"),
+        (["serve", *FREE_PORTS, "-tp", "2", "--nodes-per-group", "2"], "has one node"),
+        (["serve", "--ray-address", "127.0.0.1:1"], "'127.0.0.1:1': nothing answers there"),
         (["serve", "--num-groups", "0"], "num_groups=0: must be 1 or more"),
         (["serve", "--min-groups", "0"], "--min-groups: --max-groups must say"),
         (["serve", "--min-groups", "3", "--max-groups", "2"], "max_groups=2: must be"),
@@ -34,6 +38,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
             "quire: tls_certificate='/nowhere'",
         ),
         (["serve", "--routing-policy", "fastest"], "'fastest' (choose from 'prefix_aware', "),
+        (["serve", "--allow-origin", "localhost"], "allow_origins='localhost': must be '*' or"),
         (["serve", "--max-queue-wait-s", "-1"], "max_queue_wait_s=-1.0: must be 0 or more"),
         (["serve", "--max-queued-requests", "0"], "max_queued_requests=0: must be 1 or more"),
         (["serve", "--max-group-deaths", "1"], "max_group_deaths=1: must be 2 or more"),
@@ -47,6 +52,8 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--seed", "-1"], "seed=-1 is out of range"),
         (["generate", "hi", "--top-p", "7"], "top_p=7.0 is out of range"),
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
+        (["simulate", "/nowhere"], "/nowhere: No such file or directory; give the path of a trace"),
+        (["bench", "step", "--output", "/nowhere/x"], "no folder /nowhere: make it"),
         (["simulate", "trace.jsonl", "--format", "foo"], "'foo' (choose from 'mooncake'"),
     ],
 )
@@ -83,12 +90,24 @@ def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(
     monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in BOUNDS.items()]
     flags.append("--scheduling-policy=fcfs")
+    flags += ["--allow-origin", "*", "--allow-origin=http://localhost:3000"]
     assert main(["serve", "-tp", "2"]) == main(["serve", "-tp", "2", *flags]) == 0
     plain, bounded = served
     own = ClusterConfig(engine=plain.engine, served_model_name=plain.served_model_name)
     assert plain == own
     own = replace(own, engine=replace(own.engine, scheduling_policy="fcfs"))
+    own = replace(own, allow_origins=("*", "http://localhost:3000"))
     assert bounded == replace(own, **BOUNDS)  # type: ignore[arg-type]
+
+
+def test_on_a_cluster_of_several_nodes_groups_can_be_reached_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
+    for flags in ([], ["--ray-address", "auto"], ["--ray-address=auto", "--group-host=10.0.0.1"]):
+        assert main(["serve", *flags]) == 0
+    assert [config.group_host for config in served] == ["127.0.0.1", "auto", "10.0.0.1"]
 
 
 @pytest.mark.parametrize("command", ["serve", "demo", "generate", "explain", "simulate"])
@@ -103,15 +122,14 @@ def test_help_shows_no_default_where_there_is_none(
 
 
 def test_every_flag_says_what_it_is_for() -> None:
-    commands = next(
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
-    )
-    silent = [
-        (name, action.option_strings)
-        for name, parser in commands.items()
-        for action in parser._actions
-        if action.option_strings and not action.help
-    ]
+    silent, parsers = [], [_parser()]
+    for parser in parsers:  # Which grows: a command may have commands of its own.
+        for action in parser._actions:
+            if isinstance(action.choices, dict):
+                parsers += action.choices.values()
+            if action.option_strings and not action.help:
+                silent.append((parser.prog, action.option_strings))
+    assert len(parsers) > 8
     assert not silent
 
 
@@ -120,4 +138,6 @@ def test_a_server_that_is_not_there_is_named(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--address", "127.0.0.1:1"]) == 1
-    assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "127.0.0.1:1: UNAVAILABLE" in said
+    assert "does `quire serve` run there?" in said

@@ -2,20 +2,23 @@
 
 import contextlib
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.auth import ApiKeys
 from quire.cluster.autoscaling.serve import ServePolicy
 from quire.cluster.autoscaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
-from quire.cluster.errors import StartFailed
 from quire.cluster.group.placement import placement_options
 from quire.cluster.local import check_ports, ended_by_signal, ray_session
 from quire.cluster.settings import config_from
+from quire.cluster.start import Say, check_nodes, check_room, start_app
 from quire.cluster.tls import ServerTls
 from quire.worker.checkpoint import open_checkpoint
 from quire.worker.model_config import check_parallel, read_model_config, resolve_max_model_len
@@ -23,7 +26,6 @@ from quire.worker.text import Tokenizer
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
-    from ray.serve.handle import DeploymentHandle
 
     from quire.cluster.deployments import Gateway, ReplicaGroup
 
@@ -38,14 +40,17 @@ class Endpoints:
 
     grpc: str
     http: str
+    logs: Path | None = None
+    """Where groups and gateways log, as long as a cluster of this machine's own runs."""
 
 
 @contextlib.contextmanager
 def running_cluster(
-    config: ClusterConfig, *, ray_address: str | None = None
+    config: ClusterConfig, *, ray_address: str | None = None, say: Say = lambda _: None
 ) -> Iterator[Endpoints]:
     """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
     its own. At the end requests at hand are drained and everything started here is stopped.
+    ``say`` hears that it starts, and what it waits for.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -54,13 +59,16 @@ def running_cluster(
     """
     _check_model(config)
     if ray_address is None:
+        check_nodes(config)
         check_ports(config)
         _check_files(config)
-    with ray_session(address=ray_address):
+    say(f"Starting {_in_words(config)} …")
+    with ray_session(address=ray_address) as logs:
         if ray_address is None:
+            _check_room(config)
             config = _shared_out(config)
-        with running_app(config) as endpoints:
-            yield endpoints
+        with running_app(config, say=say) as endpoints:
+            yield replace(endpoints, logs=logs)
 
 
 @contextlib.contextmanager
@@ -69,6 +77,7 @@ def running_app(
     *,
     gateway: "type[Gateway] | None" = None,
     group: "type[ReplicaGroup] | None" = None,
+    say: Say = lambda _: None,
 ) -> Iterator[Endpoints]:
     """The same on the Ray cluster that this process is connected to; several can follow on from
     each other there. ``gateway`` and ``group`` as for `build_app`.
@@ -80,8 +89,8 @@ def running_app(
 
     serve.start(proxy_location="Disabled")
     try:
-        handle = _run(build_app(config, gateway=gateway, group=group))
-        handle.wait_for_groups.remote(config.min_groups).result()
+        app = build_app(config, gateway=gateway, group=group)
+        handle = start_app(app, name=APP_NAME, num_groups=config.min_groups, say=say)
         yield Endpoints(*handle.addresses.remote().result())
     finally:
         serve.delete(APP_NAME)
@@ -89,18 +98,27 @@ def running_app(
 
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started."""
-    # The handler comes after Ray, which would put its own in that place.
-    with running_cluster(config, ray_address=ray_address) as endpoints, ended_by_signal():
+    cluster = running_cluster(config, ray_address=ray_address, say=partial(print, flush=True))
+    # A second time, since Ray has put a handler of its own in that place.
+    with ended_by_signal(), cluster as endpoints, ended_by_signal():
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         scheme = "https" if config.tls_certificate else "http"
-        print(
-            f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /health, /metrics", flush=True
-        )
+        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /health, /metrics")
+        if endpoints.logs is not None:
+            print(f"  logs  {endpoints.logs}    gone after the stop")
+        sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
         print("Draining …", flush=True)
     print("Stopped.")
+
+
+def _in_words(config: ClusterConfig) -> str:
+    num_groups, num_ranks = config.min_groups, config.engine.tensor_parallel_size
+    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} tensor-parallel ranks"
+    groups = "1 replica group" if num_groups == 1 else f"{num_groups} replica groups"
+    return f"{groups} of {ranks}, model {config.model_name}"
 
 
 def build_app(
@@ -122,8 +140,6 @@ def build_app(
     from quire.router.serve_router import PrefixAwareRouter
 
     engine = config.engine
-    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-    on_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpu)
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": config.drain_timeout_s + _STOP_MARGIN_S,
         "graceful_shutdown_wait_loop_s": 0.1,
@@ -137,7 +153,7 @@ def build_app(
     }
     groups = serve.deployment(
         **_group_count(config),
-        **placement_options(config, on_gpu=on_gpu),
+        **placement_options(config, on_gpu=_on_gpu(config, ray.cluster_resources())),
         # Of calls through handles; the engine queues and batches, and Serve's 5 would keep them
         # from it.
         max_ongoing_requests=engine.max_num_waiting,
@@ -198,29 +214,20 @@ def application(settings: dict[str, Any]) -> "serve.Application":
     return build_app(config)
 
 
+def _on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
+    device = config.engine.device
+    return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+
+
+def _check_room(config: ClusterConfig) -> None:
+    import ray
+
+    resources = ray.cluster_resources()
+    check_room(config, on_gpu=_on_gpu(config, resources), machine=resources)
+
+
 def _one_of(resource: str | None) -> dict[str, float]:
     return {resource: 1} if resource else {}
-
-
-def _run(app: "serve.Application") -> "DeploymentHandle[Gateway]":
-    from ray import serve
-
-    try:
-        return serve.run(app, name=APP_NAME, route_prefix=None)
-    except RuntimeError as error:
-        # Serve's own message says that it failed; why, it says in the status.
-        deployments = serve.status().applications[APP_NAME].deployments
-        reasons = [
-            f"{name}: {_last_line(deployment.message)}"
-            for name, deployment in deployments.items()
-            if deployment.message
-        ]
-        raise StartFailed("; ".join(reasons) or str(error)) from error
-
-
-def _last_line(traceback: str) -> str:
-    """What was raised, without the module that one of our own exceptions is from."""
-    return traceback.strip().splitlines()[-1].removeprefix("quire.worker.errors.")
 
 
 def _check_model(config: ClusterConfig) -> None:

@@ -1,5 +1,6 @@
 """A client of the gRPC service: what the demo and ``quire generate`` speak through."""
 
+import re
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.errors import ConfigError
 from quire.worker.sampling_params import SamplingParams
+
+# As gRPC itself says that it has not reached a server.
+_NOBODY_THERE = re.compile("failed to connect|errors resolving")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +110,11 @@ def generate_to_stdout(
 
 def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
     """Says on standard error what ``server`` answered, or that it did not."""
-    print(f"quire: {server.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+    details = error.details() or ""
+    hint = ""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
+        hint = (
+            "; does `quire serve` run there? --address names its gRPC port, not that of HTTP; "
+            "--tls or --tls-ca is for a server with TLS, and for no other"
+        )
+    print(f"quire: {server.address}: {error.code().name}: {details}{hint}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """What a deployment can be told: the engine of each replica group, and the cluster around it."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from quire.router.config import RoutingConfig
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _WAIT_OF_TARGET = 5.0
 """Times the autoscaler's target that a burst may wait: by how much it is above that says how many
 groups are wanted."""
@@ -61,6 +63,9 @@ class ClusterConfig:
     tls_key: Path | None = None
     api_keys_file: Path | None = None
     """One API key a line; clients must show one. ``None`` lets everyone in."""
+    allow_origins: tuple[str, ...] = ()
+    """Origins whose pages browsers may call the HTTP API from, such as "https://chat.example.com";
+    "*" is any. Without, pages of other origins cannot."""
     max_queue_wait_s: float | None = None
     """A request that is predicted to wait for longer until a group begins it is refused at once.
     ``None`` is 1 s; with ``autoscaling`` five times its ``target_ttft_s``, since a queue past that
@@ -112,6 +117,11 @@ class ClusterConfig:
             if self.tls_certificate is None:
                 given, missing = missing, given
             raise ConfigError(f"{given} is set and {missing} is not: set both or neither")
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allow_origins={origin!r}: must be '*' or scheme://host[:port], with no path"
+                )
         self.admission()  # Checks its own part.
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(

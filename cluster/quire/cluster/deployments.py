@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import cast
 
 import ray
@@ -23,6 +24,7 @@ from quire.cluster.autoscaling.worth import GroupWorth
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway.server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.logs import log_beside_serve
 from quire.cluster.serve_port import keep_to_node_address
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -45,6 +47,7 @@ class ReplicaGroup:
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
+        log_beside_serve()
         keep_to_node_address()
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
@@ -127,6 +130,7 @@ class Gateway:
         self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
         self._at_end = contextlib.AsyncExitStack()
+        log_beside_serve()
         keep_to_node_address()
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
@@ -173,11 +177,16 @@ class Gateway:
         """``host:port`` of the gRPC server and of the HTTP server."""
         return self._server.grpc_address, self._server.http_address
 
-    async def wait_for_groups(self, num_groups: int) -> None:
-        """Returns once so many groups can be routed to."""
+    async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
+        """Returns nothing once so many groups can be routed to; if they still cannot be after
+        ``timeout_s``, why."""
         groups = self._server.groups
+        end_s = time.monotonic() + timeout_s
         while groups.num_ready < num_groups:
+            if time.monotonic() > end_s:
+                return groups.troubles() or [f"{groups.num_ready} of {num_groups} groups are known"]
             await groups.wait_for_change(timeout_s=1)
+        return []
 
     async def __del__(self) -> None:
         await self._at_end.aclose()

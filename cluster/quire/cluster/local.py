@@ -5,6 +5,7 @@ before is left as it was.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -27,12 +28,16 @@ _ENVIRONMENT = {
     # what every other process of the node leaves.
     "RAY_worker_niceness": "0",
 }
+_CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
 
 
 @contextlib.contextmanager
-def ray_session(*, address: str | None = None) -> Iterator[None]:
-    """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end."""
+def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
+    """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end.
+
+    Yields where what Serve runs on one of its own logs.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
@@ -41,10 +46,17 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
     if address is not None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _check_address(address)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
+                "starts one, and without an address one is started for you"
+            ) from error
         with contextlib.ExitStack() as stack:
             stack.callback(ray.shutdown)
-            yield
+            yield None
         return
 
     # A folder of our own: short, for the sockets in it, and gone with the cluster.
@@ -60,7 +72,7 @@ def ray_session(*, address: str | None = None) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-            yield
+            yield folder / "session_latest" / "logs" / "serve"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -83,6 +95,20 @@ def _on_the_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = previous
 
 
+def _check_address(address: str) -> None:
+    """Ray itself tries for minutes, and says so in its own words."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "/" in host:
+        return  # "auto", or a kind of address that only Ray understands.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address={address!r}: nothing answers there ({error}); give the address of a "
+            "Ray cluster's head, or 'auto' on one of its nodes"
+        ) from error
+
+
 def check_ports(config: ClusterConfig) -> None:
     """Raises ConfigError where something else listens on a port that a gateway is to have.
 
@@ -95,6 +121,11 @@ def check_ports(config: ClusterConfig) -> None:
             try:
                 probe.bind((config.host, port))
             except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigError(
+                        f"host={config.host!r}: not an address of this machine "
+                        f"({error.strerror}); 0.0.0.0 is all that it has"
+                    ) from error
                 raise ConfigError(
                     f"{name}={port}: cannot listen on {config.host}: {error.strerror}; take "
                     "another port, or 0 for any free one"

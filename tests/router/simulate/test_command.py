@@ -1,6 +1,7 @@
 """``quire simulate`` from its flags to its files."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_line_per_replay_and_a_file_of_them(
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 8
     assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_without_matplotlib_there_is_no_plot_and_all_the_rest(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    argv = ["simulate", str(log), "--format", "log", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert "no plot: a plot needs matplotlib: pip install matplotlib" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.json"]
 
 
 def test_a_wrong_value_is_named_with_a_remedy(

@@ -2,6 +2,7 @@
 
 QuireError
 ├── InvalidRequest(ValueError)   this request cannot be served as it is; others are unharmed
+│   └── ContextExceeded          prompt and output are longer than the context
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
 ├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
 ├── NoFreeBlocks                 the block pool holds too few blocks; nothing was taken
@@ -16,6 +17,14 @@ class QuireError(Exception):
 
 class InvalidRequest(QuireError, ValueError):
     """The request cannot be served as it is. Nothing was started."""
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt and output are longer together than the context. Nothing was started."""
+
+    def __init__(self, message: str, *, max_model_len: int) -> None:
+        super().__init__(message)
+        self.max_model_len = max_model_len
 
 
 class ConfigError(QuireError, ValueError):

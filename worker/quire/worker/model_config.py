@@ -67,7 +67,9 @@ def read_model_config(path: Path) -> LlamaConfig:
         CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; model must be a checkpoint directory")
+        raise CheckpointError(
+            f"{path}: no such directory; model must be a checkpoint directory{_where_from(path)}"
+        )
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
@@ -221,6 +223,13 @@ def _eos_token_ids(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
+
+
+def _where_from(path: Path) -> str:
+    """What to do about a name that other servers would look up."""
+    if path.is_absolute() or len(path.parts) != 2:
+        return ""
+    return f"; to fetch a repository of that name: hf download {path} --local-dir {path.name}"
 
 
 def _int(raw: dict[str, Any], name: str, file: Path) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.errors import ConfigError, InvalidRequest
+from quire.worker.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.worker.hashing import TokenIds
 from quire.worker.outputs import FinishReason
 from quire.worker.sampling_params import MAX_SEED, SamplingParams
@@ -108,16 +108,18 @@ def check_request(request: Request, limits: RequestLimits) -> int:
     room = limits.max_model_len - num_prompt
     limit = f"max_model_len is {limits.max_model_len}, {limits.reason}"
     if room < 1:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"prompt has {num_prompt} tokens and {limit}: shorten the prompt to "
-            f"{limits.max_model_len - 1} tokens or fewer, so that one of output fits behind it"
+            f"{limits.max_model_len - 1} tokens or fewer, so that one of output fits behind it",
+            max_model_len=limits.max_model_len,
         )
     max_tokens = room if request.params.max_tokens is None else request.params.max_tokens
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"prompt of {num_prompt} tokens + max_tokens={max_tokens} is "
             f"{num_prompt + max_tokens} tokens and {limit}: lower max_tokens to {room} or "
-            "shorten the prompt"
+            "shorten the prompt",
+            max_model_len=limits.max_model_len,
         )
     num_resumed = len(request.resumed_token_ids)
     if num_resumed > max_tokens:

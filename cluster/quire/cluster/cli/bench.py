@@ -61,10 +61,15 @@ def _add_kind(
     )
     engine = parser.add_argument_group("engine").add_argument
     engine("--tensor-parallel-size", "-tp", type=int, default=1, help="ranks")
-    engine("--dtype", choices=get_args(DType), default="auto")
+    engine("--dtype", choices=get_args(DType), default="auto", help="auto is the checkpoint's own")
     engine("--quantization", choices=get_args(Quantization), help="of linear layers")
-    engine("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto")
-    engine("--device", choices=get_args(Device), default="auto")
+    engine("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto", help="of KV alone")
+    engine(
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="auto is cuda where there is one, else cpu",
+    )
     engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
     engine("--num-threads", type=int, help="CPU threads of each rank; all cores if absent")
@@ -117,7 +122,7 @@ def _add_sweep_flags(
     )
     sweep("--repeats", type=int, default=3, help="of everything; medians are shown")
     sweep("--output", type=Path, default=output, help="path and stem of the JSON and the plot")
-    sweep("--plot-format", choices=("png", "svg"), default="png")
+    sweep("--plot-format", choices=("png", "svg"), default="png", help="of the plot")
 
 
 def _prefix(arguments: argparse.Namespace) -> int:

@@ -27,8 +27,12 @@ def add_cluster_flags(
     add("--served-model-name", help="what clients call the model; the directory's name if absent")
     add("--num-groups", type=int, default=num_groups, help="replica groups, where it is fixed")
     add("--max-groups", type=int, help="start and stop groups with the load, up to so many")
-    add("--min-groups", type=int, help="and down to so many; 0 stops the last one too [1]")
-    add("--target-ttft-s", type=float, help="how long prompts may wait for their turn [2]")
+    add("--min-groups", type=int, help="and down to so many; 0 stops the last one too; 1 if absent")
+    add(
+        "--target-ttft-s",
+        type=float,
+        help="seconds that prompts may wait; 2 if absent",
+    )
     add(
         "--tensor-parallel-size",
         "-tp",
@@ -47,10 +51,21 @@ def add_cluster_flags(
     add("--host", default="127.0.0.1", help="where clients connect; 0.0.0.0 serves the network")
     add("--grpc-port", type=int, default=50051, help="0 takes any free one")
     add("--http-port", type=int, default=8000, help="0 takes any free one")
-    add("--group-host", default="127.0.0.1", help="where groups listen for gateways")
+    add(
+        "--group-host",
+        help="where groups listen for gateways; auto is the address of each one's node; if "
+        "absent 127.0.0.1, with --ray-address auto",
+    )
     add("--tls-certificate", type=Path, help="the gateways' certificate chain, PEM; with --tls-key")
     add("--tls-key", type=Path, help="its private key, PEM")
     add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
+    add(
+        "--allow-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="browsers may call from pages of this origin, such as http://localhost:3000; '*' is "
+        "any; can be given several times",
+    )
     _add_routing_flags(parser)
     _add_admission_flags(parser)
     _add_failover_flags(parser)
@@ -132,8 +147,8 @@ def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-queue-wait-s",
         type=float,
-        help="a request that would wait for longer for its turn is refused [1; with --max-groups "
-        "five times --target-ttft-s]",
+        help="a request that would wait for longer for its turn is refused; 1 if absent, with "
+        "--max-groups five times --target-ttft-s",
     )
     add(
         "--standing-wait-s",
@@ -235,10 +250,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         host=arguments.host,
         grpc_port=arguments.grpc_port,
         http_port=arguments.http_port,
-        group_host=arguments.group_host,
+        group_host=arguments.group_host or _group_host(arguments),
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,
         api_keys_file=arguments.api_keys_file,
+        allow_origins=tuple(arguments.allow_origin or ()),
         max_queue_wait_s=arguments.max_queue_wait_s,
         standing_wait_s=arguments.standing_wait_s,
         max_queued_requests=arguments.max_queued_requests,
@@ -249,6 +265,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         drain_timeout_s=arguments.drain_timeout_s,
         handover_s=arguments.handover_s,
     )
+
+
+def _group_host(arguments: argparse.Namespace) -> str:
+    """On a cluster of several nodes a gateway need not be where its groups are."""
+    return "auto" if arguments.ray_address else ClusterConfig.group_host
 
 
 def _autoscaling(arguments: argparse.Namespace) -> AutoscalingSettings | None:

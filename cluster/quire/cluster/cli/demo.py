@@ -53,12 +53,8 @@ def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
         engine = replace(engine, kv_cache_memory_bytes=_KV_CACHE_BYTES)
         config = replace(config, engine=engine)
     began_s = time.monotonic()
-    print(
-        f"Starting {config.num_groups} replica groups of {engine.tensor_parallel_size} "
-        f"tensor-parallel ranks on Ray, model {config.model_name} …",
-        flush=True,
-    )
-    with running_cluster(config, ray_address=ray_address) as endpoints:
+    say = partial(print, flush=True)
+    with running_cluster(config, ray_address=ray_address, say=say) as endpoints:
         print(f"Up after {time.monotonic() - began_s:.1f} s: gRPC on {endpoints.grpc}\n")
         try:
             answers = _ask_all(endpoints)

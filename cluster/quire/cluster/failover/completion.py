@@ -6,10 +6,11 @@ far. That is exact, since a token depends on model, prompt, parameters, seed and
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from quire.cluster.errors import GroupLost
+from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.failover.resume import Resumes
@@ -21,6 +22,8 @@ from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
 from quire.worker.errors import QuireError
 from quire.worker.text import TextStream, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 _OUTCOMES = {
     pb.FINISH_REASON_STOP: "stop",
@@ -97,6 +100,11 @@ class Completion:
             outcome = _OUTCOMES[self._finish_reason]
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
+            raise
+        except (Quarantined, Unavailable) as error:
+            name, known_as = self._request.request_id, self._request.client_id or "no name"
+            num_tokens = len(self._token_ids)
+            _log.warning("%s (%s) fails after %d tokens: %s", name, known_as, num_tokens, error)
             raise
         finally:
             self._attempts.is_over = True

@@ -1,6 +1,7 @@
 """One gateway, ready to serve: routing table, connections to groups, gRPC and HTTP servers."""
 
 import asyncio
+import logging
 import socket
 from typing import Self
 
@@ -20,6 +21,8 @@ from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
 from quire.worker.text import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class GatewayServer:
@@ -55,7 +58,7 @@ class GatewayServer:
         tls = self.tls
         self._http = uvicorn.Server(
             uvicorn.Config(
-                build_http_app(self.gateway, keys=keys),
+                build_http_app(self.gateway, keys=keys, allow_origins=config.allow_origins),
                 lifespan="off",
                 log_config=None,
                 timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
@@ -84,10 +87,17 @@ class GatewayServer:
         except BaseException:
             await self.groups.close()
             raise
+        _log.info(
+            "gateway of %s listens: gRPC %s, HTTP %s",
+            config.model_name,
+            self.grpc_address,
+            self.http_address,
+        )
         return self
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         """Takes no new request, lets those at hand end, then closes every connection."""
+        _log.info("stops; %d completions may take %g s", self.gateway.num_inflight, drain_timeout_s)
         self.gateway.begin_drain()
         self._http.should_exit = True
         stopping = [asyncio.ensure_future(self._grpc.stop(drain_timeout_s))]
@@ -98,6 +108,7 @@ class GatewayServer:
             self._tls_task.cancel()
             await asyncio.gather(self._tls_task, return_exceptions=True)
         await self.groups.close()
+        _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
 
     async def _listen(self, config: ClusterConfig) -> None:
         http_socket = _http_socket(config.host, config.http_port)

@@ -95,6 +95,11 @@ class Gateway:
         return can_serve and not self._is_draining
 
     @property
+    def num_inflight(self) -> int:
+        """Completions under way."""
+        return self._num_inflight
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 

@@ -152,7 +152,6 @@ class EngineLoop:
             turn = self._num_turns
             if num_looks >= _LOOKS_IN:
                 message = f"step {self._num_steps + 1} has not ended within {step_deadline_s:g} s"
-                _log.error(message)
                 self._hung.set_result(None)
                 self._deliver_failure(RankFailure(message))
 
@@ -259,6 +258,7 @@ class EngineLoop:
 
     def _deliver_failure(self, error: RankFailure) -> None:
         if not self.failed.done():
+            _log.error("the group fails with %d requests: %s", len(self._sinks), error)
             self.failed.set_result(error)
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():

@@ -4,6 +4,7 @@ It is ready when a request has gone through the model, not when a port is open.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -22,6 +23,8 @@ from quire.worker.errors import QuireError
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta
 from quire.worker.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 _HEARTBEATS = 8
 """In the time after which a gateway takes a silent group for lost."""
@@ -85,6 +88,16 @@ class GroupServer:
         except BaseException:
             await self.stop(drain_timeout_s=0)
             raise
+        _log.info(
+            "group %s serves %s at %s: %d rank(s), %d blocks of %d tokens, at most %d to a request",
+            group_id,
+            config.model_name,
+            self.address,
+            config.engine.tensor_parallel_size,
+            engine.stats().num_total_blocks,
+            config.engine.block_size,
+            engine.max_model_len,
+        )
         return self
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
@@ -120,7 +133,11 @@ class GroupServer:
         """Takes no new request, lets those at hand end or go on elsewhere, then ends everything
         that it started."""
         if not self._engine_loop.failed.done():
-            await self._service.drain(timeout_s=drain_timeout_s, handover_s=self._config.handover_s)
+            _log.info("stops; requests end within %g s or move", drain_timeout_s)
+            num_left = await self._service.drain(
+                timeout_s=drain_timeout_s, handover_s=self._config.handover_s
+            )
+            _log.info("drained; %d requests were given back to their gateways", num_left)
         await self._server.stop(_CLOSE_S)
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)

@@ -24,7 +24,7 @@ from quire.cluster.errors import (
     Unavailable,
 )
 from quire.router.errors import UnknownDecision
-from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.errors import ContextExceeded, InvalidRequest, QueueFull, QuireError
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS: Mapping[type[Exception], _Kind] = {
+    ContextExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
@@ -54,6 +55,12 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
     Unavailable: _Kind(503, "service_unavailable_error", "unavailable"),
 }
+_UNIONS = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts such as {'type': 'text', 'text': '…'}",
+}
+"""What a field of several kinds may be."""
 _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 
@@ -73,13 +80,19 @@ def error_body(error: Exception) -> dict[str, object]:
     return _describe(error)[1]
 
 
+def error_headers(error: Exception) -> dict[str, str]:
+    """Whether and when to try again. OpenAI's clients do after each 429 and 5xx, unless told."""
+    if isinstance(error, (Quarantined, DeadlineExceeded)):
+        return {"x-should-retry": "false"}
+    if isinstance(error, (QueueFull, Unavailable)):
+        retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1
+        return {"Retry-After": str(ceil(retry_after_s))}
+    return {}
+
+
 async def _handle(request: Request, error: Exception) -> Response:
     kind, body = _describe(error)
-    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1
-    headers = {"Retry-After": str(ceil(retry_after_s))} if kind.status in (429, 503) else None
-    if isinstance(error, Quarantined):  # OpenAI's clients try again after a 500, unless told.
-        headers = {"x-should-retry": "false"}
-    return JSONResponse(body, status_code=kind.status, headers=headers)
+    return JSONResponse(body, status_code=kind.status, headers=error_headers(error))
 
 
 async def _handle_http(request: Request, error: HTTPException) -> Response:
@@ -98,10 +111,17 @@ def _describe(error: Exception) -> tuple[_Kind, dict[str, object]]:
         return _KINDS[InvalidRequest], _validation_body(error)
     for type_, kind in _KINDS.items():
         if isinstance(error, type_):
-            return kind, _body(str(error), kind, param=_param(error))
+            return kind, _body(_message(error), kind, param=_param(error))
     incident = secrets.token_hex(4)
     _log.error("incident %s", incident, exc_info=error)
     return _INTERNAL, _body(f"internal error, incident {incident}", _INTERNAL)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ContextExceeded):
+        # Those who shorten prompts by themselves look for OpenAI's words.
+        return f"this model's maximum context length is {error.max_model_len} tokens: {error}"
+    return str(error)
 
 
 def _validation_body(error: ValidationError) -> dict[str, object]:
@@ -110,10 +130,19 @@ def _validation_body(error: ValidationError) -> dict[str, object]:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     kind = _KINDS[InvalidRequest]
-    place = ".".join(str(part) for part in first["loc"])
     param = str(first["loc"][0]) if first["loc"] else None
+    for field, kinds in _UNIONS.items():
+        # Behind its name, a union's error has the member that refused, which nobody has asked for.
+        if first["type"] != "too_long" and field in first["loc"][:-1]:
+            place = _join(first["loc"][: first["loc"].index(field) + 1])
+            return _body(f"{place}: must be {kinds}", kind, param=param)
+    place = _join(first["loc"])
     message = f"{place}: {first['msg']}" if place else first["msg"]
     return _body(message, kind, param=param)
+
+
+def _join(location: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, location))
 
 
 def _param(error: Exception) -> str | None:

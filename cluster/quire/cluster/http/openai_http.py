@@ -14,6 +14,7 @@ from typing import TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,7 +24,7 @@ from quire.cluster.auth import ApiKeys, HttpAuth
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.gateway.generation import Chat, GenerationRequest
 from quire.cluster.gateway.service import Gateway
-from quire.cluster.http.errors import BodyTooLarge, error_body, error_handlers
+from quire.cluster.http.errors import BodyTooLarge, error_body, error_handlers, error_headers
 from quire.cluster.http.openai_format import ChatFormat, CompletionFormat, Format
 from quire.cluster.http.openai_schema import ChatBody, CompletionBody, GenerationBody
 from quire.cluster.http.routing_api import routing_route
@@ -45,10 +46,13 @@ AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 Chunks = AsyncGenerator[pb.GenerateResponse, None]
 
 
-def build_http_app(gateway: Gateway, *, keys: ApiKeys | None = None) -> ASGIApp:
+def build_http_app(
+    gateway: Gateway, *, keys: ApiKeys | None = None, allow_origins: Sequence[str] = ()
+) -> ASGIApp:
     """The application, to be served by any ASGI server in the gateway's event loop.
 
-    ``keys``: what clients must show; without them, everyone is let in.
+    ``keys``: what clients must show; without them, everyone is let in. ``allow_origins``: from
+    which origins' pages browsers may call; "*" is all.
     """
     api = _Api(gateway)
     app: ASGIApp = Starlette(
@@ -65,6 +69,14 @@ def build_http_app(gateway: Gateway, *, keys: ApiKeys | None = None) -> ASGIApp:
     )
     if keys is not None:
         app = HttpAuth(app, keys=keys)
+    if allow_origins:  # Around the keys: a browser asks first, and shows none.
+        app = CORSMiddleware(
+            app,
+            allow_origins=allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
 
@@ -121,8 +133,9 @@ class _Api:
         """The whole answer; or, once its first chunk has decided its status, a stream."""
         generations = [await self._gateway.prepare(each) for each in generation_requests]
         params = generations[0].params
+        reply_id = f"{prefix}-{generations[0].request_id}"
         shape = format_type(
-            reply_id=f"{prefix}-{generations[0].request_id}",
+            reply_id=reply_id,
             model=self._gateway.model,
             num_choices=len(generations) * params.n,
             num_per_prompt=params.n,
@@ -130,11 +143,15 @@ class _Api:
             tokenizer=self._gateway.tokenizer,
         )
         chunks = self._gateway.stream(generations)
-        if not body.stream:
-            return await _collect(chunks, shape)
-        first = await anext(chunks)
-        events = _events(first, chunks, shape, include_usage=body.include_usage)
-        return EventStream(events, source=chunks)
+        response: Response
+        if body.stream:
+            first = await anext(chunks)
+            events = _events(first, chunks, shape, include_usage=body.include_usage)
+            response = EventStream(events, source=chunks)
+        else:
+            response = await _collect(chunks, shape)
+        response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        return response
 
     def _model(self) -> dict[str, object]:
         card = self._gateway.groups.card
@@ -164,6 +181,7 @@ async def _read(request: Request, body_type: type[AnyBody]) -> AnyBody:
         raise InvalidRequest(f"the body is not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
+    body_type.check_served(value)
     body = body_type.model_validate(value)
     body.check()
     return body
@@ -208,7 +226,8 @@ async def _collect(chunks: Chunks, shape: Format) -> Response:
             async for chunk in chunks:
                 shape.take(chunk)
         except DeadlineExceeded as error:
-            return JSONResponse({**shape.whole(), **error_body(error)}, status_code=504)
+            body = {**shape.whole(), **error_body(error)}
+            return JSONResponse(body, status_code=504, headers=error_headers(error))
     return JSONResponse(shape.whole())
 
 

@@ -38,7 +38,7 @@ class GenerationBody(Body):
     """What the two endpoints have in common. The second half is vLLM's extension of the API, but
     for ``timeout``: seconds from the request's arrival to its last token."""
 
-    # Field → values that ask for nothing special.
+    # Field that is not served → values that ask for nothing special.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     model: str = ""
@@ -51,7 +51,6 @@ class GenerationBody(Body):
     stop: str | Texts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    logit_bias: Any = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -69,12 +68,17 @@ class GenerationBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def check(self) -> None:
-        """Raises InvalidRequest: the body asks for what is not served."""
-        for name, allowed in self.neutral.items():
-            if getattr(self, name) not in allowed:
-                shown = reprlib.repr(getattr(self, name))
+    @classmethod
+    def check_served(cls, given: Mapping[str, object]) -> None:
+        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served."""
+        for name, allowed in cls.neutral.items():
+            value = given.get(name)
+            if value is not None and value not in allowed:
+                shown = reprlib.repr(value)
                 raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
+
+    def check(self) -> None:
+        """Raises InvalidRequest: fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true")
 
@@ -105,20 +109,40 @@ _SHARED = (
 )
 
 
+# OpenAI's, and then those of vLLM's that its users rely on. Any value but ``None``, which is as
+# good as absent, is refused where it is not among these.
+_NOWHERE: Mapping[str, tuple[object, ...]] = {
+    "logit_bias": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+
 class CompletionBody(GenerationBody):
     neutral = {
-        "logit_bias": (None, {}),
-        "echo": (None, False),
-        "suffix": (None, ""),
-        "best_of": (None, 1),
+        **_NOWHERE,
+        "response_format": ({"type": "text"},),
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+        "prompt_embeds": (),
+        "add_special_tokens": (True,),
     }
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: Any = None
-    suffix: Any = None
-    best_of: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry for each prompt: text or token ids."""
@@ -159,12 +183,22 @@ class ChatTurn(Body):
 
 class ChatBody(GenerationBody):
     neutral = {
-        "logit_bias": (None, {}),
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "functions": (None, []),
-        "response_format": (None, {"type": "text"}),
-        "modalities": (None, ["text"]),
+        **_NOWHERE,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
     }
 
     messages: Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -172,11 +206,6 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    response_format: Any = None
-    modalities: Any = None
 
     def check(self) -> None:
         super().check()

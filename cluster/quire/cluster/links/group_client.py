@@ -140,7 +140,7 @@ class GroupClient:
                 await asyncio.sleep(pause_s * self._jitter(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._config.max_backoff_s)
         finally:
-            self._detach(Ending("the gateway is closing"))
+            self._detach(Ending("the gateway is closing"), is_trouble=False)
 
     async def _attach_once(self) -> Ending:
         """Returns why the stream ended, or why there was none."""
@@ -160,7 +160,7 @@ class GroupClient:
             # Whatever one group sends, the gateway goes on with the others.
             _log.exception("the connection to the group at %s failed", self.address)
             ending = Ending(repr(error))
-        if ending.reason != self.last_error:
+        if not self.is_attached and ending.reason != self.last_error:
             _log.warning("group at %s is not attached: %s", self.address, ending.reason)
         return ending
 
@@ -237,12 +237,17 @@ class GroupClient:
 
     def _drain(self, phase: pb.StepFrame.Phase) -> None:
         if not self._phase:
+            _log.info("group %s stops, with %d requests", self._name, len(self._streams))
             self._listener.turned_away(self)
         self._phase = phase
         if phase == pb.StepFrame.HANDING_OVER and self._listener.has_other(self):
             for stream in list(self._streams.values()):
                 stream.lose(HandedOver(f"the group at {self.address} drains"))
                 stream.abort()
+
+    @property
+    def _name(self) -> str:
+        return f"{self.description.group_id} at {self.address}"
 
     def _new_pulse(self) -> Pulse:
         return Pulse(
@@ -265,11 +270,18 @@ class GroupClient:
             credit = pb.Credit(request_id=request_id, attempt=attempt, token_limit=token_limit)
             self._commands.put_nowait(pb.GroupCommand(credit=credit))
 
-    def _detach(self, ending: Ending) -> None:
+    def _detach(self, ending: Ending, *, is_trouble: bool = True) -> None:
         self.last_error = ending.reason
         self._commands = asyncio.Queue()  # What it still held was meant for the broken stream.
         if not self.is_attached:
             return
+        _log.log(
+            logging.WARNING if is_trouble and not self._phase else logging.INFO,
+            "group %s is gone: %s; %d requests go on elsewhere",
+            self._name,
+            ending.reason,
+            len(self._streams),
+        )
         death = Death(self.description.group_id, self.description.epoch)
         self._death = death if ending.is_refutable else None
         self._listener.detached(self)

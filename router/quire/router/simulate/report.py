@@ -79,7 +79,7 @@ def plot(rows: Sequence[Row], file: Path, *, title: str) -> None:
         module: Any = import_module("matplotlib.figure")
         ticker: Any = import_module("matplotlib.ticker")
     except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'quire[bench]'") from None
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib") from None
     figure = module.Figure(figsize=(12, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=12)
     panels = figure.subplots(1, 2)

@@ -22,6 +22,8 @@ def load_trace(path: Path, *, format: str | None = None, block_size: int | None 
     Raises:
         ConfigError: There is no such file or format, a line is not of it, or the size is not one.
     """
+    if not path.exists():  # Before it is asked for the format of what is not there.
+        raise ConfigError(f"{path}: No such file or directory; give the path of a trace")
     name = format or {".csv": "azure", ".jsonl": "mooncake"}.get(path.suffix, "")
     if name not in FORMATS:
         raise ConfigError(f"{path}: say its format, which is one of {', '.join(FORMATS)}")
@@ -34,6 +36,8 @@ def load_trace(path: Path, *, format: str | None = None, block_size: int | None 
             rows = list(_numbered(path, read(lines, size), format=name))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a trace") from None
+    if not rows:
+        raise ConfigError(f"{path}, read as {name}: no requests; one per line is needed")
     return Trace.of(rows, name=path.stem, block_size=size)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from quire.worker.bench.summary import Row
 from quire.worker.errors import ConfigError
 
-INSTALL = "pip install 'quire[bench]'"
+INSTALL = "pip install matplotlib"
 
 _COLOURS = ("#1f5fa8", "#d1661a", "#2f8a4c", "#8a4fa0", "#8c6d1f", "#5b6770")
 _GREY = "#555555"

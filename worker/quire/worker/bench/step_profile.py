@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.worker import process_executor, rank_process
 from quire.worker.bench.message_cost import time_messages
-from quire.worker.bench.report import format_table, write_json
+from quire.worker.bench.report import check_writable, format_table, write_json
 from quire.worker.bench.step_parts import (
     ENGINE_PARTS,
     FORWARD,
@@ -117,6 +117,7 @@ class StepProfile:
 
 def bench_step(config: StepProfileConfig, *, output: Path) -> int:
     """Prints the profile as tables and writes it to ``output`` + ".json"."""
+    check_writable(output)
     wanted = config.engine.async_scheduling
     modes = (False, True) if wanted is None else (wanted,)
     profiles = []

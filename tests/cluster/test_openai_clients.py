@@ -1,0 +1,115 @@
+"""What clients of OpenAI's API, and of other servers of it, rely on beyond the answers."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("completions", "echo", True),
+        ("completions", "best_of", 2),
+        ("completions", "structured_outputs", {"choice": ["a", "b"]}),
+        ("chat/completions", "guided_json", {"type": "object"}),
+        ("chat/completions", "bad_words", ["mat"]),
+        ("chat/completions", "continue_final_message", True),
+        ("chat/completions", "chat_template_kwargs", {"enable_thinking": False}),
+        ("chat/completions", "response_format", {"type": "json_object"}),
+    ],
+)
+async def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
+    start_cluster: Any, path: str, field: str, value: object
+) -> None:
+    prompt = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        url = f"{cluster.http_url}/v1/{path}"
+        refused = await client.post(url, json=prompt | {field: value})
+        served = await client.post(url, json=prompt | {field: None, "user": "someone"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == field
+    assert "is not supported: leave it out" in refused.json()["error"]["message"]
+    assert served.status_code == 200
+
+
+async def test_a_prompt_that_is_too_long_is_known_by_openais_code_and_words(
+    start_cluster: Any,
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        for prompt, max_tokens in ([1] * 100_000, 1), ([1], 100_000):
+            with pytest.raises(openai.BadRequestError) as raised:
+                await cluster.openai.completions.create(
+                    model="hash", prompt=prompt, max_tokens=max_tokens
+                )
+            assert raised.value.code == "context_length_exceeded"
+            assert "this model's maximum context length is " in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [1, "a"]}, "prompt: must be a string, a list of strings, a list of token ids"),
+        ({"prompt": {"a": 1}}, "prompt: must be a string, a list of strings, a list of token ids"),
+        ({"prompt": "x", "stop": [1]}, "stop: must be a string or a list of strings"),
+        ({}, "prompt: Field required"),
+    ],
+)
+async def test_a_value_of_the_wrong_kind_is_told_which_kinds_there_are(
+    start_cluster: Any, body: dict[str, Any], message: str
+) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_can_be_asked_about_by_its_request_id(
+    start_cluster: Any, stream: bool
+) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        body = {"prompt": "the cat", "max_tokens": 1, "stream": stream}
+        url = f"{cluster.http_url}/v1/completions"
+        answer = await client.post(url, json=body)
+        name = answer.headers["X-Request-Id"]
+        assert name in answer.text
+        asked = f"{cluster.http_url}/v1/routing/decisions?request_id={name}"
+        assert (await client.get(asked)).status_code == 200
+        named = await client.post(url, json=body, headers={"X-Request-Id": "mine"})
+        assert named.headers.get_list("X-Request-Id") == ["mine"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_do_not_try_again_what_has_no_time_left(
+    start_cluster: Any, stream: bool
+) -> None:
+    """OpenAI's clients would, two times, and answer after three times the timeout."""
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        body = {"prompt": "the cat", "timeout": 1e-6, "stream": stream}
+        answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)
+    assert answer.status_code == 504
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_browsers_may_call_from_the_pages_that_are_allowed_and_no_others(
+    start_cluster: Any,
+) -> None:
+    ours = "http://localhost:3000"
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        for origin, allowed in (ours, ours), ("http://elsewhere", None):
+            asked = await client.options(
+                f"{cluster.http_url}/v1/chat/completions",
+                headers={
+                    "Origin": origin,
+                    "Access-Control-Request-Method": "POST",
+                    "Access-Control-Request-Headers": "authorization,content-type",
+                },
+            )
+            assert asked.status_code == (200 if allowed else 400)
+            answer = await client.get(f"{cluster.http_url}/v1/models", headers={"Origin": origin})
+            for each in asked, answer:
+                assert each.headers.get("Access-Control-Allow-Origin") == allowed
