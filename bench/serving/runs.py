@@ -18,8 +18,9 @@ from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
 from bench.serving.case import SERVE, Case
 from bench.serving.figures import figures, rows_of, write_trace
 from bench.serving.forecasts import Forecast
+from bench.serving.gateways import Gateways
 from bench.serving.handles import groups_behind_serve
-from bench.serving.load import Gateways, Request, Stream, Target, run, run_chats
+from bench.serving.load import Request, Stream, Target, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
 from bench.serving.machine import Machine
 from bench.serving.timed import timed_gateway, timed_group
