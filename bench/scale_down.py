@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from bench.autoscale import Elastic, Replay, add_load_flags, at_rates
+from bench.autoscale import add_load_flags
+from bench.autoscale_replay import Elastic, Replay, at_rates
 
 from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.router.simulate.trace_files import load_trace

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from bench.serving.load import Gateways, Request, Stream, run
+from bench.serving.gateways import Gateways
+from bench.serving.load import Request, Stream, run
 
 _BEGUN_TOKENS = 3
 _PAUSE_S = 0.2  # After a stream that failed, before it is asked for again.

@@ -124,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=["prefix_aware", "round_robin", "power_of_two"],
         help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
-        "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4 differs from the\n"
-        "flags below",
+        "NAME:use_directory=0,use_step_clock=0,lose_batches=0.1,lose_events=0.1,num_gateways=4\n"
+        "differs from the flags below",
     )
     add("--rounds", type=int, default=3)
     add("--first-round", type=int, default=0, help="for rounds of one command to follow others'")

@@ -94,6 +94,8 @@ class Case:
     num_groups: int = 2
     num_gateways: int = 1
     use_directory: bool = True
+    use_step_clock: bool = True
+    """Only `prefix_aware` has one; without, it routes as before (`bench.serving.unclocked`)."""
     lose_batches: float = 0.0
     lose_events: float = 0.0
     model: str = "S"
@@ -110,6 +112,13 @@ class Case:
         for name in ("lose_batches", "lose_events"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be from 0 to 1")
+        if not self.use_step_clock:
+            if self.policy != "prefix_aware":
+                raise ConfigError(f"use_step_clock=0: {self.policy} has none, use prefix_aware")
+            if self.lose_batches or self.lose_events:
+                raise ConfigError(
+                    "use_step_clock=0: cannot be combined with losses, leave these out"
+                )
 
     @property
     def key(self) -> str:
@@ -121,6 +130,8 @@ class Case:
         parts = [self.policy]
         if not self.use_directory:
             parts.append("no directory")
+        if not self.use_step_clock:
+            parts.append("no step clock")
         if self.lose_batches:
             parts.append(f"{self.lose_batches:.0%} of messages lost")
         if self.lose_events:
@@ -174,6 +185,7 @@ def cases(specs: Sequence[str], **common: Any) -> list[Case]:
 _KINDS: dict[str, Callable[[str], Any]] = {
     "num_gateways": int,
     "use_directory": lambda value: bool(int(value)),
+    "use_step_clock": lambda value: bool(int(value)),
     "lose_batches": float,
     "lose_events": float,
 }

@@ -18,14 +18,17 @@ from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
 from bench.serving.case import SERVE, Case
 from bench.serving.figures import figures, rows_of, write_trace
 from bench.serving.forecasts import Forecast
+from bench.serving.gateways import Gateways
 from bench.serving.handles import groups_behind_serve
-from bench.serving.load import Gateways, Request, Stream, Target, run, run_chats
+from bench.serving.load import Request, Stream, Target, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
 from bench.serving.machine import Machine
 from bench.serving.timed import timed_gateway, timed_group
+from bench.serving.unclocked import unclocked_gateway
 
 from quire.cluster.app import running_app
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deployments import Gateway
 from quire.cluster.gateway.explanations import MAX_LIMIT
 from quire.router.config import RoutingConfig
 from quire.v1 import inference_pb2 as pb
@@ -109,15 +112,19 @@ class Measured:
 def measure(case: Case, *, folder: Path, times: Path | None = None) -> Measured:
     config = cluster_config(case, folder=folder)
     loss = Loss(batches=case.lose_batches, events=case.lose_events)
-    if times is not None and (loss.is_any or case.policy == SERVE):
+    if times is not None and case.policy == SERVE:
         raise ConfigError(f"{case.label}: cannot be timed; leave --timed out")
     if case.policy == SERVE:
         with groups_behind_serve(config) as target:
             return asyncio.run(_apply_load(case, target, config))
-    gateway = lossy_gateway(loss) if loss.is_any else None
+    gateway = Gateway
+    if loss.is_any:
+        gateway = lossy_gateway(loss)
+    elif not case.use_step_clock:
+        gateway = unclocked_gateway()
     group = None
     if times is not None:
-        gateway, group = timed_gateway(times.resolve()), timed_group(times.resolve())
+        gateway, group = timed_gateway(times.resolve(), gateway), timed_group(times.resolve())
     with running_app(config, gateway=gateway, group=group) as endpoints:
 
         async def load() -> Measured:

@@ -41,7 +41,8 @@ def fit_steps(runs: Sequence[Sequence[Line]], *, num_cache_tokens: int) -> StepF
     """``runs`` are the lines of `bench.serving.timed.read_lines`, run by run.
 
     Raises:
-        ConfigError: They hold too few steps with prompt tokens, or without.
+        ConfigError: They hold too few steps with prompt tokens, or without; or what they took does
+            not follow from what was in them.
     """
     rows: list[tuple[float, ...]] = []
     took: list[float] = []
@@ -69,6 +70,11 @@ def fit_steps(runs: Sequence[Sequence[Line]], *, num_cache_tokens: int) -> StepF
         contention = max(float(along @ (took_ms - alone) / max(along @ along, 1e-9)), 0.0)
     left = took_ms - alone * (1 + contention * num_others)
     base, per_token, per_product, decode_base, decode_linear = rates.tolist()
+    if not (base or per_token) or not (decode_base or decode_linear):
+        raise ConfigError(
+            f"{len(rows)} steps were kept, and by the best fit prefills or decodes take no time: "
+            "too much else went on beside them; run them again, longer or on a quieter machine"
+        )
     return StepFit(
         cost=CostModel(
             base=base,

@@ -43,10 +43,10 @@ def timed_group(folder: Path) -> type[ReplicaGroup]:
     return TimedGroup
 
 
-def timed_gateway(folder: Path) -> type[Gateway]:
-    """The same for gateways."""
+def timed_gateway(folder: Path, base: type[Gateway] = Gateway) -> type[Gateway]:
+    """The same for gateways that are like ``base`` otherwise."""
 
-    class TimedGateway(Gateway):
+    class TimedGateway(base):  # type: ignore[misc, valid-type]
         async def __init__(self, config: ClusterConfig, groups: Any) -> None:  # type: ignore[misc]
             await super().__init__(config, groups)
             self._kept = GatewayTimes(self._server.gateway, self._server.table)

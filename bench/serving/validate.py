@@ -119,8 +119,11 @@ def _without(runs: Runs, timed: Sequence["_Timed"]) -> Iterator[str]:
 
 
 def _can_be_simulated(case: Case) -> bool:
-    """The simulator's gateways always have a directory, and ask for each event that they miss."""
-    return case.policy != SERVE and case.use_directory and not case.lose_events
+    """The simulator's gateways always have a directory and a step clock, and ask for each event
+    that they miss."""
+    return (
+        case.policy != SERVE and case.use_directory and case.use_step_clock and not case.lose_events
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

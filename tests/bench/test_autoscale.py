@@ -20,7 +20,7 @@ def trace() -> Trace:
 
 
 def test_rates_set_how_fast_requests_come(trace: Trace, bench_module: BenchModule) -> None:
-    replayed = bench_module("autoscale").at_rates(trace, [1.0, 4.0, 0.0, 2.0], minutes=4)
+    replayed = bench_module("autoscale_replay").at_rates(trace, [1.0, 4.0, 0.0, 2.0], minutes=4)
     counts = [0] * 4
     for arrival_ms in replayed.arrival_ms:
         counts[int(arrival_ms // 60_000)] += 1
@@ -30,7 +30,7 @@ def test_rates_set_how_fast_requests_come(trace: Trace, bench_module: BenchModul
 def test_every_request_is_served_and_groups_come_and_go(
     trace: Trace, bench_module: BenchModule
 ) -> None:
-    autoscale = bench_module("autoscale")
+    autoscale = bench_module("autoscale_replay")
     burst = autoscale.at_rates(trace, [1.0, 6.0, 0.5], minutes=9)
     replay = autoscale.Replay(burst, SETTINGS, start_ms=10_000)
     replay.run()
@@ -44,7 +44,7 @@ def test_every_request_is_served_and_groups_come_and_go(
 
 
 def test_a_fixed_number_of_groups_costs_its_time(trace: Trace, bench_module: BenchModule) -> None:
-    replay = bench_module("autoscale").Replay(trace, SETTINGS, start_ms=0, fixed=3)
+    replay = bench_module("autoscale_replay").Replay(trace, SETTINGS, start_ms=0, fixed=3)
     replay.run()
     assert replay.group_ms == pytest.approx(3 * 120_000, rel=0.01)
     assert max(replay.ttft_ms) < 2_000
@@ -54,6 +54,6 @@ def test_without_any_group_requests_wait_for_the_first_to_start(
     trace: Trace, bench_module: BenchModule
 ) -> None:
     settings = AutoscalingSettings(min_groups=0, max_groups=2)
-    replay = bench_module("autoscale").Replay(trace.first(3), settings, start_ms=30_000)
+    replay = bench_module("autoscale_replay").Replay(trace.first(3), settings, start_ms=30_000)
     replay.run()
     assert all(30_000 < ttft_ms < 33_000 for ttft_ms in replay.ttft_ms)

@@ -22,7 +22,7 @@ def conversations() -> Trace:
 def test_what_goes_by_worth_costs_no_more_than_what_goes_by_chance(
     bench_module: BenchModule,
 ) -> None:
-    bench_module("autoscale")
+    bench_module("autoscale_replay")
     scale_down = bench_module("scale_down")
     replay = scale_down.Forking(conversations(), SETTINGS, start_ms=5_000, after_ms=60_000)
     replay.run()
@@ -35,7 +35,7 @@ def test_what_goes_by_worth_costs_no_more_than_what_goes_by_chance(
 
 
 def test_trying_what_is_not_chosen_changes_nothing(bench_module: BenchModule) -> None:
-    autoscale = bench_module("autoscale")
+    autoscale = bench_module("autoscale_replay")
     scale_down = bench_module("scale_down")
     plain = autoscale.Replay(conversations(), SETTINGS, start_ms=5_000)
     forking = scale_down.Forking(conversations(), SETTINGS, start_ms=5_000, after_ms=10_000)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.router.directory import Applied, GroupId, NeedsResync
+from quire.router.policy import GroupState, RouteRequest
 from quire.worker.errors import ConfigError
 from quire.worker.events import BlocksStored, EventBatch
 from quire.worker.hashing import BlockHash
@@ -115,9 +117,20 @@ def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
         ("fastest", "policy='fastest': must be one of serve, prefix_aware"),
         ("random:lose=1", "'lose=1' is none of num_gateways"),
         ("random:lose_events=2", "lose_events=2.0: must be from 0 to 1"),
+        ("random:use_step_clock=0", "random has none, use prefix_aware"),
+        ("prefix_aware:use_step_clock=0,lose_events=0.1", "cannot be combined with losses"),
     ):
         with pytest.raises(ConfigError, match=message):
             module.cases([spec], load=load)
+
+
+def test_without_its_clock_the_policy_costs_what_it_did_before(bench_module: BenchModule) -> None:
+    unclocked = bench_module("serving.unclocked")
+    request = RouteRequest(hashes=[], num_prompt_tokens=300, block_size=16, now_s=10.0)
+    state = GroupState(group=A, num_running=10, num_waiting=2, num_reserved_requests=1)
+    busy = replace(state, step_began_s=9.9, step_s=0.2, num_step_tokens=64)
+    costs = unclocked.Unclocked().costs(request, [busy, GroupState(group=GroupId("b"))], [100, 0])
+    assert costs == pytest.approx([1.25 * 200 + 32 * 13, 1.25 * 300])
 
 
 # What is lost.

@@ -12,6 +12,7 @@ import pytest
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
+from quire.worker.errors import ConfigError
 
 BenchModule = Callable[[str], ModuleType]
 
@@ -65,6 +66,18 @@ def test_the_pause_between_two_steps_is_part_of_the_first(bench_module: BenchMod
     fit = steps.fit_steps([lines], num_cache_tokens=10_000)
     assert fit.cost.prefill_ms(50) == pytest.approx(101.0)
     assert fit.contention == 0
+
+
+def test_a_fit_by_which_decodes_take_no_time_is_refused(bench_module: BenchModule) -> None:
+    """Seen of a short run beside others' work: the simulator then divided by the time of a step."""
+    steps = bench_module("serving.steps")
+    lines = []
+    for number in range(40):
+        prefill, decodes = (0, 3) if number % 2 else (10 + 10 * (number % 9), number % 3)
+        took_ms = 4.0 + prefill if prefill else 0.0
+        lines.append(step("a", float(number), took_ms, prefill=prefill, decodes=decodes))
+    with pytest.raises(ConfigError, match="prefills or decodes take no time"):
+        steps.fit_steps([lines], num_cache_tokens=10_000)
 
 
 # The way of a request.
