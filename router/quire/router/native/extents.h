@@ -79,7 +79,9 @@ class Extents {
         const uintptr_t from = (begin + kPage - 1) & ~(kPage - 1);
         if (from > begin) munmap(memory, from - begin);
         munmap(reinterpret_cast<void*>(from + size), begin + kPage - from);
-        madvise(reinterpret_cast<void*>(from), size, MADV_HUGEPAGE);  // Else with small ones.
+#ifdef MADV_HUGEPAGE
+        madvise(reinterpret_cast<void*>(from), size, MADV_HUGEPAGE);  // Refused: small ones.
+#endif
         auto hole = holes_.emplace(from, size).first;
         if (hole != holes_.begin()) {
             const auto before = std::prev(hole);
