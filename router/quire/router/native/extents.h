@@ -2,8 +2,8 @@
 //
 // A read that no cache holds waits for its address to be translated too, and with pages of 4 KB
 // that is a second read from memory. Ranges are taken from the lowest address that has room, so
-// that holes are filled before more is asked for; a huge page without a range goes back to the
-// system at once.
+// that holes are filled before more is asked for. What a hole leaves of huge pages goes back to
+// the system once it is large: a small one will soon be filled, and a new page must be cleared.
 #pragma once
 
 #include <sys/mman.h>
@@ -21,7 +21,8 @@ namespace quire {
 class Extents {
   public:
     static constexpr size_t kPage = size_t(2) << 20;
-    static constexpr size_t kLeast = kPage / 64;  // Less is malloc's.
+    static constexpr size_t kLeast = kPage / 64;     // Less is malloc's.
+    static constexpr size_t kLargeHole = 4 * kPage;  // Smaller ones keep their pages.
 
     // Of the process. Never destroyed: tables may be left when it ends.
     static Extents& shared() {
@@ -44,9 +45,8 @@ class Extents {
     void release(void* memory, size_t num_bytes) {
         const std::lock_guard<std::mutex> guard(lock_);
         uintptr_t from = reinterpret_cast<uintptr_t>(memory), to = from + num_bytes;
-        // The pages of which this range may have been the last.
-        const uintptr_t first_page = from & ~(kPage - 1);
-        const uintptr_t end_page = (to + kPage - 1) & ~(kPage - 1);
+        // Around it there may be holes that were too small.
+        const uintptr_t near_from = from - kLargeHole, near_to = to + kLargeHole;
         auto after = holes_.lower_bound(from);
         if (after != holes_.begin()) {
             const auto before = std::prev(after);
@@ -60,10 +60,10 @@ class Extents {
             holes_.erase(after);
         }
         holes_.emplace(from, to - from);
-        const uintptr_t give_from = std::max(first_page, (from + kPage - 1) & ~(kPage - 1));
-        const uintptr_t give_to = std::min(end_page, to & ~(kPage - 1));
-        if (give_from < give_to)
-            madvise(reinterpret_cast<void*>(give_from), give_to - give_from, MADV_DONTNEED);
+        if (to - from < kLargeHole) return;
+        from = (std::max(from, near_from) + kPage - 1) & ~(kPage - 1);
+        to = std::min(to, near_to) & ~(kPage - 1);
+        madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
     }
 
   private:
