@@ -9,7 +9,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from quire.cluster.cli.main import main as cli
+from quire.cluster.cli import main as cli
 from quire.router.decision_log import Explanation
 from quire.v1 import inference_pb2 as pb
 

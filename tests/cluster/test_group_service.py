@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -137,6 +138,28 @@ async def test_frames_carry_the_load_and_come_without_work_too(start_group: Any)
         assert (load.num_running, load.num_held_blocks) == (0, 0)
         assert load.num_cached_blocks + load.num_free_blocks == 50
         assert (load.num_prompt_tokens, load.num_output_tokens) == (9, 10)
+
+
+async def test_each_gateway_hears_of_each_step_with_prompts_that_gave_no_token(
+    start_group: Any,
+) -> None:
+    async with (
+        start_group(service={"heartbeat_s": 600}) as group,
+        connect(group) as one,
+        connect(group) as two,
+    ):
+        may_step, execute = threading.Semaphore(0), group.executor.execute
+        group.executor.execute = lambda step: (may_step.acquire(), execute(step))[1]
+        asking, other = one.Attach(), two.Attach()
+        await asking.read()
+        await other.read()
+        await asking.write(submit("a", [20] * 200, max_tokens=1))
+        for pending in (136, 72, 8, 0):  # 64 tokens to a step.
+            may_step.release()
+            for call in (asking, other):
+                frame = await call.read()
+                assert frame.load.num_pending_prefill_tokens == pending
+        assert not frame.deltas
 
 
 async def read_until_gateways(call: Any, num_gateways: int) -> None:

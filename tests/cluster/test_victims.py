@@ -14,7 +14,7 @@ from ray.serve._private.deployment_scheduler import (
     SpreadDeploymentSchedulingPolicy,
 )
 
-from quire.cluster.autoscaling.policy import victims
+from quire.cluster.autoscaling import victims
 from quire.cluster.autoscaling.victims import steer, stop_first
 
 GROUPS, OTHERS = DeploymentID("groups", "quire"), DeploymentID("others", "quire")

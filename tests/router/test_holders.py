@@ -154,7 +154,7 @@ def test_large_segments_keep_what_is_theirs_while_others_come_and_go() -> None:
     library = native_holders.library()
     if library is None:
         pytest.skip("no C++ compiler")
-    alive: dict[int, tuple[HolderIndex, bytes]] = {}
+    alive: dict[int, tuple[NativeHolders, bytes]] = {}
     for seed in range(12):
         index = NativeHolders(library, max_blocks=100_000)
         index.admit(1)

@@ -72,6 +72,27 @@ def test_a_heartbeat_during_a_step_does_not_begin_another() -> None:
     assert clock.length_s == pytest.approx(0.02)
 
 
+def test_a_heartbeat_during_the_first_step_of_an_idle_group_does_not_begin_one() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=21, at_s=at_s + 0.02, num_queued=0, is_idle=True)
+    for beat in range(60):
+        clock.frame(step=21, at_s=at_s + beat, num_queued=0, is_idle=True)
+        clock.frame(step=21, at_s=at_s + beat + 0.25, num_queued=500, is_idle=False)
+    assert clock.length_s == 0
+    clock.frame(step=22, at_s=at_s + 60.01, num_queued=0, is_idle=False)
+    assert clock.length_s == pytest.approx(0.02)
+
+
+def test_a_step_behind_one_that_was_aborted_teaches_nothing() -> None:
+    clock = StepClock()
+    at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)
+    clock.frame(step=20, at_s=at_s + 0.01, num_queued=0, is_idle=True)
+    assert clock.length_s == 0
+    clock.frame(step=21, at_s=at_s + 60.0, num_queued=0, is_idle=False)
+    assert clock.length_s == pytest.approx(0.02)
+
+
 def test_frames_that_were_merged_count_as_the_steps_that_they_are() -> None:
     clock = StepClock()
     at_s = run(clock, [0] * 20, fixed_s=0.02, per_token_s=0.0)

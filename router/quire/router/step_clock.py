@@ -9,7 +9,8 @@ what is queued when it begins, but no more than any step was seen to do. What a 
 was true when it was sent; a step takes a hundredth of a second to several tenths, so that on
 average half of it is over when the next request comes, and much more in one group than in another.
 
-Nothing is known before `MIN_STEPS` steps were seen, nor of the step that an idle group begins.
+Nothing is known before `MIN_STEPS` steps were seen, nor of the step that an idle group begins: its
+beginning brought no frame, and a heartbeat may come during it.
 """
 
 WINDOW = 30
@@ -22,7 +23,16 @@ _KEPT = 1 - 1 / WINDOW
 class StepClock:
     """One group's. Takes the same memory however much it has seen."""
 
-    __slots__ = ("_moments", "_most", "_num_seen", "_queued", "_step", "began_s", "length_s")
+    __slots__ = (
+        "_is_known",
+        "_moments",
+        "_most",
+        "_num_seen",
+        "_queued",
+        "_step",
+        "began_s",
+        "length_s",
+    )
 
     def __init__(self) -> None:
         self.began_s = 0.0
@@ -30,7 +40,8 @@ class StepClock:
         self.length_s = 0.0
         """How long the present one is expected to take; 0 where nothing is known."""
         self._most = 0  # Prompt tokens by which a step has shortened the queue.
-        self._step: int | None = None  # Steps that had ended by then; None from an idle group.
+        self._step: int | None = None  # Steps that have ended; None before the first frame.
+        self._is_known = False  # Whether the present one began when `began_s` says.
         self._queued = 0
         self._num_seen = 0
         self._moments = (0.0, 0.0, 0.0, 0.0, 0.0)  # Of 1, x, y, x * x, x * y.
@@ -46,14 +57,16 @@ class StepClock:
         A frame of no new step, such as a heartbeat, says nothing new, and of several steps at once
         nothing is learned where they had prompts to compute: it is not known how many each.
         """
-        if self._step is not None:
-            num_steps = step - self._step
-            if num_steps <= 0:
-                return
-            if num_steps == 1 or not self._queued:
-                self._most = max(self._most, self._queued - num_queued)
-                self._learn(self.num_tokens, (at_s - self.began_s) / num_steps)
-        self._step = None if is_idle else step
+        num_steps = 1 if self._step is None else step - self._step
+        if num_steps <= 0:
+            if is_idle:  # All was aborted.
+                self._is_known, self.length_s = False, 0.0
+            return
+        if self._is_known and (num_steps == 1 or not self._queued):
+            self._most = max(self._most, self._queued - num_queued)
+            self._learn(self.num_tokens, (at_s - self.began_s) / num_steps)
+        self._step = step
+        self._is_known = not is_idle
         self._queued = num_queued
         self.began_s = at_s
         self.length_s = 0.0 if is_idle else self._expected_s()

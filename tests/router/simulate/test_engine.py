@@ -10,6 +10,7 @@ from quire.router.simulate.group import EngineConfig
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name
+from quire.worker.errors import ConfigError
 
 COST = CostModel(
     base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200
@@ -100,3 +101,11 @@ def test_round_robin_over_many_groups_is_many_queues() -> None:
     both = simulate(trace_of(*rows), replace(config, num_groups=2))
     alone = simulate(trace_of(*rows[::2]), config)
     assert both.first_token_ms[::2] == pytest.approx(alone.first_token_ms)
+
+
+@pytest.mark.parametrize(
+    "zeros", [{"base": 0, "per_token": 0}, {"decode_base": 0, "decode_linear": 0}]
+)
+def test_steps_that_take_no_time_are_refused(zeros: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must take some time"):
+        replace(COST, **zeros)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from quire.cluster.group.attachment import Attachment, Door
-from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
@@ -68,6 +68,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._door = Door()
         self._attachments: list[Attachment] = []
         self._is_closing = False
+        self._num_prefilled_tokens = 0
+        engine_loop.listen(self._on_step)
 
     @property
     def num_requests(self) -> int:
@@ -169,6 +171,14 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
         frame.load.num_gateways = sum(each.may_submit for each in self._attachments)
         return frame
+
+    def _on_step(self, result: StepResult) -> None:
+        """Has each gateway hear of each step that computed prompts, if it gave no token either: how
+        far a group is with its prompts, and when its steps begin, is what routing goes by."""
+        if result.stats.num_prefilled_tokens != self._num_prefilled_tokens:
+            self._num_prefilled_tokens = result.stats.num_prefilled_tokens
+            for attachment in self._attachments:
+                attachment.wake()
 
     def _enter(self, phase: pb.StepFrame.Phase) -> None:
         self._door.phase = phase

@@ -14,10 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from quire.worker.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Milliseconds; see the module's docstring."""
+    """Milliseconds; see the module's docstring.
+
+    Raises:
+        ConfigError: A step would take no time.
+    """
 
     base: float
     per_token: float
@@ -28,6 +34,14 @@ class CostModel:
     decode_quadratic: float = 0.0
     num_cache_tokens: int
     """KV cache of a group of this kind."""
+
+    def __post_init__(self) -> None:
+        if self.prefill_ms(1) <= 0 or self.decode_ms(1) <= 0:
+            raise ConfigError(
+                f"base={self.base:g}, per_token={self.per_token:g}, decode_base="
+                f"{self.decode_base:g}, decode_linear={self.decode_linear:g}: a step must take some "
+                "time; fit costs to steps with and without prompts"
+            )
 
     def prefill_ms(self, num_tokens: float) -> float:
         """Of tokens with nothing before them."""
