@@ -1,5 +1,4 @@
 import random
-import re
 from math import inf
 from typing import Any
 
@@ -56,16 +55,6 @@ def admission(*, gateways: int = 1, **config: Any) -> Admission:
 
 def ticket(num_prompt_tokens: int = 10, **values: Any) -> Ticket:
     return Ticket(num_prompt_tokens=num_prompt_tokens, **values)
-
-
-def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
-    """What the first of equal requests is told that is not taken."""
-    for _ in range(100):
-        try:
-            queue.offer(ticket(**values), [state], now_s=0)
-        except Overloaded as error:
-            return error
-    raise AssertionError("all were taken")
 
 
 def test_speeds_are_those_of_a_busy_group() -> None:
@@ -229,48 +218,6 @@ def test_prompts_that_wait_for_something_else_do_not_pass_for_a_slow_prefill(lac
         )
         known.observe(described, load, now_s=300.0 + step * 0.01)
     assert known.room([group()], wait_s=0.05, tokens_each=20) == pytest.approx(3, rel=0.2)
-
-
-def test_what_is_urgent_is_taken_where_all_slots_are_and_prompts_wait_for_them() -> None:
-    """Four slots are let go in a second, and 1,000 prompt tokens computed; so far, short prompts
-    have waited for slots."""
-    known = capacity()
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
-    for step in range(2, 4000):
-        load = pb.Load(
-            num_running=NUM_SLOTS,
-            num_waiting=1,
-            num_pending_prefill_tokens=20,
-            num_prompt_tokens=300_000 + 20 * (step // 25),
-            num_prefilled_tokens=300_000 + 20 * (step // 25),
-            num_full_step_tokens=300_000,
-            num_output_tokens=30_000 + 2 * step,
-            num_ended=600 + step // 25,
-        )
-        known.observe(described, load, now_s=300.0 + step * 0.01)
-    queue = Admission(AdmissionConfig(min_queued_per_group=1), known)
-    full = group(num_running=NUM_SLOTS, num_waiting=1, num_pending_prefill_tokens=500)
-    refused(queue, full, num_prompt_tokens=20, priority=1)
-    urgent = ticket(20, priority=-1)
-    queue.offer(urgent, [full], now_s=0)
-    assert urgent.stage is Stage.QUEUED
-
-
-@pytest.mark.parametrize("num_waiting", [0, 2, 20])
-@pytest.mark.parametrize("num_tokens", [1, 500, 10_000])
-def test_a_refusal_predicts_more_than_the_bound_that_it_names(
-    num_waiting: int, num_tokens: int
-) -> None:
-    queue = admission(max_queue_wait_s=2.0)
-    full = group(
-        num_running=NUM_SLOTS,
-        num_waiting=num_waiting,
-        num_pending_prefill_tokens=num_waiting * num_tokens,
-    )
-    message = str(refused(queue, full, num_prompt_tokens=num_tokens))
-    found = re.search(r"would begin in about (.*) s: max_queue_wait_s is 2;", message)
-    assert found is not None, message
-    assert float(found[1]) >= 2.0
 
 
 def test_a_group_that_does_not_say_what_it_computes_is_as_fast_as_is_assumed() -> None:
