@@ -68,9 +68,6 @@ class AdmissionGate:
             num_prompt_tokens=group.num_prompt_tokens,
             num_hit_tokens=group.num_hit_tokens,
             num_output_tokens=group.num_output_tokens,
-            num_ended=group.num_ended,
-            num_prefilled_tokens=group.num_prefilled_tokens,
-            num_full_step_tokens=group.num_full_step_tokens,
             num_gateways=self._case.num_gateways,
         )
         self._capacity.observe(description, load, now_s=self._clock.now_ms / 1000)
@@ -81,11 +78,14 @@ class AdmissionGate:
         return [self._ids[ticket] for ticket in self._admission.release(self._table.states())]
 
     def started(self, request_id: int) -> None:
-        pass  # The routing table is told.
+        self._capacity.generated(1)
+        self._admission.begun(self._tickets[request_id])
 
     def finished(self, request_id: int) -> None:
         ticket = self._tickets.pop(request_id)
         del self._ids[ticket]
+        self._capacity.generated(self._trace.num_output[request_id] - 1)
+        self._capacity.ended(1)
         self._admission.leave(ticket)
 
 

@@ -105,8 +105,7 @@ class ModelGroup:
         self._running: list[_Sequence] = []
         self._free_blocks = hardware.num_blocks
         self._is_busy = False
-        self._num_prompt = self._num_output = self._num_ended = 0
-        self._num_prefilled = self._num_full_step = 0
+        self._num_prompt = self._num_output = 0
         self.description = pb.GroupDescription(
             group_id=name, epoch=1, max_num_seqs=hardware.num_slots, block_size=BLOCK_SIZE
         )
@@ -125,9 +124,6 @@ class ModelGroup:
             num_free_blocks=self._free_blocks,
             num_prompt_tokens=self._num_prompt,
             num_output_tokens=self._num_output,
-            num_ended=self._num_ended,
-            num_prefilled_tokens=self._num_prefilled,
-            num_full_step_tokens=self._num_full_step,
             num_gateways=len(self.gateways),
         )
 
@@ -152,9 +148,6 @@ class ModelGroup:
         self._is_busy = bool(chunks)
         if chunks:
             num_prefill = sum(chunk for _, chunk in chunks)
-            self._num_prefilled += num_prefill
-            if budget <= 0:
-                self._num_full_step += num_prefill
             num_decodes = sum(sequence.num_prefill == 0 for sequence in self._running)
             step_s = (
                 hardware.step_s
@@ -172,7 +165,6 @@ class ModelGroup:
                 is_last = sequence.num_output == 0
                 if is_last:
                     self._running.remove(sequence)
-                    self._num_ended += 1
                     self._free_blocks += sequence.num_blocks
                 self._tell_token(sequence, is_last=is_last)
         load = self.load()
@@ -227,11 +219,14 @@ class ModelGateway:
 
     def token(self, client: Client, *, is_last: bool) -> None:
         ticket, name = client.ticket, str(client.ticket.number)
+        self.capacity.generated(1)
         if client.first_token_s is None:
             client.first_token_s = self._world.now_s
             self.table.started(name, num_cached_tokens=0)
+            self.admission.begun(ticket)
         if is_last:
             client.end_s = self._world.now_s
+            self.capacity.ended(1)
             self.table.completed(name)
             self.admission.leave(ticket)
             del self._clients[ticket]

@@ -464,29 +464,3 @@ def test_stats_tell_full_steps_from_those_that_left_no_prompt_waiting(
     engine.step()
     stats = engine.stats()
     assert (stats.num_prefilled_tokens, stats.num_full_step_tokens) == (18, 7)
-
-
-@pytest.mark.parametrize("lacking", [{"max_num_seqs": 1}, {"num_blocks": 4}])
-def test_a_step_that_prompts_wait_in_for_want_of_something_else_is_not_full(
-    make_engine: MakeEngine, lacking: dict[str, int]
-) -> None:
-    engine, _ = make_engine(max_num_batched_tokens=16, **lacking)
-    engine.add_request(request("a", range_prompt(9)))
-    engine.add_request(request("b", range_prompt(12, first=30)))
-    engine.step()
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (1, 1)
-    assert (stats.num_prefilled_tokens, stats.num_full_step_tokens) == (9, 0)
-
-
-def test_whoever_leaves_after_it_began_has_ended(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(max_num_seqs=2)
-    engine.add_request(request("short", range_prompt(9), max_tokens=1))
-    engine.add_request(request("long", range_prompt(9)))
-    engine.add_request(request("waiting", range_prompt(9)))
-    engine.step()
-    assert engine.stats().num_ended == 1
-    engine.abort("waiting")
-    assert engine.stats().num_ended == 1
-    engine.abort("long")
-    assert engine.stats().num_ended == 2

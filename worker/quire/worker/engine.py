@@ -155,8 +155,7 @@ class Engine:
         num_prefilled = sum(schedule.num_tokens[schedule.num_decodes :])
         if num_prefilled:
             self._num_prefilled_tokens += num_prefilled
-            is_full = sum(schedule.num_tokens) >= self._config.max_num_batched_tokens
-            if is_full and self._scheduler.num_pending_prefill_tokens:
+            if self._scheduler.num_pending_prefill_tokens:
                 # With a step ahead this is the wait for the one before: over a queue the same.
                 self._num_full_step_tokens += num_prefilled
                 self._full_step_s += self._clock() - begin_s
@@ -182,7 +181,6 @@ class Engine:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_hit_tokens=scheduler.num_hit_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_ended=scheduler.num_ended,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_prefilled_tokens=self._num_prefilled_tokens,

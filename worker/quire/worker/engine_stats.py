@@ -26,14 +26,11 @@ class EngineStats:
     num_hit_tokens: int
     """Those among them that were in the cache."""
     num_output_tokens: int
-    num_ended: int
-    """Requests that began to run and have left: finished or aborted."""
     num_preemptions: int
     num_steps: int
     num_prefilled_tokens: int
     """Prompt tokens computed, those computed again after a preemption too."""
     num_full_step_tokens: int
-    """Those among them of steps whose budget prompts used up, and that left some waiting: all that
-    a step could do. Prompts that wait for a slot or for blocks do not make a step full."""
+    """Those among them of steps that left prompt tokens waiting: all that a step could do."""
     full_step_s: float
     """Time spent in those steps. A counter too."""

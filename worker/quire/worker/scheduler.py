@@ -52,7 +52,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """By rank."""
         self.waiting = WaitingQueue()
-        self.num_preemptions = self.num_ended = 0
+        self.num_preemptions = 0
         self.num_prompt_tokens = 0
         """Of the requests that began to run, each counted once; so are the hits among them."""
         self.num_hit_tokens = 0
@@ -82,7 +82,6 @@ class Scheduler:
             if seq.status is Status.RUNNING:
                 self.running.remove(seq)
             self._tables.release(seq)
-            self.num_ended += 1
         seq.status = Status.FINISHED
 
     def schedule(self) -> Schedule:

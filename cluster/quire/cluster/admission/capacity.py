@@ -7,16 +7,12 @@ A request waits for three things, and begins when it has the last of them:
     blocks   KV that must be let go before it    over  blocks let go per second
 
 A speed counts only over times in which a group had more to do than it could do at once: what it
-does otherwise says how much was asked of it. Of a step that could have computed more prompts, what
-it took longer than one without them counts, where that is the greater part.
+does otherwise says how much was asked of it. Of a step that computed all there was, what it took
+longer than one without prompts counts, where that is the greater part.
 
 How many sequences end per second is the tokens that come out over the mean length of an output, and
 that mean counts outputs under way (*censored*: they are at least so long), or else short ones,
 which end first, would pass for all of them.
-
-All of this is learnt from what groups say to every gateway, and nothing from a gateway's own
-requests: gateways that share groups must think the same of them, or whoever thinks the most of a
-full group is the only one that finds room there.
 
 A gateway sees what the others sent only in the groups' frames. Until then it takes each of them to
 have sent as much as itself: several then fill the room that all of them see once and not once each,
@@ -32,8 +28,7 @@ from quire.v1 import group_pb2 as pb
 
 _MEMORY_S = 10.0
 """Busy seconds after which an observation counts for a third (1/e) of a new one."""
-_MIN_MEMORY_OUTPUTS = 100
-"""So many ends are remembered, or as many as there are slots: all may end in one moment."""
+_MEMORY_OUTPUTS = 100
 _PRIOR_S = 0.1
 """So long is a speed assumed that nothing was seen of."""
 _PRIOR_MEMORY_S = 1.0
@@ -65,20 +60,11 @@ class Capacity:
         pace = self._groups.get(group_id)
         if pace is None or pace.epoch != description.epoch:
             pace = self._groups[group_id] = _GroupPace(description, self._all)
-            self._count()
+            self._count_gateways()
         if pace.num_gateways != load.num_gateways:
             pace.num_gateways = load.num_gateways
-            self._count()
-        before = pace.observe(load, now_s)
-        if load.HasField("num_ended"):
-            since = before or pb.Load()  # A group that was there before this gateway tells it all.
-            self._outputs.add(
-                num_tokens=load.num_output_tokens - since.num_output_tokens,
-                num_ended=load.num_ended - since.num_ended,
-            )
-        since = before or load
-        num_prompt = load.num_prompt_tokens - since.num_prompt_tokens
-        num_hits = load.num_hit_tokens - since.num_hit_tokens
+            self._count_gateways()
+        num_prompt, num_hits = pace.observe(load, now_s)
         if num_prompt > 0:
             kept = exp(-num_prompt / (20 * _PRIOR_PROMPT_TOKENS))
             self._num_prompt_tokens = self._num_prompt_tokens * kept + num_prompt
@@ -88,11 +74,20 @@ class Capacity:
         """Forgets all groups but these."""
         wanted = set(groups)
         self._groups = {name: pace for name, pace in self._groups.items() if name in wanted}
-        self._count()
+        self._count_gateways()
 
     def asked(self, max_tokens: int) -> None:
         """A completion begins that may be ``max_tokens`` long."""
         self._outputs.asked(max_tokens)
+
+    def generated(self, num_tokens: int) -> None:
+        """So many more tokens of this gateway's completions came."""
+        self._outputs.generated(num_tokens)
+
+    def ended(self, num_completions: int) -> None:
+        """So many of them have ended."""
+        for _ in range(num_completions):
+            self._outputs.ended()
 
     def num_to_compute(self, num_prompt_tokens: int) -> float:
         """How many tokens of such a prompt are not found in a cache, on average of late."""
@@ -127,12 +122,9 @@ class Capacity:
             for speeds in map(self._speeds, states)
         )
 
-    def _count(self) -> None:
-        paces = self._groups.values()
-        self.num_gateways = max((pace.num_gateways for pace in paces), default=1)
+    def _count_gateways(self) -> None:
+        self.num_gateways = max((pace.num_gateways for pace in self._groups.values()), default=1)
         self.num_gateways = max(self.num_gateways, 1)  # A group may not say.
-        num_slots = sum(pace.max_num_seqs or 0 for pace in paces)
-        self._outputs.memory = max(_MIN_MEMORY_OUTPUTS, num_slots)
 
     def _room(self, state: GroupState, wait_s: float, tokens_each: float) -> float:
         speeds = self._speeds(state)
@@ -210,42 +202,49 @@ class _GroupPace:
         prior = _PRIOR_OUTPUT_PER_S * (self.max_num_seqs or 1)
         return self._own.output_when_short.per_s(self._others.output_when_short.per_s(prior))
 
-    def observe(self, load: pb.Load, now_s: float) -> pb.Load | None:
-        """Returns what it said the last time."""
+    def observe(self, load: pb.Load, now_s: float) -> tuple[int, int]:
+        """Returns the prompt tokens that were begun since the last time, and the hits in them."""
         last, self._last = self._last, (now_s, load)
         if last is None:
-            return None
+            return 0, 0
         before_s, before = last
-        if not (before.num_running or before.num_waiting):
-            return before  # It was idle, and who knows until when.
         time_s = max(0.0, now_s - before_s)
+        num_prompt = load.num_prompt_tokens - before.num_prompt_tokens
+        num_hits = load.num_hit_tokens - before.num_hit_tokens
         num_output = load.num_output_tokens - before.num_output_tokens
-        num_computed = load.num_prefilled_tokens - before.num_prefilled_tokens
-        if load.num_full_step_tokens > before.num_full_step_tokens:
+        if before.num_pending_prefill_tokens:
+            # A prompt counts as begun as a whole; what of it is still to come is known exactly
+            # where nothing else waits, and evens out over time where something does.
+            num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
+            if num_computed >= before.num_pending_prefill_tokens:
+                time_s = min(time_s, self._prefill_s(num_computed, time_s))
             self._add("prefill", num_computed, time_s)
-        elif num_computed:  # Whatever waits, it was not for want of speed.
-            self._add("prefill", num_computed, self._prefill_s(num_computed, time_s))
-        else:
+        elif before.num_running:
             self._decodes.add(1, time_s)
         if self.max_num_seqs is not None and before.num_running >= self.max_num_seqs:
             self._add("output_when_full", num_output, time_s)
         elif before.num_waiting:
             self._add("output_when_short", num_output, time_s)
-        return before
+        return num_prompt, num_hits
 
     def _prefill_s(self, num_tokens: int, step_s: float) -> float:
-        """For how long a step computed prompts that had room for more: what it took longer than
-        one of decodes alone, where that is most of it; else as long as was thought.
+        """For how long a step computed prompts that computed all there were: what it took longer
+        than one of decodes alone, where that is most of it; else as long as was thought.
 
-        A short prompt alone in a step would pass for a slow group.
+        It had room for more: a short prompt alone in a step would pass for a slow group.
         """
         decode_s = 1 / self._decodes.per_s(prior=_MIN_PER_S)
         longer_s = step_s - decode_s if step_s >= 2 * decode_s else 0.0
-        return min(step_s, max(longer_s, num_tokens / self.prefill_per_s))
+        return max(longer_s, num_tokens / self.prefill_per_s)
 
     def _add(self, name: str, amount: float, time_s: float) -> None:
         for speeds in (self._own, self._others):
             getattr(speeds, name).add(amount, time_s)
+
+
+def _begun(load: pb.Load) -> int:
+    """Tokens yet to compute of prompts that were begun."""
+    return 0 if load.num_waiting else load.num_pending_prefill_tokens
 
 
 class _Rate:
@@ -266,36 +265,27 @@ class _Rate:
 
 class _OutputLength:
     """The mean length of an output: tokens seen over ends seen, which is the most likely mean of
-    an exponential distribution from a sample that is partly under way.
-
-    Until enough have ended, at most what this gateway's clients ask for: a first generation
-    begins together, and has many tokens before it has an end.
-    """
+    an exponential distribution from a sample that is partly under way; at most what was asked."""
 
     def __init__(self) -> None:
-        self.memory = _MIN_MEMORY_OUTPUTS
-        """Ends after which one counts for a third (1/e) of a new one."""
         self._num_tokens = _PRIOR_OUTPUT_TOKENS
         self._num_ends = 1.0
-        self._num_seen = 0
         self._num_allowed = self._num_asked = 0.0
 
     @property
     def mean(self) -> float:
         mean = max(self._num_tokens / self._num_ends, 1.0)
-        if self._num_asked and self._num_seen < self.memory:
-            return min(mean, self._num_allowed / self._num_asked)
-        return mean
+        return min(mean, self._num_allowed / self._num_asked) if self._num_asked else mean
 
     def asked(self, max_tokens: int) -> None:
-        kept = 1 - 1 / _MIN_MEMORY_OUTPUTS
+        kept = 1 - 1 / _MEMORY_OUTPUTS
         self._num_allowed = self._num_allowed * kept + max_tokens
         self._num_asked = self._num_asked * kept + 1
 
-    def add(self, *, num_tokens: int, num_ended: int) -> None:
-        """So many came, and so many outputs ended with them, one after the other."""
-        kept = (1 - 1 / self.memory) ** num_ended
-        share = (1 - kept) * self.memory / num_ended if num_ended else 1.0
-        self._num_tokens = self._num_tokens * kept + num_tokens * share
-        self._num_ends = self._num_ends * kept + num_ended * share
-        self._num_seen += num_ended
+    def generated(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def ended(self) -> None:
+        kept = 1 - 1 / _MEMORY_OUTPUTS
+        self._num_tokens *= kept
+        self._num_ends = self._num_ends * kept + 1

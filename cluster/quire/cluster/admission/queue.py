@@ -30,7 +30,7 @@ _WAIT_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
 
 
 class AdmissionQueue:
-    """The requests of one gateway that wait for a group. Belongs to one event loop."""
+    """The requests of one gateway that no group has begun. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -123,6 +123,8 @@ class AdmissionQueue:
             self._metrics.wait.observe(self._clock() - begin_s)
             yield
         finally:
+            if ticket.stage is Stage.BEGUN:
+                self.capacity.ended(ticket.num_requests)
             self._admission.leave(ticket)
             self._pump_soon()
 
@@ -136,6 +138,12 @@ class AdmissionQueue:
             self.capacity.asked(ticket.max_tokens)
         loop = asyncio.get_running_loop()
         loop.call_soon(lambda: loop.call_soon(lambda: self._admission.routed(ticket)))
+
+    def took(self, ticket: Ticket, *, num_tokens: int) -> None:
+        """So many more tokens came; with the first of them a group has begun it."""
+        self.capacity.generated(num_tokens)
+        if ticket.stage is not Stage.BEGUN:
+            self._admission.begun(ticket)
 
     async def _wait(self, ticket: Ticket) -> None:
         self._futures[ticket] = future = asyncio.get_running_loop().create_future()

@@ -21,6 +21,7 @@ class Stage(Enum):
     """May be sent to a group."""
     ROUTED = auto()
     """Counts among its group's load."""
+    BEGUN = auto()
     LEFT = auto()
 
 

@@ -247,6 +247,7 @@ class Gateway:
                 self.admission.sending(ticket)
                 async with aclosing(chunks):
                     async for chunk in chunks:
+                        self.admission.took(ticket, num_tokens=len(chunk.token_ids))
                         yield chunk
 
     def completion(self, request: CompletionRequest) -> Completion:

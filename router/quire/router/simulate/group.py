@@ -71,7 +71,6 @@ class Group:
         self._step_began = 0.0
         self._step_ms = 0.0
         self._num_chunk_tokens = 0
-        self._is_full = False
         self._num_context_products = 0
         self.num_pending = 0
         """Prompt tokens neither cached nor computed."""
@@ -79,10 +78,6 @@ class Group:
         """Of requests that began to run; so are the hits among them."""
         self.num_hit_tokens = 0
         self.num_output_tokens = 0
-        self.num_ended = 0
-        self.num_prefilled_tokens = 0
-        self.num_full_step_tokens = 0
-        """Those among them of steps whose budget prompts used up."""
         self.wake_at: float | None = None
 
     def last_step(self, now: float) -> tuple[int, float]:
@@ -144,9 +139,6 @@ class Group:
 
     def _end_chunks(self) -> None:
         self.num_pending -= self._num_chunk_tokens
-        self.num_prefilled_tokens += self._num_chunk_tokens
-        if self._is_full:
-            self.num_full_step_tokens += self._num_chunk_tokens
         self._num_chunk_tokens = 0
         for request_id, computed, num_hits in self._chunks:
             num_input = self._num_input[request_id]
@@ -219,7 +211,6 @@ class Group:
             pool.register(request_id, self._chains[request_id], computed // size, done // size)
             self._chunks.append((request_id, done, num_hits))
         self._num_chunk_tokens = total
-        self._is_full = budget <= 0
         self._num_context_products = context
 
     def _admit(self, request_id: int) -> int | None:
@@ -239,7 +230,6 @@ class Group:
         size = self._block_size
         self._num_context -= self._num_input[request_id] + self._num_output[request_id]
         self.pool.release(request_id, self._chains[request_id], self._num_input[request_id] // size)
-        self.num_ended += 1
         self._on_finish(request_id)
 
     def _key(self, missing: int, request_id: int, arrived: float) -> float:
