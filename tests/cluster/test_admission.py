@@ -183,9 +183,9 @@ def test_nothing_is_left_of_what_was_added_and_taken_away() -> None:
 def test_a_request_that_can_begin_is_released_at_once() -> None:
     queue, first = admission(), ticket()
     assert queue.offer(first, [group()], now_s=0) == []
-    assert first.stage is Stage.RELEASED
+    stages = [first.stage]
     queue.begun(first)
-    assert first.stage is Stage.BEGUN
+    assert [*stages, first.stage] == [Stage.RELEASED, Stage.BEGUN]
 
 
 def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
