@@ -1,4 +1,5 @@
 import random
+import re
 from math import inf
 from typing import Any
 
@@ -182,10 +183,9 @@ def test_nothing_is_left_of_what_was_added_and_taken_away() -> None:
 def test_a_request_that_can_begin_is_released_at_once() -> None:
     queue, first = admission(), ticket()
     assert queue.offer(first, [group()], now_s=0) == []
-    assert first.stage is Stage.RELEASED
-    assert queue.unbegun == (1, 10)
+    stages = [first.stage]
     queue.begun(first)
-    assert queue.unbegun == (0, 0)
+    assert [*stages, first.stage] == [Stage.RELEASED, Stage.BEGUN]
 
 
 def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
@@ -210,6 +210,33 @@ def test_one_that_would_wait_too_long_is_refused_with_numbers() -> None:
         queue.offer(ticket(), [FULL], now_s=0)
     assert raised.value.reason == "wait"
     assert 0 < raised.value.retry_after_s <= 2
+
+
+@pytest.mark.parametrize("num_waiting", [0, 2, 20])
+@pytest.mark.parametrize("num_tokens", [1, 500, 10_000])
+def test_a_refusal_predicts_more_than_the_bound_that_it_names(
+    num_waiting: int, num_tokens: int
+) -> None:
+    queue = admission(max_queue_wait_s=2.0)
+    full = group(
+        num_running=NUM_SLOTS,
+        num_waiting=num_waiting,
+        num_pending_prefill_tokens=num_waiting * num_tokens,
+    )
+    message = str(refused(queue, full, num_prompt_tokens=num_tokens))
+    found = re.search(r"would begin in about (.*) s: max_queue_wait_s is 2;", message)
+    assert found is not None, message
+    assert float(found[1]) >= 2.0
+
+
+def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
+    """What the first of equal requests is told that is not taken."""
+    for _ in range(100):
+        try:
+            queue.offer(ticket(**values), [state], now_s=0)
+        except Overloaded as error:
+            return error
+    raise AssertionError("all were taken")
 
 
 def test_a_queue_that_stands_is_held_shorter() -> None:
@@ -265,9 +292,10 @@ def test_without_groups_requests_wait_within_the_bounds() -> None:
     queue.offer(big, [], now_s=0)
     with pytest.raises(Overloaded, match="max_queued_tokens 100"):
         queue.offer(small, [], now_s=0)
-    assert queue.unbegun == (1, 5000)
+    assert list(queue.queued) == [big]
     queue.leave(big)
-    assert queue.unbegun == (0, 0)
+    queue.offer(small, [], now_s=0)
+    assert list(queue.queued) == [small]
 
 
 @pytest.mark.parametrize(
@@ -350,11 +378,6 @@ class AdmissionMachine(RuleBasedStateMachine):
         queued = [each for each in self.live if each.stage is Stage.QUEUED]
         assert sorted(queued, key=lambda each: (each.priority, each.number)) == list(
             self.queue.queued
-        )
-        waiting = [each for each in self.live if each.stage is not Stage.BEGUN]
-        assert self.queue.unbegun == (
-            sum(each.num_requests for each in waiting),
-            sum(each.num_prompt_tokens for each in waiting),
         )
         assert not any(each.stage in (Stage.NEW, Stage.LEFT) for each in self.live)
 

@@ -19,7 +19,7 @@ from math import inf
 
 from quire.cluster.admission.capacity import Capacity
 from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.admission.ticket import Queued, Stage, Ticket, WaitingLoad, order
+from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad, order
 from quire.cluster.errors import Overloaded, RefusalReason
 from quire.router.policy import GroupState
 
@@ -36,7 +36,6 @@ class Admission:
         self._queue: list[Ticket] = []
         self._queued: dict[int, WaitingLoad] = {}  # By priority.
         self._unrouted = WaitingLoad()
-        self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
         self._wait_bound_s = config.max_queue_wait_s
         self._free_s: float | None = None  # When a request last found the groups free.
@@ -45,10 +44,6 @@ class Admission:
     def queued(self) -> Sequence[Ticket]:
         """Those that wait here, in the order in which they will be released."""
         return self._queue
-
-    @property
-    def unbegun(self) -> Queued:
-        return Queued(self._waiting.num_requests, round(self._waiting.num_tokens))
 
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
         """Releases or queues a new request; returns those that it displaced, which have left.
@@ -65,7 +60,6 @@ class Admission:
                 self.leave(victim)
         self._num_offered += 1
         ticket.number = self._num_offered
-        self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
         insort(self._queue, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
@@ -103,7 +97,6 @@ class Admission:
         """A group has begun it."""
         self.routed(ticket)
         if ticket.stage is Stage.ROUTED:
-            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
             ticket.stage = Stage.BEGUN
 
     def leave(self, ticket: Ticket) -> None:
@@ -114,8 +107,6 @@ class Admission:
             self._dequeue(ticket)
         elif ticket.stage is Stage.RELEASED:
             self._unrouted.remove_ticket(ticket)
-        if ticket.stage is not Stage.BEGUN:
-            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
 
     def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
@@ -142,9 +133,10 @@ class Admission:
         if states:
             ahead = self._ahead_of(ticket).plus(self._unrouted)
             if not self._is_bearable(ticket, states, ahead):
-                raise self._refusal("wait", ticket, states, ahead)
-            if not self._begins_within(ticket.deadline_s - now_s, ticket, states, ahead=ahead):
-                raise self._refusal("deadline", ticket, states, ahead)
+                raise self._refusal("wait", ticket, states, ahead, too_short_s=self._wait_bound_s)
+            time_s = max(0.0, ticket.deadline_s - now_s)
+            if not self._begins_within(time_s, ticket, states, ahead=ahead):
+                raise self._refusal("deadline", ticket, states, ahead, too_short_s=time_s)
         victims: list[Ticket] = []
         rest = self._all_queued()
         while self._exceeds_bounds(ticket, states, rest):
@@ -198,14 +190,17 @@ class Admission:
         ticket: Ticket,
         states: Sequence[GroupState],
         ahead: WaitingLoad,
+        *,
+        too_short_s: float = 0.0,
     ) -> Overloaded:
+        """``too_short_s``: within this it was found not to begin."""
         config, tokens_each = self._config, ahead.tokens_each_with(ticket)
         predicted_s = retry_after_s = 1.0
         if states:
-            room = self._capacity.room(states, wait_s=0, tokens_each=tokens_each)
+            room = self._capacity.room(states, wait_s=too_short_s, tokens_each=tokens_each)
             need = ahead.num_requests * self._capacity.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
-            predicted_s = max(0.0, need - room) / per_s
+            predicted_s = too_short_s + max(0.0, need - room) / per_s
             allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
         waits = (
