@@ -58,6 +58,46 @@ def test_their_memory_is_what_their_blocks_take() -> None:
         assert index.num_sets == 1
 
 
+def test_a_compiled_set_of_few_takes_the_same_of_ten_thousand_groups_as_of_eight() -> None:
+    taken = []
+    for num_groups in (8, 10_000):
+        index = indexes(max_blocks=200_000)[0]
+        index.admit(num_groups - 1)
+        empty = index.num_bytes
+        for number in range(28 * 100):
+            first = number % num_groups
+            second = (first + 1 + number // num_groups % (num_groups - 1)) % num_groups
+            data = random.Random(number).randbytes(31 * 32)
+            index.add(data, slot=first)
+            index.add(data, slot=second)
+        assert index.num_sets == 28 if num_groups == 8 else index.num_sets > 2000
+        taken.append((index.num_bytes - empty) / index.num_blocks)
+    # As bits it would be 1,250 bytes, 40 for each of the 31 blocks that share one.
+    assert taken[1] < taken[0] + 4
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_sets_become_large_and_small_again(first: int) -> None:
+    for index in indexes(max_blocks=NUM_BLOCKS):
+        index.admit(first + 8)
+        for num_holders in (*range(1, 9), *range(8, 0, -1)):
+            held = set(range(first, first + num_holders))
+            for slot in range(first, first + 8):
+                change = index.add if slot in held else index.remove
+                change(BLOCKS[0] + BLOCKS[1], slot=slot)
+            assert index.longest_prefix(BLOCKS[0], SLOTS).keys() == held
+            assert index.num_sets == 1
+        for slot in range(first, first + 8):
+            index.add(BLOCKS[0], slot=slot)
+        for slot in range(first, first + 7):
+            index.clear(slot=slot)
+            left = set(range(slot + 1, first + 8))
+            assert index.longest_prefix(BLOCKS[0], SLOTS).keys() == left
+            # What was made equal by clearing is found by those that come.
+            index.add(BLOCKS[2], slot=first + 7)
+            index.remove(BLOCKS[2], slot=first + 7)
+
+
 @given(st.lists(operations, max_size=30))
 @settings(max_examples=150)
 def test_both_are_a_dict_of_sets(changes: list[tuple[str, int, tuple[int, int]]]) -> None:

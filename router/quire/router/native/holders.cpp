@@ -118,11 +118,37 @@ uint32_t HolderIndex::look_up(const uint8_t* hashes, uint64_t num_hashes, int32_
     const SetId first_id = id_at(key_at(hashes, 0));
     if (!first_id) return 0;
     const SetId last_id = last ? id_at(key_at(hashes, last)) : first_id;
-    std::copy_n(sets_.words(first_id), searched_.size(), searched_.begin());
+    std::fill(searched_.begin(), searched_.end(), 0);
+    if (sets_.is_small(first_id)) {
+        for (Slot slot : sets_.members(first_id))
+            if (slot != kNoSlot) searched_[slot / 64] |= uint64_t(1) << (slot % 64);
+    } else {
+        std::copy_n(sets_.row(first_id), searched_.size(), searched_.begin());
+    }
     Search under_way{hashes, lengths, found, 0};
     search(under_way, 0, first_id, last, last_id);
     search(under_way, last, last_id, num_hashes, 0);
     return under_way.num_found;
+}
+
+// Visits the slots whose end is searched for, that are in one set and not in the other, as long as
+// `visit` says to go on; returns whether it did not.
+template <class Visit>  // visit(slot) -> bool
+bool HolderIndex::each_that_leaves(SetId low_id, SetId high_id, Visit visit) const {
+    if (sets_.is_small(low_id)) {
+        for (Slot slot : sets_.members(low_id)) {
+            if (slot == kNoSlot) break;
+            const bool is_searched = searched_[slot / 64] >> (slot % 64) & 1;
+            if (is_searched && !sets_.has(high_id, slot) && !visit(slot)) return true;
+        }
+        return false;
+    }
+    const uint64_t* before = sets_.row(low_id);
+    for (size_t i = 0; i < searched_.size(); i++)
+        for (uint64_t left = searched_[i] & before[i] & ~sets_.word(high_id, i); left;
+             left &= left - 1)
+            if (!visit(64 * i + __builtin_ctzll(left))) return true;
+    return false;
 }
 
 // Between two blocks with the same holders all blocks have those, as no group's chain has holes.
@@ -132,15 +158,12 @@ void HolderIndex::search(Search& under_way, uint64_t low, SetId low_id, uint64_t
     if (low_id == high_id || !any_leaves(low_id, high_id)) return;
     const uint64_t span = high - low;
     if (span == 1) {
-        const uint64_t* before = sets_.words(low_id);
-        const uint64_t* after = sets_.words(high_id);
-        for (size_t i = 0; i < searched_.size(); i++)
-            for (uint64_t left = searched_[i] & before[i] & ~after[i]; left; left &= left - 1) {
-                const Slot slot = 64 * i + __builtin_ctzll(left);
-                searched_[i] ^= left & -left;
-                under_way.lengths[slot] = high;
-                under_way.found[under_way.num_found++] = slot;
-            }
+        each_that_leaves(low_id, high_id, [&](Slot slot) {
+            searched_[slot / 64] ^= uint64_t(1) << (slot % 64);
+            under_way.lengths[slot] = high;
+            under_way.found[under_way.num_found++] = slot;
+            return true;
+        });
         return;
     }
     const uint64_t ways = std::min(span, kWays);
@@ -157,11 +180,7 @@ void HolderIndex::search(Search& under_way, uint64_t low, SetId low_id, uint64_t
 }
 
 bool HolderIndex::any_leaves(SetId low_id, SetId high_id) const {
-    const uint64_t* before = sets_.words(low_id);
-    const uint64_t* after = sets_.words(high_id);
-    for (size_t i = 0; i < searched_.size(); i++)
-        if (searched_[i] & before[i] & ~after[i]) return true;
-    return false;
+    return each_that_leaves(low_id, high_id, [](Slot) { return false; });
 }
 
 bool HolderIndex::has_room() {

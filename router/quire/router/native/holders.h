@@ -77,6 +77,8 @@ class HolderIndex {
     void sweep(uint32_t num_segments);
     void search(Search& search, uint64_t low, SetId low_id, uint64_t high, SetId high_id);
     bool any_leaves(SetId low_id, SetId high_id) const;
+    template <class Visit>
+    bool each_that_leaves(SetId low_id, SetId high_id, Visit visit) const;
 
     Table table_;
     SetTable sets_;
