@@ -20,6 +20,7 @@ from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import LruPool, Pool, WorkerPool
 from quire.router.simulate.result import Result
+from quire.router.simulate.shards import ShardedHolders, ShardedLog, Sharding
 from quire.router.simulate.trace import Trace
 from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
@@ -56,6 +57,8 @@ class SimulationConfig:
     """Every fourth group is so many times slower than the others, and nobody is told."""
     use_table: bool = False
     """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
+    num_directory_shards: int = 1
+    """Keep the directory in so many parts, each with chains of its own."""
     contention: float = 0.0
     """How much longer a step takes for each other group that computes as it begins, as a share of
     the step: groups that share cores."""
@@ -67,7 +70,7 @@ class SimulationConfig:
         if self.eviction not in get_args(Eviction):
             names = ", ".join(get_args(Eviction))
             raise ConfigError(f"eviction={self.eviction!r}: must be one of {names}")
-        for name in ("num_groups", "num_gateways", "slow_factor"):
+        for name in ("num_groups", "num_gateways", "slow_factor", "num_directory_shards"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("event_lag_ms", "contention"):
@@ -87,7 +90,7 @@ def simulate(
 
     Raises:
         ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
-            for without ``use_table``.
+            for without ``use_table``, or the trace's blocks cannot be told to shards.
     """
     return _Simulation(trace, config, make_gate).run()
 
@@ -182,8 +185,14 @@ class _Simulation:
         config, trace, clock = self._config, self._trace, self._clock
         lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
         numbers = range(config.num_gateways)
+        sharding = None
+        if config.num_directory_shards > 1:
+            sharding = Sharding.of(trace, num_shards=config.num_directory_shards)
         if config.use_table:
-            logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
+            logs = [
+                EventLog(epoch=1) if sharding is None else ShardedLog(epoch=1, sharding=sharding)
+                for _ in range(config.num_groups)
+            ]
             return [
                 TableGateway(
                     trace=trace,
@@ -193,10 +202,12 @@ class _Simulation:
                     lag_ms=lag_ms,
                     loss=loss,
                     seed=seed + number,
+                    shard_map=sharding.map if sharding else None,
                 )
                 for number in numbers
             ], logs
-        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
+        make_holders = Holders if sharding is None else partial(ShardedHolders, sharding=sharding)
+        holders = make_holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
         return [
             FlatGateway(
                 trace=trace,
