@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.router import native_holders
-from quire.router.holders import HolderIndex, free_slot
+from quire.router.holders import HolderIndex
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
@@ -177,10 +177,6 @@ def test_blocks_whose_holders_are_gone_leave_while_others_come() -> None:
             assert index.num_held(slot) == 500
         assert index.num_refused_blocks == 0
         assert index.num_blocks == 1000
-
-
-def test_the_smallest_free_slot_is_taken() -> None:
-    assert [free_slot([]), free_slot([0, 1]), free_slot([0, 2]), free_slot([1])] == [0, 2, 1, 0]
 
 
 def _digest(blocks: set[bytes]) -> bytes:
