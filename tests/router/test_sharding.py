@@ -170,10 +170,6 @@ class ShardedMachine(RuleBasedStateMachine):
             answer = self.one.apply(group, batch, now_s=self.now_s)
         else:
             answer = self.sharded.apply(group, batch, shard=shard, now_s=self.now_s)
-            assert (
-                self.sharded.position(group, shard=shard)[:2]
-                == (self.directory(shard).position(group)[:2])
-            )
         return isinstance(answer, Applied)
 
     @rule(group=st.sampled_from(GROUPS), shard=st.sampled_from((None, *SHARDS)))

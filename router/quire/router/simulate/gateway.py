@@ -13,8 +13,7 @@ from typing import Protocol
 
 from quire.router.config import RoutingConfig
 from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
-from quire.router.policies.catalog import POLICIES
-from quire.router.policy import GroupState, RouteRequest, cheapest, usable_tokens
+from quire.router.policy import GroupState, Policy, RouteRequest, cheapest, usable_tokens
 from quire.router.sharding import Shard, ShardedDirectory, ShardMap
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.group import Group
@@ -44,11 +43,11 @@ class Gateway(Protocol):
 
 class FlatGateway:
     def __init__(
-        self, *, trace: Trace, clock: Clock, num_groups: int, policy: str, holders: Holders
+        self, *, trace: Trace, clock: Clock, num_groups: int, policy: Policy, holders: Holders
     ) -> None:
         self._trace = trace
         self._clock = clock
-        self._policy = POLICIES[policy]()
+        self._policy = policy
         self._holders = holders
         self._states = [GroupState(group=_name(i)) for i in range(num_groups)]
         self._clocks = [StepClock() for _ in range(num_groups)]

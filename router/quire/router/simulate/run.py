@@ -12,6 +12,7 @@ from math import ceil, inf
 from typing import Literal, get_args
 
 from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Policy
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.cost import PRESETS, CostModel
 from quire.router.simulate.gate import Gate
@@ -84,19 +85,31 @@ MakeGate = Callable[[Trace, Clock, RoutingTable], Gate]
 
 
 def simulate(
-    trace: Trace, config: SimulationConfig, *, make_gate: MakeGate | None = None
+    trace: Trace,
+    config: SimulationConfig,
+    *,
+    make_gate: MakeGate | None = None,
+    make_policy: Callable[[], Policy] | None = None,
 ) -> Result:
     """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
+
+    ``make_policy``: one to try instead of the configuration's, at each flat gateway.
 
     Raises:
         ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
             for without ``use_table``, or the trace's blocks cannot be told to shards.
     """
-    return _Simulation(trace, config, make_gate).run()
+    return _Simulation(trace, config, make_gate, make_policy or POLICIES[config.policy]).run()
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, config: SimulationConfig, make_gate: MakeGate | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimulationConfig,
+        make_gate: MakeGate | None,
+        make_policy: Callable[[], Policy],
+    ) -> None:
         self._trace = trace
         self._config = config
         self._clock = Clock()
@@ -106,7 +119,7 @@ class _Simulation:
         self._group_of = [0] * size
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
-        self._gateways, logs = self._build_gateways()
+        self._gateways, logs = self._build_gateways(make_policy)
         self._gates = self._build_gates(make_gate)
         self._groups = [self._build_group(index, log) for index, log in enumerate(logs)]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
@@ -181,7 +194,9 @@ class _Simulation:
     def _gateway_of(self, request_id: int) -> Gateway:
         return self._gateways[request_id % len(self._gateways)]
 
-    def _build_gateways(self) -> tuple[list[Gateway], list[EventLog]]:
+    def _build_gateways(
+        self, make_policy: Callable[[], Policy]
+    ) -> tuple[list[Gateway], list[EventLog]]:
         config, trace, clock = self._config, self._trace, self._clock
         lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
         numbers = range(config.num_gateways)
@@ -213,7 +228,7 @@ class _Simulation:
                 trace=trace,
                 clock=clock,
                 num_groups=config.num_groups,
-                policy=config.policy,
+                policy=make_policy(),
                 holders=holders,
             )
             for _ in numbers
