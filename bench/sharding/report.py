@@ -20,17 +20,17 @@ def _fill(rows: Sequence[Row]) -> str:
     first = rows[0]
     lines += [
         f"{first['num_groups']:,} groups, {first['num_shards']} shards; times are CPU time. Bytes "
-        "a block as the index counts them (and as the process grew).",
+        "a block as the index counts them (and, of a process's first shard, as it grew).",
         "",
         "| shard | blocks | over the mean | chains | sets | bytes a block | M blocks a second | "
         "event of 512 blocks, µs: p50 / p99 / most |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["shard"]):
         lines.append(
             f"| {row['shard']} | {row['num_blocks']:,} | {row['share']:.3f} | "
-            f"{row['num_chains']:,} | {row['num_sets']:,} | {row['bytes_per_block']:.1f} "
-            f"({row['rss_per_block']:.1f}) | {row['blocks_per_s'] / 1e6:.1f} | "
+            f"{row['num_chains']:,} | {row['num_sets']:,} | {row['bytes_per_block']:.1f}"
+            f"{_grown(row)} | {row['blocks_per_s'] / 1e6:.1f} | "
             f"{row['event_p50_us']:.0f} / {row['event_p99_us']:.0f} / {row['event_max_us']:,.0f} |"
         )
     lines += [
@@ -66,6 +66,11 @@ def _fill(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _grown(row: Row) -> str:
+    """Later shards take memory that the ones before gave back."""
+    return f" ({row['rss_per_block']:.1f})" if "refill_s" in row else ""
+
+
 def _balance(rows: Sequence[Row]) -> str:
     return "\n".join(
         [
@@ -93,10 +98,14 @@ def _route(rows: Sequence[Row]) -> str:
         [
             "## One decision (`RoutingTable.route`)",
             "",
-            "| groups | p50 µs | p99 µs |",
-            "|---|---|---|",
+            "µs; behind it our policy's costs and their minimum alone, from objects as now, and "
+            "the same from columns.",
+            "",
+            "| groups | p50 | p99 | costs from objects | from columns |",
+            "|---|---|---|---|---|",
             *(
-                f"| {row['num_groups']:,} | {row['p50_us']:,.0f} | {row['p99_us']:,.0f} |"
+                f"| {row['num_groups']:,} | {row['p50_us']:,.0f} | {row['p99_us']:,.0f} | "
+                f"{row['objects_p50_us']:,.0f} | {row['columns_p50_us']:,.0f} |"
                 for row in rows
             ),
         ]

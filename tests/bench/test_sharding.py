@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 BenchModule = Callable[[str], ModuleType]
-Run = Callable[..., list[dict[str, float]]]
+Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def run(bench_module: BenchModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Runs a part of the bench; returns all rows of its state."""
     state = tmp_path / "state.jsonl"
 
-    def main(part: str, *flags: str) -> list[dict[str, float]]:
+    def main(part: str, *flags: str) -> list[dict[str, Any]]:
         monkeypatch.setattr(sys, "argv", ["sharding", part, "--state", str(state), *flags])
         bench_module("sharding.__main__").main()
         return [json.loads(line) for line in state.read_text().splitlines()]
