@@ -7,8 +7,9 @@ tree is taken from Ray itself. Each subject runs in a process of its own
 (`bench/directory_subjects.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
 other one by 1 to 4, up to an end of its own each. Half of the prompts are held by some group to
 their end, half up to their middle. Events come as their wire format (protobuf, JSON, msgpack), of
-512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/,
-together with the cells of earlier runs under the same name.
+512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/.
+What a file of the same name there holds already is not measured again: a run that was stopped
+goes on where it was, and one can be cut into pieces (``--subjects``, ``--sizes``, ``--groups``).
 """
 
 import argparse
@@ -21,8 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SUBJECTS = ("quire", "quire-python", "dynamo", "selection", "ray")
 RAY_AT_MOST = 100_000
-"""Ray's tree stores text and takes minutes for more."""
+"""Ray's tree stores text and takes minutes for more: only where it is named."""
 
 Cell = tuple[int, int]
 """Blocks, groups."""
@@ -36,6 +38,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--peers-python", type=Path, help="without it: no Dynamo")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=[])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--largest-groups", type=int, nargs="+", default=[8, 64, 512])
@@ -48,10 +51,18 @@ def main() -> None:
     ]
     target = HERE / "results" / f"{arguments.name}.json"
     results = _load(target) if target.exists() else {}
-    for cell in cells:
-        results[cell] = _run_cell(*cell, arguments.peers_python)
-        target.write_text(json.dumps([[*cell, found] for cell, found in results.items()]) + "\n")
-    results = dict(sorted(results.items()))
+    for size, groups in cells:
+        found = results.setdefault((size, groups), {})
+        for name in arguments.subjects or SUBJECTS:
+            is_peer = name in ("dynamo", "selection")
+            is_too_much = name == "ray" and size > RAY_AT_MOST and not arguments.subjects
+            if name in found or is_too_much or (is_peer and arguments.peers_python is None):
+                continue
+            python = arguments.peers_python if is_peer else Path(sys.executable)
+            found[name] = _measure(name, size, groups, python)
+            rows = [[*cell, results[cell]] for cell in sorted(results)]
+            target.write_text(json.dumps(rows) + "\n")
+    results = {cell: _in_order(results[cell]) for cell in sorted(results)}
     text = "\n\n".join([f"# The block directory\n\n{_host()}", *_tables(results)]) + "\n"
     print(text)
     target.with_suffix(".md").write_text(text)
@@ -61,22 +72,21 @@ def _load(path: Path) -> dict[Cell, Results]:
     return {(size, groups): found for size, groups, found in json.loads(path.read_text())}
 
 
-def _run_cell(num_blocks: int, num_groups: int, peers_python: Path | None) -> Results:
-    here = Path(sys.executable)
-    subjects = [("quire", here), ("quire-python", here)]
-    if peers_python is not None:
-        subjects += [("dynamo", peers_python), ("selection", peers_python)]
-    if num_blocks <= RAY_AT_MOST:
-        subjects.append(("ray", here))
-    results: Results = {}
-    for name, python in subjects:
-        print(f"{name}: {num_blocks} blocks, {num_groups} groups", file=sys.stderr)
-        command = [str(python), str(HERE / "directory_subjects.py"), name]
-        done = subprocess.run(
-            [*command, str(num_blocks), str(num_groups)], stdout=subprocess.PIPE, check=True
-        )
-        results[name] = json.loads(done.stdout)
-    return results
+def _in_order(found: Results) -> Results:
+    return {name: found[name] for name in SUBJECTS if name in found}
+
+
+def _measure(name: str, num_blocks: int, num_groups: int, python: Path) -> dict[str, float]:
+    print(f"{name}: {num_blocks} blocks, {num_groups} groups", file=sys.stderr)
+    command = [str(python), str(HERE / "directory_subjects.py"), name]
+    done = subprocess.run(
+        [*command, str(num_blocks), str(num_groups)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"DYN_LOG": "error"},  # Else it writes a line for each decision.
+        check=True,
+    )
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
 
 
 def _tables(results: dict[Cell, Results]) -> list[str]:

@@ -1,8 +1,10 @@
 """Both indexes of holders against a dict of sets, on keys that crowd the same places."""
 
 import hashlib
+import mmap
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,6 +179,71 @@ def test_blocks_whose_holders_are_gone_leave_while_others_come() -> None:
             assert index.num_held(slot) == 500
         assert index.num_refused_blocks == 0
         assert index.num_blocks == 1000
+
+
+def names_of_one_segment(seed: int, count: int) -> bytes:
+    """Spread over it: it becomes as large as each one of a table of a thousand times as many."""
+    data = np.frombuffer(random.Random(seed).randbytes(32 * count), np.uint8).reshape(-1, 32)
+    crowd = data.copy()
+    crowd[:, 6] &= 0x3F
+    crowd[:, 7] = 9
+    return crowd.tobytes()
+
+
+def test_large_segments_keep_what_is_theirs_while_others_come_and_go() -> None:
+    library = native_holders.library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    alive: dict[int, tuple[HolderIndex, bytes]] = {}
+    for seed in range(12):
+        index = NativeHolders(library, max_blocks=100_000)
+        index.admit(1)
+        data = names_of_one_segment(seed, 3000 * (1 + seed % 4))
+        for start in range(0, len(data), 32 * 500):
+            index.add(data[start : start + 32 * 500], slot=start // (32 * 500) % 2)
+        index.clear(slot=1)
+        index.remove(data[: 32 * 100], slot=0)  # Both sweep: what nobody holds leaves its place.
+        index.add(data[: 32 * 100], slot=0)
+        alive[seed] = index, data
+        alive.pop(seed - 1 - seed % 3, None)
+    assert len(alive) > 2
+    for index, data in alive.values():
+        for number in range(len(data) // 32):
+            expected = {0: 1} if number // 500 % 2 == 0 else {}
+            assert index.longest_prefix(data[32 * number : 32 * number + 32], SLOTS) == expected
+
+
+def test_an_index_that_is_gone_gives_its_memory_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    library = native_holders.library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    data = names_of_one_segment(0, 600_000)
+    index = NativeHolders(library, max_blocks=600_000)
+    index.admit(0)
+    index.add(data, slot=0)
+    taken, before = index.num_bytes, resident()
+    del index
+    assert taken > 9_000_000
+    assert before - resident() > 0.7 * taken
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=60, max_size=60), min_size=1, max_size=6))
+@settings(max_examples=150)
+def test_of_a_chain_with_holes_one_of_the_ends_is_named(held: list[list[bool]]) -> None:
+    for index in indexes(max_blocks=NUM_BLOCKS):
+        index.admit(len(held) - 1)
+        for slot, holds in enumerate(held):
+            for block, is_held in zip(BLOCKS, holds, strict=False):
+                if is_held:
+                    index.add(block, slot=slot)
+        lengths = index.longest_prefix(b"".join(BLOCKS[:60]), SLOTS)
+        assert set(lengths) == {slot for slot, holds in enumerate(held) if holds[0]}
+        for slot, length in lengths.items():
+            assert held[slot][length - 1]
+            assert length == 60 or not held[slot][length]
 
 
 def _digest(blocks: set[bytes]) -> bytes:

@@ -8,7 +8,25 @@ namespace {
 
 // Keys ahead for which memory is asked: more than a core can wait for at once.
 constexpr uint64_t kAhead = 12;
-constexpr uint64_t kWays = 8;
+
+// Reads of one round of a look-up, over all spans, and at least so many pieces of each span. A
+// round takes the time of one read from memory and a fifth of that for each more.
+constexpr uint64_t kReads = 8;
+constexpr uint64_t kLeastWays = 4;
+
+// Where a span is cut, into pieces of about one length.
+struct Cuts {
+    Cuts(uint64_t low, uint64_t high, uint64_t num_spans)
+        : low(low), num(std::min(std::max(1 + kReads / num_spans, kLeastWays), high - low)),
+          piece(((high - low) << kFraction) / num + 1) {}
+
+    uint64_t at(uint64_t way) const { return low + (piece * way >> kFraction); }
+
+    static constexpr int kFraction = 16;
+    uint64_t low;
+    uint64_t num;
+    uint64_t piece;  // Its length, in fixed point: a division per cut would cost as much as a hit.
+};
 
 }  // namespace
 
@@ -125,62 +143,74 @@ uint32_t HolderIndex::look_up(const uint8_t* hashes, uint64_t num_hashes, int32_
     } else {
         std::copy_n(sets_.row(first_id), searched_.size(), searched_.begin());
     }
-    Search under_way{hashes, lengths, found, 0};
-    search(under_way, 0, first_id, last, last_id);
-    search(under_way, last, last_id, num_hashes, 0);
-    return under_way.num_found;
+    Search search{hashes, lengths, found, 0};
+    unclaimed_ = searched_;
+    consider(search, {0, last, first_id, last_id});
+    consider(search, {last, num_hashes, last_id, 0});
+    while (!next_spans_.empty()) {
+        spans_.swap(next_spans_);
+        next_spans_.clear();
+        cut_all(search);
+    }
+    return search.num_found;
 }
 
-// Visits the slots whose end is searched for, that are in one set and not in the other, as long as
-// `visit` says to go on; returns whether it did not.
-template <class Visit>  // visit(slot) -> bool
-bool HolderIndex::each_that_leaves(SetId low_id, SetId high_id, Visit visit) const {
-    if (sets_.is_small(low_id)) {
-        for (Slot slot : sets_.members(low_id)) {
-            if (slot == kNoSlot) break;
-            const bool is_searched = searched_[slot / 64] >> (slot % 64) & 1;
-            if (is_searched && !sets_.has(high_id, slot) && !visit(slot)) return true;
-        }
-        return false;
+// One round: all spans are read at once, for reads from memory that do not wait for each other
+// take little more time than one.
+void HolderIndex::cut_all(Search& search) {
+    for (const Span& span : spans_) {
+        const Cuts cuts(span.low, span.high, spans_.size());
+        for (uint64_t way = 1; way < cuts.num; way++)
+            table_.prefetch(key_at(search.hashes, cuts.at(way)));
     }
-    const uint64_t* before = sets_.row(low_id);
-    for (size_t i = 0; i < searched_.size(); i++)
-        for (uint64_t left = searched_[i] & before[i] & ~sets_.word(high_id, i); left;
-             left &= left - 1)
-            if (!visit(64 * i + __builtin_ctzll(left))) return true;
-    return false;
+    unclaimed_ = searched_;
+    for (const Span& span : spans_) {
+        const Cuts cuts(span.low, span.high, spans_.size());
+        Span piece{span.low, span.low, span.low_id, span.low_id};
+        for (uint64_t way = 1; way <= cuts.num; way++) {
+            piece.high = way < cuts.num ? cuts.at(way) : span.high;
+            piece.high_id =
+                way < cuts.num ? id_at(key_at(search.hashes, piece.high)) : span.high_id;
+            consider(search, piece);
+            piece.low = piece.high;
+            piece.low_id = piece.high_id;
+        }
+    }
 }
 
 // Between two blocks with the same holders all blocks have those, as no group's chain has holes.
-// Else the span is cut into eight, for eight reads from memory at once take the time of one.
-void HolderIndex::search(Search& under_way, uint64_t low, SetId low_id, uint64_t high,
-                         SetId high_id) {
-    if (low_id == high_id || !any_leaves(low_id, high_id)) return;
-    const uint64_t span = high - low;
-    if (span == 1) {
-        each_that_leaves(low_id, high_id, [&](Slot slot) {
-            searched_[slot / 64] ^= uint64_t(1) << (slot % 64);
-            under_way.lengths[slot] = high;
-            under_way.found[under_way.num_found++] = slot;
-            return true;
-        });
-        return;
+// Else the span is searched for the ends of those that hold its first block and not its last.
+// Where there are holes, a slot is followed into the lowest of the spans that it leaves, so that
+// there are never more spans than slots.
+void HolderIndex::consider(Search& search, const Span& span) {
+    if (span.low_id == span.high_id) return;
+    const bool is_end = span.high - span.low == 1;
+    bool is_left = false;
+    const auto leave = [&](size_t word, uint64_t left) {
+        is_left = true;
+        unclaimed_[word] ^= left;
+        if (!is_end) return;
+        searched_[word] ^= left;
+        for (; left; left &= left - 1) {
+            const Slot slot = 64 * word + __builtin_ctzll(left);
+            search.lengths[slot] = span.high;
+            search.found[search.num_found++] = slot;
+        }
+    };
+    if (sets_.is_small(span.low_id)) {
+        for (Slot slot : sets_.members(span.low_id)) {
+            if (slot == kNoSlot) break;
+            const uint64_t bit = uint64_t(1) << (slot % 64);
+            if (unclaimed_[slot / 64] & bit && !sets_.has(span.high_id, slot)) leave(slot / 64, bit);
+        }
+    } else {
+        const uint64_t* before = sets_.row(span.low_id);
+        for (size_t i = 0; i < unclaimed_.size(); i++) {
+            const uint64_t left = unclaimed_[i] & before[i] & ~sets_.word(span.high_id, i);
+            if (left) leave(i, left);
+        }
     }
-    const uint64_t ways = std::min(span, kWays);
-    SetId ids[kWays + 1];
-    for (uint64_t way = 1; way < ways; way++)
-        table_.prefetch(key_at(under_way.hashes, low + span * way / ways));
-    ids[0] = low_id;
-    ids[ways] = high_id;
-    for (uint64_t way = 1; way < ways; way++)
-        ids[way] = id_at(key_at(under_way.hashes, low + span * way / ways));
-    for (uint64_t way = 0; way < ways; way++)
-        search(under_way, low + span * way / ways, ids[way], low + span * (way + 1) / ways,
-               ids[way + 1]);
-}
-
-bool HolderIndex::any_leaves(SetId low_id, SetId high_id) const {
-    return each_that_leaves(low_id, high_id, [](Slot) { return false; });
+    if (is_left && !is_end) next_spans_.push_back(span);
 }
 
 bool HolderIndex::has_room() {

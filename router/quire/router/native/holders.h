@@ -69,21 +69,30 @@ class HolderIndex {
         uint32_t num_found;
     };
 
+    // Blocks of a chain, the first and the last, and the sets that hold these.
+    struct Span {
+        uint64_t low;
+        uint64_t high;
+        SetId low_id;
+        SetId high_id;
+    };
+
     SetId id_at(Key key) const {
         const SetId* id = table_.find(key);
         return id ? *id : 0;
     }
     bool has_room();
     void sweep(uint32_t num_segments);
-    void search(Search& search, uint64_t low, SetId low_id, uint64_t high, SetId high_id);
-    bool any_leaves(SetId low_id, SetId high_id) const;
-    template <class Visit>
-    bool each_that_leaves(SetId low_id, SetId high_id, Visit visit) const;
+    void cut_all(Search& search);
+    void consider(Search& search, const Span& span);
 
     Table table_;
     SetTable sets_;
     std::vector<Held> slots_;
-    std::vector<uint64_t> searched_;  // Of a look-up: the slots whose end is not known yet.
+    // Of a look-up: the slots whose end is not known yet, those of them that no span of the next
+    // round is searched for, and the spans of this round and the next.
+    std::vector<uint64_t> searched_, unclaimed_;
+    std::vector<Span> spans_, next_spans_;
     uint64_t max_blocks_;
     uint64_t num_ownerless_ = 0;  // Keys whose set became empty when a slot was cleared.
     uint64_t num_refused_ = 0;

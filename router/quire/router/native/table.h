@@ -12,6 +12,8 @@
 #include <new>
 #include <vector>
 
+#include "extents.h"
+
 namespace quire {
 
 using Key = uint64_t;
@@ -32,7 +34,7 @@ static_assert(sizeof(Bucket) == 64, "a bucket is a cache line");
 class Segment {
   public:
     Segment() { resize(1); }
-    ~Segment() { std::free(buckets_); }
+    ~Segment() { release(buckets_, num_buckets_); }
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
 
@@ -109,16 +111,30 @@ class Segment {
     void resize(uint32_t num_buckets) {
         Bucket* old = buckets_;
         const uint32_t num_old = num_buckets_;
-        const size_t num_bytes = num_buckets * sizeof(Bucket);
-        buckets_ = static_cast<Bucket*>(std::aligned_alloc(alignof(Bucket), num_bytes));
-        if (!buckets_) throw std::bad_alloc();
-        std::memset(static_cast<void*>(buckets_), 0, num_bytes);
+        buckets_ = allocate(num_buckets);
+        std::memset(static_cast<void*>(buckets_), 0, num_buckets * sizeof(Bucket));
         num_buckets_ = num_buckets;
         num_keys_ = 0;
         for (uint32_t at = 0; at < num_old; at++)
             for (uint32_t i = 0; i < kPlaces; i++)
                 if (old[at].ids[i]) place(old[at].keys[i], old[at].ids[i]);
-        std::free(old);
+        release(old, num_old);
+    }
+
+    static Bucket* allocate(uint32_t num_buckets) {
+        const size_t num_bytes = num_buckets * sizeof(Bucket);
+        void* memory = num_bytes < Extents::kLeast ? std::aligned_alloc(alignof(Bucket), num_bytes)
+                                                   : Extents::shared().allocate(num_bytes);
+        if (!memory) throw std::bad_alloc();
+        return static_cast<Bucket*>(memory);
+    }
+
+    static void release(Bucket* buckets, uint32_t num_buckets) {
+        const size_t num_bytes = num_buckets * sizeof(Bucket);
+        if (num_bytes < Extents::kLeast)
+            std::free(buckets);
+        else
+            Extents::shared().release(buckets, num_bytes);
     }
 
     Bucket* buckets_ = nullptr;
