@@ -133,6 +133,21 @@ def test_prefixes_are_found_across_the_chunks_of_a_long_prompt(new: New) -> None
     assert directory.longest_prefix(prompt) == dict(zip(GROUPS, (1000, 256, 257), strict=True))
 
 
+def test_who_comes_takes_the_slots_of_those_who_left(new: New) -> None:
+    directory = new()
+    a, b, c = GROUPS
+    for group in (a, b, c):
+        directory.apply(group, EventBatch(epoch=1, first_seq=0), now_s=0)
+    assert [directory.slot(group) for group in (a, b, c)] == [0, 1, 2]
+    directory.drop(b)
+    directory.drop(a)
+    assert directory.slot(a) is None
+    for number, group in enumerate((b, a, GroupId("d"))):
+        directory.apply(group, EventBatch(epoch=1, first_seq=0), now_s=0)
+        assert directory.slot(group) == (0, 1, 3)[number]
+    assert directory.slot(c) == 2
+
+
 def test_memory_does_not_grow_with_the_number_of_holders(new: New) -> None:
     directory = new()
     prompt = [BlockHash(hashlib.sha256(i.to_bytes(4, "big")).digest()) for i in range(500)]

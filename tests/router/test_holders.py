@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.router import native_holders
-from quire.router.holders import HolderIndex, free_slot
+from quire.router.holders import HolderIndex
 from quire.router.native_holders import NativeHolders
 from quire.router.python_holders import PythonHolders
 from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
@@ -58,6 +58,46 @@ def test_their_memory_is_what_their_blocks_take() -> None:
         # 16 to 24 bytes a key compiled, some 80 to 120 in Python's dict.
         assert 14 < (index.num_bytes - empty) / 100_000 < 130
         assert index.num_sets == 1
+
+
+def test_a_compiled_set_of_few_takes_the_same_of_ten_thousand_groups_as_of_eight() -> None:
+    taken = []
+    for num_groups in (8, 10_000):
+        index = indexes(max_blocks=200_000)[0]
+        index.admit(num_groups - 1)
+        empty = index.num_bytes
+        for number in range(28 * 100):
+            first = number % num_groups
+            second = (first + 1 + number // num_groups % (num_groups - 1)) % num_groups
+            data = random.Random(number).randbytes(31 * 32)
+            index.add(data, slot=first)
+            index.add(data, slot=second)
+        assert index.num_sets == 28 if num_groups == 8 else index.num_sets > 2000
+        taken.append((index.num_bytes - empty) / index.num_blocks)
+    # As bits it would be 1,250 bytes, 40 for each of the 31 blocks that share one.
+    assert taken[1] < taken[0] + 4
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_sets_become_large_and_small_again(first: int) -> None:
+    for index in indexes(max_blocks=NUM_BLOCKS):
+        index.admit(first + 8)
+        for num_holders in (*range(1, 9), *range(8, 0, -1)):
+            held = set(range(first, first + num_holders))
+            for slot in range(first, first + 8):
+                change = index.add if slot in held else index.remove
+                change(BLOCKS[0] + BLOCKS[1], slot=slot)
+            assert index.longest_prefix(BLOCKS[0], SLOTS).keys() == held
+            assert index.num_sets == 1
+        for slot in range(first, first + 8):
+            index.add(BLOCKS[0], slot=slot)
+        for slot in range(first, first + 7):
+            index.clear(slot=slot)
+            left = set(range(slot + 1, first + 8))
+            assert index.longest_prefix(BLOCKS[0], SLOTS).keys() == left
+            # What was made equal by clearing is found by those that come.
+            index.add(BLOCKS[2], slot=first + 7)
+            index.remove(BLOCKS[2], slot=first + 7)
 
 
 @given(st.lists(operations, max_size=30))
@@ -204,10 +244,6 @@ def test_of_a_chain_with_holes_one_of_the_ends_is_named(held: list[list[bool]]) 
         for slot, length in lengths.items():
             assert held[slot][length - 1]
             assert length == 60 or not held[slot][length]
-
-
-def test_the_smallest_free_slot_is_taken() -> None:
-    assert [free_slot([]), free_slot([0, 1]), free_slot([0, 2]), free_slot([1])] == [0, 2, 1, 0]
 
 
 def _digest(blocks: set[bytes]) -> bytes:

@@ -15,11 +15,12 @@ so a late one belongs to an epoch that was seen before the present one, and thos
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple, NewType
 
 import numpy as np
 
-from quire.router.holders import HolderIndex, Lengths, Slot, free_slot, new_index
+from quire.router.holders import HolderIndex, Lengths, Slot, new_index
 from quire.worker.events import BlocksStored, Digest, EventBatch
 from quire.worker.hashing import BlockHash, BlockHashes
 
@@ -132,6 +133,7 @@ class BlockDirectory:
         self._stale_after_s = stale_after_s
         self._groups: dict[GroupId, _Group] = {}
         self._names: list[GroupId] = []  # By slot; of one that is free, its last.
+        self._free_slots: list[Slot] = []  # The smallest is the next to be taken.
         self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
         self._num_gaps = 0
@@ -209,6 +211,7 @@ class BlockDirectory:
         group = self._groups.pop(group_id, None)
         if group is not None:
             self._clear(group)
+            heappush(self._free_slots, group.slot)
 
     def expire(self, *, now_s: float) -> list[GroupId]:
         """Forgets the blocks of groups that were silent for too long, and returns those groups.
@@ -279,7 +282,7 @@ class BlockDirectory:
         return group
 
     def _take_slot(self, group_id: GroupId) -> Slot:
-        slot = free_slot([group.slot for group in self._groups.values()])
+        slot = heappop(self._free_slots) if self._free_slots else len(self._names)
         self._index.admit(slot)
         self._names[slot : slot + 1] = [group_id]
         return slot

@@ -95,9 +95,3 @@ def new_index(*, max_blocks: int) -> HolderIndex:
     if native is None:
         return PythonHolders(max_blocks=max_blocks)
     return NativeHolders(native, max_blocks=max_blocks)
-
-
-def free_slot(used: Sequence[Slot]) -> Slot:
-    """The smallest slot that is not in ``used``."""
-    taken = set(used)
-    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

@@ -39,6 +39,9 @@ from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.events import EventBatch
 from quire.worker.hashing import BlockHash, BlockHashes
 
+LookUp = Callable[[BlockHashes], dict[GroupId, int]]
+"""How many blocks of a prompt each group holds, as `BlockDirectory.longest_prefix` says it."""
+
 
 class RoutingTable:
     """Routes requests whose blocks have ``block_size`` tokens, for one deployment."""
@@ -50,8 +53,13 @@ class RoutingTable:
         config: RoutingConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        look_up: LookUp | None = None,
     ) -> None:
-        """``wall_clock`` dates explanations; all else goes by ``clock``."""
+        """``wall_clock`` dates explanations; all else goes by ``clock``.
+
+        ``look_up`` is asked which groups hold a prompt instead of the table's own directory, which
+        then needs no events: a directory in shards (`quire.router.sharding`).
+        """
         self._config = config = config or RoutingConfig()
         self._policy = POLICIES[config.policy]()
         self._block_size = block_size
@@ -67,6 +75,7 @@ class RoutingTable:
         self._directory = BlockDirectory(
             max_blocks=config.max_directory_blocks, stale_after_s=config.stale_after_s
         )
+        self._look_up = look_up or self._directory.longest_prefix
         self._log = DecisionLog(
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
@@ -98,7 +107,7 @@ class RoutingTable:
             if self._in_flight.get(request_id) is not None:
                 self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
             hashes = BlockHashes.of(hashes)
-            held = self._directory.longest_prefix(hashes)
+            held = self._look_up(hashes)
             now_s = self._clock()
             request = RouteRequest(
                 hashes=hashes,

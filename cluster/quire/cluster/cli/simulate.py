@@ -76,6 +76,13 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
     add = parser.add_argument_group("run").add_argument
     add("--exact", action="store_true", help="route with the real table and event protocol: slower")
+    add(
+        "--directory-shards",
+        type=int,
+        default=1,
+        help="keep the block directory in so many parts, each with chains of its own; changes no "
+        "result, unless --exact meets --event-loss",
+    )
     add("--seed", type=int, default=0, help="of what is drawn: losses, and by how much to put off")
     add("--output", type=Path, help="path and stem of a JSON file and a plot")
     add("--plot-format", choices=("png", "svg"), default="png", help="of the plot")
@@ -104,6 +111,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
             slow_factor=arguments.slow_factor,
             contention=arguments.contention,
             use_table=arguments.exact,
+            num_directory_shards=arguments.directory_shards,
             seed=arguments.seed,
         ),
         policies=list(POLICIES) if arguments.policy == ["all"] else arguments.policy,

@@ -136,7 +136,13 @@ uint32_t HolderIndex::look_up(const uint8_t* hashes, uint64_t num_hashes, int32_
     const SetId first_id = id_at(key_at(hashes, 0));
     if (!first_id) return 0;
     const SetId last_id = last ? id_at(key_at(hashes, last)) : first_id;
-    std::copy_n(sets_.words(first_id), searched_.size(), searched_.begin());
+    std::fill(searched_.begin(), searched_.end(), 0);
+    if (sets_.is_small(first_id)) {
+        for (Slot slot : sets_.members(first_id))
+            if (slot != kNoSlot) searched_[slot / 64] |= uint64_t(1) << (slot % 64);
+    } else {
+        std::copy_n(sets_.row(first_id), searched_.size(), searched_.begin());
+    }
     Search search{hashes, lengths, found, 0};
     unclaimed_ = searched_;
     consider(search, {0, last, first_id, last_id});
@@ -178,21 +184,30 @@ void HolderIndex::cut_all(Search& search) {
 // there are never more spans than slots.
 void HolderIndex::consider(Search& search, const Span& span) {
     if (span.low_id == span.high_id) return;
-    const uint64_t* before = sets_.words(span.low_id);
-    const uint64_t* after = sets_.words(span.high_id);
     const bool is_end = span.high - span.low == 1;
     bool is_left = false;
-    for (size_t i = 0; i < unclaimed_.size(); i++) {
-        uint64_t left = unclaimed_[i] & before[i] & ~after[i];
-        if (!left) continue;
+    const auto leave = [&](size_t word, uint64_t left) {
         is_left = true;
-        unclaimed_[i] ^= left;
-        if (!is_end) continue;
-        searched_[i] ^= left;
+        unclaimed_[word] ^= left;
+        if (!is_end) return;
+        searched_[word] ^= left;
         for (; left; left &= left - 1) {
-            const Slot slot = 64 * i + __builtin_ctzll(left);
+            const Slot slot = 64 * word + __builtin_ctzll(left);
             search.lengths[slot] = span.high;
             search.found[search.num_found++] = slot;
+        }
+    };
+    if (sets_.is_small(span.low_id)) {
+        for (Slot slot : sets_.members(span.low_id)) {
+            if (slot == kNoSlot) break;
+            const uint64_t bit = uint64_t(1) << (slot % 64);
+            if (unclaimed_[slot / 64] & bit && !sets_.has(span.high_id, slot)) leave(slot / 64, bit);
+        }
+    } else {
+        const uint64_t* before = sets_.row(span.low_id);
+        for (size_t i = 0; i < unclaimed_.size(); i++) {
+            const uint64_t left = unclaimed_[i] & before[i] & ~sets_.word(span.high_id, i);
+            if (left) leave(i, left);
         }
     }
     if (is_left && !is_end) next_spans_.push_back(span);

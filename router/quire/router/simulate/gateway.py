@@ -8,16 +8,18 @@ that the flat one leaves nothing out that matters.
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from quire.router.config import RoutingConfig
-from quire.router.directory import GroupId, NeedsResync
-from quire.router.policies.catalog import POLICIES
-from quire.router.policy import GroupState, RouteRequest, cheapest, usable_tokens
+from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
+from quire.router.policy import GroupState, Policy, RouteRequest, cheapest, usable_tokens
+from quire.router.sharding import Shard, ShardedDirectory, ShardMap
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import Chain
+from quire.router.simulate.shards import ShardedLog
 from quire.router.simulate.trace import Trace
 from quire.router.step_clock import StepClock
 from quire.router.table import GroupLoad, RoutingTable
@@ -41,11 +43,11 @@ class Gateway(Protocol):
 
 class FlatGateway:
     def __init__(
-        self, *, trace: Trace, clock: Clock, num_groups: int, policy: str, holders: Holders
+        self, *, trace: Trace, clock: Clock, num_groups: int, policy: Policy, holders: Holders
     ) -> None:
         self._trace = trace
         self._clock = clock
-        self._policy = POLICIES[policy]()
+        self._policy = policy
         self._holders = holders
         self._states = [GroupState(group=_name(i)) for i in range(num_groups)]
         self._clocks = [StepClock() for _ in range(num_groups)]
@@ -157,31 +159,43 @@ class TableGateway:
         lag_ms: float,
         loss: float,
         seed: int,
+        shard_map: ShardMap | None = None,
     ) -> None:
+        """With a ``shard_map`` the directory is in shards, and ``logs`` are in parts."""
         self._trace = trace
         self._clock = clock
         self._lag_ms = lag_ms
         self._loss = loss
         self._rng = random.Random(seed)
-        self._logs = logs
+        self._logs = [log.parts if isinstance(log, ShardedLog) else (log,) for log in logs]
         self._index = {_name(i): i for i in range(len(logs))}
         self._steps = [0] * len(logs)  # That each group's last frame told of.
         self._groups: dict[int, Group] = {}
-        self._late: deque[tuple[float, int, int, BlockEvent]] = deque()
+        self._late: deque[tuple[float, int, Shard, int, BlockEvent]] = deque()
+        config = RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8)
+        self._sharded = None
+        if shard_map is not None:
+            new_shard = partial(
+                BlockDirectory,
+                max_blocks=config.max_directory_blocks,
+                stale_after_s=config.stale_after_s,
+            )
+            self._sharded = ShardedDirectory(shard_map, new_shard=new_shard)
         self.table = RoutingTable(
             block_size=trace.block_size,
-            config=RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8),
+            config=config,
             clock=lambda: clock.now_ms / 1000,
+            look_up=self._sharded.longest_prefix if self._sharded else None,
         )
         self.table.update_members(self._index)
-        for index, log in enumerate(logs):
-            self._listen(index, log)
+        for index, parts in enumerate(self._logs):
+            for shard, log in enumerate(parts):
+                self._listen(index, Shard(shard), log)
 
     def route(self, request_id: int) -> tuple[int, int]:
         now_ms = self._clock.now_ms
         while self._late and self._late[0][0] <= now_ms:
-            _, index, seq, event = self._late.popleft()
-            self._apply(index, seq, event)
+            self._apply(*self._late.popleft()[1:])
         for index, group in self._groups.items():
             if group.is_in_run:
                 step, began_ms = group.last_step(now_ms)
@@ -219,23 +233,29 @@ class TableGateway:
     def finished(self, request_id: int, index: int) -> None:
         self.table.completed(str(request_id))
 
-    def _listen(self, index: int, log: EventLog) -> None:
+    def _listen(self, index: int, shard: Shard, log: EventLog) -> None:
         def on_event(seq: int, event: BlockEvent) -> None:
             if self._rng.random() < self._loss:
                 return
             if self._lag_ms:
-                self._late.append((self._clock.now_ms + self._lag_ms, index, seq, event))
+                self._late.append((self._clock.now_ms + self._lag_ms, index, shard, seq, event))
             else:
-                self._apply(index, seq, event)
+                self._apply(index, shard, seq, event)
 
         log.subscribe(on_event)
 
-    def _apply(self, index: int, seq: int, event: BlockEvent) -> None:
-        log = self._logs[index]
+    def _apply(self, index: int, shard: Shard, seq: int, event: BlockEvent) -> None:
+        log = self._logs[index][shard]
         batch = EventBatch(epoch=log.epoch, first_seq=seq, events=(event,))
-        answer = self.table.apply_events(_name(index), batch)
+        answer = self._tell(index, shard, batch)
         if isinstance(answer, NeedsResync):
-            self.table.apply_events(_name(index), log.since(answer.next_seq))
+            self._tell(index, shard, log.since(answer.next_seq))
+
+    def _tell(self, index: int, shard: Shard, batch: EventBatch) -> Applied | NeedsResync:
+        if self._sharded is None:
+            return self.table.apply_events(_name(index), batch)
+        now_s = self._clock.now_ms / 1000
+        return self._sharded.apply(_name(index), batch, shard=shard, now_s=now_s)
 
 
 def _name(index: int) -> GroupId:

@@ -36,14 +36,11 @@ class Holders:
         if self._lag_ms:
             self._late.append((self._clock.now_ms + self._lag_ms, bit, is_stored, blocks))
         else:
-            self._apply(bit, is_stored, blocks)
+            self.apply(bit, is_stored, blocks)
 
     def lengths(self, chain: Chain) -> dict[int, int]:
         """How many leading blocks each group's bit holds, of those that hold the first."""
-        late = self._late
-        while late and late[0][0] <= self._clock.now_ms:
-            _, bit, is_stored, blocks = late.popleft()
-            self._apply(bit, is_stored, blocks)
+        self.take_late()
         lengths: dict[int, int] = {}
         masks = self._masks
         alive, position = -1, 0
@@ -60,7 +57,14 @@ class Holders:
             _note(lengths, alive, position)
         return lengths
 
-    def _apply(self, bit: int, is_stored: bool, blocks: list[BlockHash]) -> None:
+    def take_late(self) -> None:
+        """Applies what is due by now."""
+        late = self._late
+        while late and late[0][0] <= self._clock.now_ms:
+            _, bit, is_stored, blocks = late.popleft()
+            self.apply(bit, is_stored, blocks)
+
+    def apply(self, bit: int, is_stored: bool, blocks: list[BlockHash]) -> None:
         masks = self._masks
         if is_stored:
             for block in blocks:

@@ -12,6 +12,7 @@ from math import ceil, inf
 from typing import Literal, get_args
 
 from quire.router.policies.catalog import POLICIES
+from quire.router.policy import Policy
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.cost import PRESETS, CostModel
 from quire.router.simulate.gate import Gate
@@ -20,6 +21,7 @@ from quire.router.simulate.group import EngineConfig, Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import LruPool, Pool, WorkerPool
 from quire.router.simulate.result import Result
+from quire.router.simulate.shards import ShardedHolders, ShardedLog, Sharding
 from quire.router.simulate.trace import Trace
 from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
@@ -56,6 +58,8 @@ class SimulationConfig:
     """Every fourth group is so many times slower than the others, and nobody is told."""
     use_table: bool = False
     """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
+    num_directory_shards: int = 1
+    """Keep the directory in so many parts, each with chains of its own."""
     contention: float = 0.0
     """How much longer a step takes for each other group that computes as it begins, as a share of
     the step: groups that share cores."""
@@ -67,7 +71,7 @@ class SimulationConfig:
         if self.eviction not in get_args(Eviction):
             names = ", ".join(get_args(Eviction))
             raise ConfigError(f"eviction={self.eviction!r}: must be one of {names}")
-        for name in ("num_groups", "num_gateways", "slow_factor"):
+        for name in ("num_groups", "num_gateways", "slow_factor", "num_directory_shards"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("event_lag_ms", "contention"):
@@ -81,19 +85,31 @@ MakeGate = Callable[[Trace, Clock, RoutingTable], Gate]
 
 
 def simulate(
-    trace: Trace, config: SimulationConfig, *, make_gate: MakeGate | None = None
+    trace: Trace,
+    config: SimulationConfig,
+    *,
+    make_gate: MakeGate | None = None,
+    make_policy: Callable[[], Policy] | None = None,
 ) -> Result:
     """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
 
+    ``make_policy``: one to try instead of the configuration's, at each flat gateway.
+
     Raises:
         ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
-            for without ``use_table``.
+            for without ``use_table``, or the trace's blocks cannot be told to shards.
     """
-    return _Simulation(trace, config, make_gate).run()
+    return _Simulation(trace, config, make_gate, make_policy or POLICIES[config.policy]).run()
 
 
 class _Simulation:
-    def __init__(self, trace: Trace, config: SimulationConfig, make_gate: MakeGate | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimulationConfig,
+        make_gate: MakeGate | None,
+        make_policy: Callable[[], Policy],
+    ) -> None:
         self._trace = trace
         self._config = config
         self._clock = Clock()
@@ -103,7 +119,7 @@ class _Simulation:
         self._group_of = [0] * size
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
-        self._gateways, logs = self._build_gateways()
+        self._gateways, logs = self._build_gateways(make_policy)
         self._gates = self._build_gates(make_gate)
         self._groups = [self._build_group(index, log) for index, log in enumerate(logs)]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
@@ -178,12 +194,20 @@ class _Simulation:
     def _gateway_of(self, request_id: int) -> Gateway:
         return self._gateways[request_id % len(self._gateways)]
 
-    def _build_gateways(self) -> tuple[list[Gateway], list[EventLog]]:
+    def _build_gateways(
+        self, make_policy: Callable[[], Policy]
+    ) -> tuple[list[Gateway], list[EventLog]]:
         config, trace, clock = self._config, self._trace, self._clock
         lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
         numbers = range(config.num_gateways)
+        sharding = None
+        if config.num_directory_shards > 1:
+            sharding = Sharding.of(trace, num_shards=config.num_directory_shards)
         if config.use_table:
-            logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
+            logs = [
+                EventLog(epoch=1) if sharding is None else ShardedLog(epoch=1, sharding=sharding)
+                for _ in range(config.num_groups)
+            ]
             return [
                 TableGateway(
                     trace=trace,
@@ -193,16 +217,18 @@ class _Simulation:
                     lag_ms=lag_ms,
                     loss=loss,
                     seed=seed + number,
+                    shard_map=sharding.map if sharding else None,
                 )
                 for number in numbers
             ], logs
-        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
+        make_holders = Holders if sharding is None else partial(ShardedHolders, sharding=sharding)
+        holders = make_holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
         return [
             FlatGateway(
                 trace=trace,
                 clock=clock,
                 num_groups=config.num_groups,
-                policy=config.policy,
+                policy=make_policy(),
                 holders=holders,
             )
             for _ in numbers
