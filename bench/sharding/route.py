@@ -120,19 +120,18 @@ class Columns:
     def costs(self, policy: PrefixAware, request: RouteRequest, hits: dict[int, int]) -> Column:
         """What ``policy`` gives each group, of which those that hold something are in ``hits``."""
         config = policy._config
-        busy = float((self._queued / (self._queued + config.busy_tokens)).mean())
-        busy = policy._average(busy, request.now_s)
-        pressure = min(config.max_pressure, config.pressure * busy / (1.0001 - busy))
         rest = config.request_tokens * self._in_step
         with np.errstate(divide="ignore", invalid="ignore"):
             share = (request.now_s - self._began_s) / self._step_s
         over = np.where((share > 0) & (share < 2) & (self._step_s > 0), np.minimum(share, 1), 0)
         rest -= over * (rest + self._step_tokens)
-        weight = config.missing + pressure
-        beside = config.request_tokens * self._requests
-        costs: Column = self._queued + rest + weight * request.num_prompt_tokens + beside
+        missing = np.full(len(rest), float(request.num_prompt_tokens))
         for index, num_hits in hits.items():
-            costs[index] -= weight * num_hits
+            missing[index] -= num_hits
+        pending = self._queued + missing / 2
+        behind = np.minimum(pending / config.tokens_per_arrival, config.max_behind)
+        beside = config.request_tokens * self._requests
+        costs: Column = self._queued + rest + (config.missing + behind) * missing + beside
         return costs
 
 

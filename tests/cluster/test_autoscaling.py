@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.autoscaling.policy import Decision, Observation, Sample, State, decide, serve
+from quire.cluster.autoscaling import serve
+from quire.cluster.autoscaling.policy import Decision, Observation, Sample, State, decide
 from quire.cluster.autoscaling.serve import ServePolicy, observe
 from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.worker.errors import ConfigError

@@ -8,7 +8,7 @@ What (almost) every prompt begins with would bring all of them to one shard. Suc
 spread. It still is whole there, and a look-up still asks one shard.
 
 A shard is an ordinary `BlockDirectory`. Each group keeps a log for each shard, numbered and
-digested on its own, and tells a shard of its chains only: docs/decisions/0025-sharded-directory.md.
+digested on its own, and tells a shard of its chains only: docs/decisions/0026-sharded-directory.md.
 """
 
 import itertools

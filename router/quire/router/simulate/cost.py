@@ -39,8 +39,8 @@ class CostModel:
         if self.prefill_ms(1) <= 0 or self.decode_ms(1) <= 0:
             raise ConfigError(
                 f"base={self.base:g}, per_token={self.per_token:g}, decode_base="
-                f"{self.decode_base:g}, decode_linear={self.decode_linear:g}: a step must take some "
-                "time; fit costs to steps with and without prompts"
+                f"{self.decode_base:g}, decode_linear={self.decode_linear:g}: a step must take "
+                "some time; fit costs to steps with and without prompts"
             )
 
     def prefill_ms(self, num_tokens: float) -> float:
