@@ -23,7 +23,7 @@ from quire.router.table import RoutingTable
 from quire.worker.engine import Engine
 from quire.worker.errors import QuireError
 from quire.worker.request import Request, TokenDelta
-from quire.worker.scheduler import Schedule
+from quire.worker.schedule import Schedule
 
 Line = dict[str, Any]
 

@@ -185,6 +185,29 @@ def test_who_overtakes_waits_for_a_prefix_that_is_being_computed(
         assert outputs[request_id] == generate(tokens, max_tokens=1)[0]
 
 
+def test_a_prefix_that_many_wait_for_is_shared_out_among_them(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=200, max_num_batched_tokens=16)
+    shared = prompt(64)
+    engine.add_request(request("alone", prompt(20, seed=1)))
+    for number in range(4):
+        engine.add_request(request(f"one of four {number}", [*shared, number + 2]))
+    assert list(run(engine)) == [f"one of four {number}" for number in range(4)] + ["alone"]
+
+
+def test_what_is_computed_meanwhile_no_longer_counts(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=200, max_num_batched_tokens=16)
+    shared = prompt(64)
+    for number in range(3):
+        engine.add_request(request(str(number), [*shared, number + 2]))
+    pending = []
+    while engine.has_work:
+        pending.append(engine.stats().num_pending_prefill_tokens)
+        engine.step()
+    # The first computes 16 tokens a step for all three. A single token that is left to one that has
+    # begun does not count, as that of a decode does not.
+    assert pending == [195, 147, 99, 51, 2]
+
+
 def test_an_unknown_policy_is_refused_by_name(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"scheduling_policy='lifo': one of \('fcfs', "):
         make_engine(scheduling_policy="lifo")

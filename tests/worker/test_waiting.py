@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.worker.hashing import as_token_ids
+from quire.worker.hashing import BlockHash, as_token_ids
 from quire.worker.sampling_params import SamplingParams
 from quire.worker.sequence import Sequence
 from quire.worker.waiting import AGING, Turn, WaitingQueue, turn_of
@@ -32,6 +32,42 @@ SEQUENCES = [make_sequence(n, arrival_s=[3.0, 1.0, 2.0, 2.0, 9.0, 0.0][n]) for n
 OPERATIONS = st.tuples(
     st.sampled_from(["push", "push", "remove"]), st.integers(0, 5), st.integers(0, 3)
 )
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "remove", "take"]),
+            st.integers(0, 5),
+            st.sampled_from([None, b"a", b"b", b"c"]),
+        ),
+        max_size=60,
+    )
+)
+def test_who_lacks_what_is_known_in_order(
+    operations: list[tuple[str, int, bytes | None]],
+) -> None:
+    queue, model = WaitingQueue(), dict[Sequence, bytes | None]()
+    for operation, number, block in operations:
+        seq, lacks = SEQUENCES[number], None if block is None else BlockHash(block)
+        if operation == "push":
+            if model.get(seq, b"") != block:
+                model.pop(seq, None)
+            model.setdefault(seq, block)
+            queue.push(seq, (0, 0.0, number), lacks=lacks)
+        elif operation == "take" and lacks is not None:
+            assert queue.take_lacking(lacks) == [each for each in model if model[each] == block]
+            model = {each: None if other == block else other for each, other in model.items()}
+        elif operation == "remove" and seq in model:
+            del model[seq]
+            queue.remove(seq)
+        assert len(queue) == len(model)
+        for name in (b"a", b"b", b"c"):
+            same = [each for each in model if model[each] == name]
+            assert queue.num_lacking(BlockHash(name)) == len(same)
+            assert queue.first_lacking(BlockHash(name)) == (same[0] if same else None)
+        assert queue.num_lacking(None) == 0
+        assert queue.first_lacking(None) is None
 
 
 @given(st.lists(OPERATIONS, max_size=120))

@@ -23,7 +23,8 @@ from quire.worker.events import EventLog
 from quire.worker.hashing import as_token_ids, root_hash
 from quire.worker.model_facts import ModelFacts
 from quire.worker.request import Request, TokenDelta, check_request, derive_seed, request_limits
-from quire.worker.scheduler import Schedule, Scheduler
+from quire.worker.schedule import Schedule
+from quire.worker.scheduler import Scheduler
 from quire.worker.sequence import Sequence, Status
 from quire.worker.step import Executor, TokenLogprobs
 from quire.worker.step_input import StepInputs

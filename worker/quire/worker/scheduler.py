@@ -8,29 +8,15 @@ Always true: what a prompt that has begun still lacks is not promised to another
 can be chosen at all, somebody goes on, be it the first in rank, who can take every block.
 """
 
-from bisect import insort
-from dataclasses import dataclass
+from bisect import bisect_left, insort
 
 from quire.worker.blocks import BlockId, BlockPool
 from quire.worker.config import SchedulingPolicy
+from quire.worker.hashing import BlockHash
+from quire.worker.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.sequence import Sequence, Status
 from quire.worker.tables import BlockTables
 from quire.worker.waiting import Turn, WaitingQueue, turn_of
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: how many tokens of which sequences, from each one's ``num_computed`` on."""
-
-    sequences: list[Sequence]
-    num_tokens: list[int]
-    num_decodes: int
-    """So many at the beginning compute exactly one token, be it the last of a prompt."""
-    sampled_rows: list[int]
-    """Indices of the sequences whose next token is sampled."""
-
-
-NOTHING = Schedule([], [], 0, [])
 
 
 class Scheduler:
@@ -117,7 +103,7 @@ class Scheduler:
             chosen.append((seq, 1))
         if begun or self.waiting:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
-        return _in_row_order(chosen)
+        return in_row_order(chosen)
 
     def submitted(self, schedule: Schedule) -> None:
         """The step is under way, and the next one may build on what it computes."""
@@ -188,11 +174,32 @@ class Scheduler:
                 if not self._make_room(seq, num_tokens, chosen):
                     continue
             budget -= num_tokens
+            begin = seq.num_registered
             self._tables.extend(seq, num_tokens)
             chosen.append((seq, num_tokens))
+            if seq.num_registered > begin and self.waiting:
+                self._tell_followers(seq, begin)
 
     def _turn(self, seq: Sequence) -> Turn:
-        return turn_of(seq, seq.num_uncomputed, self._policy)
+        lacks = self._first_missing(seq, seq.num_registered)
+        num_followers = self.waiting.num_lacking(lacks)
+        return turn_of(seq, seq.num_uncomputed, self._policy, num_followers=num_followers)
+
+    def _first_missing(self, seq: Sequence, num_hits: int) -> BlockHash | None:
+        """The first block that somebody else might compute for ``seq``."""
+        return seq.hashes[num_hits] if num_hits < self._most_hits(seq) else None
+
+    def _most_hits(self, seq: Sequence) -> int:
+        """Its last token is computed in any case: the next one comes of it."""
+        return min(len(seq.hashes), (seq.num_tokens - 1) // self._block_size)
+
+    def _tell_followers(self, seq: Sequence, begin: int) -> None:
+        """Who waits for what ``seq`` computes from its block ``begin`` on has less to compute."""
+        for other in self.waiting.take_lacking(seq.hashes[begin]):
+            both = range(begin, min(seq.num_registered, self._most_hits(other)))
+            num_same = bisect_left(both, True, key=lambda i: other.hashes[i] != seq.hashes[i])
+            self._num_queued_tokens -= other.num_queued
+            self._push(other, begin + num_same)
 
     def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
         """Of those ``begun`` the one whose next block is also the first that ``seq`` lacks.
@@ -200,9 +207,9 @@ class Scheduler:
         It goes on in the place of ``seq``, which then finds the block, instead of both computing
         it.
         """
-        if num_hits >= min(len(seq.hashes), (seq.num_tokens - 1) // self._block_size):
+        missing = self._first_missing(seq, num_hits)
+        if missing is None:
             return None
-        missing = seq.hashes[num_hits]
         for other in begun:
             if other.hashes[other.num_registered : other.num_registered + 1] == [missing]:
                 return other
@@ -269,10 +276,18 @@ class Scheduler:
         return True
 
     def _queue(self, seq: Sequence) -> None:
-        hits = self._tables.find_prefix(seq)
-        seq.num_queued = seq.num_tokens - len(hits) * self._block_size
+        self._push(seq, len(self._tables.find_prefix(seq)))
+
+    def _push(self, seq: Sequence, num_hits: int) -> None:
+        seq.num_queued = seq.num_tokens - num_hits * self._block_size
         self._num_queued_tokens += seq.num_queued
-        self.waiting.push(seq, turn_of(seq, seq.num_queued, self._policy))
+        lacks = self._first_missing(seq, num_hits)
+        self.waiting.push(seq, turn_of(seq, seq.num_queued, self._policy), lacks=lacks)
+        first = self.waiting.first_lacking(lacks)
+        if first is not None and first is not seq and self._policy != "fcfs":
+            num_followers = self.waiting.num_lacking(lacks) - 1
+            turn = turn_of(first, first.num_queued, self._policy, num_followers=num_followers)
+            self.waiting.push(first, turn, lacks=lacks)
 
     def _unqueue(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
@@ -281,20 +296,3 @@ class Scheduler:
 
 def _rank(seq: Sequence) -> tuple[int, int]:
     return seq.priority, seq.number
-
-
-def _in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
-    decodes = [seq for seq, num_tokens in chosen if num_tokens == 1]
-    chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
-    sequences = decodes + [seq for seq, _ in chunks]
-    num_tokens_B = [1] * len(decodes) + [num_tokens for _, num_tokens in chunks]
-    return Schedule(
-        sequences=sequences,
-        num_tokens=num_tokens_B,
-        num_decodes=len(decodes),
-        sampled_rows=[
-            row
-            for row, (seq, num_tokens) in enumerate(zip(sequences, num_tokens_B, strict=True))
-            if num_tokens == seq.num_uncomputed
-        ],
-    )

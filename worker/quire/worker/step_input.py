@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.scheduler import Schedule
+from quire.worker.schedule import Schedule
 from quire.worker.sequence import Sequence
 from quire.worker.step import Ints, Longs, Penalties, SamplingBatch, StepInput
 

@@ -7,6 +7,10 @@ first (Schrage 1968), but a request that lacks n tokens is overtaken only by tho
 that come while the engine computes n / `AGING` tokens more. That is counted in tokens and not in
 seconds so that the order is the same on every machine.
 
+Where others wait for the same block first, what is left is divided by all of them: a prefix that a
+hundred prompts wait for is worth a hundredth to each (the least work per request that waits for it
+first, Smith 1956).
+
 Each operation takes O(log n) on average: what is taken out stays in the heaps until it is on top,
 or until most of them is such.
 """
@@ -15,6 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from quire.worker.config import SchedulingPolicy
+from quire.worker.hashing import BlockHash
 from quire.worker.sequence import Sequence
 
 Turn = tuple[int, float, int]
@@ -23,11 +28,15 @@ AGING = 0.2
 """Tokens of prefill that a token computed for others since the arrival makes up for."""
 
 
-def turn_of(seq: Sequence, num_missing: int, policy: SchedulingPolicy) -> Turn:
-    """The place in the order of a request of which ``num_missing`` tokens are to be computed."""
+def turn_of(
+    seq: Sequence, num_missing: int, policy: SchedulingPolicy, *, num_followers: int = 0
+) -> Turn:
+    """The place in the order of a request of which ``num_missing`` tokens are to be computed, and
+    whose next block ``num_followers`` others wait for."""
     if policy == "fcfs":
         return seq.priority, 0.0, seq.number
-    return seq.priority, num_missing + AGING * seq.arrived_at_token, seq.number
+    left = num_missing / (1 + num_followers)
+    return seq.priority, left + AGING * seq.arrived_at_token, seq.number
 
 
 class WaitingQueue:
@@ -40,16 +49,26 @@ class WaitingQueue:
         self._in_turn: list[tuple[Turn, int, Sequence]] = []
         self._by_arrival: list[tuple[float, int, Sequence]] = []
         self._entries = count()
+        self._lacks: dict[Sequence, BlockHash] = {}
+        # By the block that they lack first, in the order in which they were put in.
+        self._lacking: dict[BlockHash, dict[Sequence, None]] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def push(self, seq: Sequence, turn: Turn) -> None:
-        """Puts in ``seq``, or gives it another turn."""
+    def push(self, seq: Sequence, turn: Turn, *, lacks: BlockHash | None = None) -> None:
+        """Puts in ``seq``, or gives it another turn; ``lacks`` is the first block that it would
+        have to compute and others may, if there is one."""
         if seq not in self._turns:
             heappush(self._by_arrival, (seq.arrival_s, next(self._entries), seq))
         self._turns[seq] = turn
         heappush(self._in_turn, (turn, next(self._entries), seq))
+        if self._lacks.get(seq) != lacks:
+            self._forget_lack(seq)
+            if lacks is not None:
+                self._lacks[seq] = lacks
+                self._lacking.setdefault(lacks, {})[seq] = None
+        self._tidy()
 
     def head(self) -> tuple[Turn, Sequence]:
         """Whose turn it is. There must be one."""
@@ -59,8 +78,34 @@ class WaitingQueue:
                 return turn, seq
             heappop(self._in_turn)
 
+    def num_lacking(self, block: BlockHash | None) -> int:
+        """How many lack ``block`` first."""
+        return len(self._lacking[block]) if block in self._lacking else 0
+
+    def first_lacking(self, block: BlockHash | None) -> Sequence | None:
+        """Of those the one that was put in first."""
+        return next(iter(self._lacking[block])) if block in self._lacking else None
+
+    def take_lacking(self, block: BlockHash) -> list[Sequence]:
+        """All of those. They stay, and count as lacking nothing until they are put in again."""
+        found = list(self._lacking.pop(block, ()))
+        for seq in found:
+            del self._lacks[seq]
+        return found
+
     def remove(self, seq: Sequence) -> None:
         del self._turns[seq]
+        self._forget_lack(seq)
+        self._tidy()
+
+    def _forget_lack(self, seq: Sequence) -> None:
+        block = self._lacks.pop(seq, None)
+        if block is not None:
+            del self._lacking[block][seq]
+            if not self._lacking[block]:
+                del self._lacking[block]
+
+    def _tidy(self) -> None:
         if len(self._in_turn) > 2 * len(self._turns) + 16:
             self._in_turn = [(turn, next(self._entries), seq) for seq, turn in self._turns.items()]
             heapify(self._in_turn)

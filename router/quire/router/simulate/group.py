@@ -5,7 +5,8 @@ request may need until its end is set aside at its admission (so nothing is ever
 ``wake_at`` is the end of the step, or of the run of equal decode steps, that is under way.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
@@ -14,6 +15,7 @@ from quire.router.simulate.cost import CostModel
 from quire.router.simulate.pool import Pool
 from quire.router.simulate.trace import Trace
 from quire.worker.errors import ConfigError
+from quire.worker.hashing import BlockHash
 
 Order = Literal["fcfs", "srpf"]
 
@@ -28,7 +30,8 @@ class EngineConfig:
     """Of a step: prompt tokens, and one of each decode."""
     max_num_seqs: int = 1024
     order: Order = "fcfs"
-    """Prompts in order of arrival, or the shortest remaining prefill first."""
+    """Prompts in order of arrival, or the shortest remaining prefill first, shared out among those
+    that wait for it, as in `quire.worker.waiting`."""
     aging: float = 0.2
     """With srpf, the milliseconds of prefill that a millisecond of waiting makes up for."""
 
@@ -58,6 +61,9 @@ class Group:
         self._chains, self._block_size = trace.chains, trace.block_size
         self._cost, self.pool, self._config = cost, pool, config
         self._is_srpf = config.order == "srpf"
+        # With srpf: what waiting requests lack, and those that lack a block first; some have begun.
+        self._missing: dict[int, int] = {}
+        self._lacking: dict[BlockHash, list[int]] = {}
         self._on_first_token, self._on_finish = on_first_token, on_finish
         self._slowdown = slowdown
         self._arrival_ms = trace.arrival_ms
@@ -106,7 +112,7 @@ class Group:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._missing) if self._is_srpf else len(self._waiting)
 
     def add(self, request_id: int, now: float) -> None:
         num_input = self._num_input[request_id]
@@ -115,7 +121,7 @@ class Group:
             self._chains[request_id], (num_input - 1) // size
         )
         self.num_pending += missing
-        heappush(self._waiting, (self._key(missing, request_id, now), request_id, missing))
+        self._queue(request_id, missing)
         if self.wake_at is None:
             self.begin(now)
         elif self._num_steps > 1:
@@ -124,6 +130,46 @@ class Group:
             if num_steps < self._num_steps:
                 self._num_steps = num_steps
                 self.wake_at = self._step_began + num_steps * self._step_ms
+
+    def _queue(self, request_id: int, missing: int) -> None:
+        arrived = self._arrival_ms[request_id]
+        heappush(self._waiting, (self._key(missing, request_id, arrived), request_id, missing))
+        if not self._is_srpf:
+            return
+        self._missing[request_id] = missing
+        num_hits = (self._num_input[request_id] - missing) // self._block_size
+        if num_hits < self._most_hits(request_id):
+            same = self._lacking.setdefault(self._chains[request_id][num_hits], [])
+            same.append(request_id)
+            first = same[0]
+            if first != request_id and first in self._missing:
+                left = self._missing[first]
+                key = self._key(left / len(same), first, self._arrival_ms[first])
+                heappush(self._waiting, (key, first, left))
+
+    def _most_hits(self, request_id: int) -> int:
+        most = (self._num_input[request_id] - 1) // self._block_size
+        return min(most, len(self._chains[request_id]))
+
+    def _tell_followers(self, chain: Sequence[BlockHash], begin: int, end: int) -> None:
+        """The blocks of ``chain`` from ``begin`` to ``end`` are computed in this step: who waits
+        for the first of them has less to compute."""
+        end = min(end, len(chain))
+        for request_id in self._lacking.pop(chain[begin], ()) if begin < end else ():
+            if request_id in self._missing:
+                own = self._chains[request_id]
+                both = range(begin, min(end, self._most_hits(request_id)))
+                num_same = bisect_left(both, True, key=lambda i: own[i] != chain[i])
+                missing = self._num_input[request_id] - (begin + num_same) * self._block_size
+                self.num_pending += missing - self._missing[request_id]
+                self._queue(request_id, missing)
+
+    def _num_followers(self, request_id: int, num_computed: int) -> int:
+        at = num_computed // self._block_size
+        chain = self._chains[request_id]
+        if not self._is_srpf or at >= len(chain):
+            return 0
+        return sum(other in self._missing for other in self._lacking.get(chain[at], ()))
 
     def end(self, now: float) -> None:
         """Ends the step: hands out its tokens."""
@@ -143,7 +189,8 @@ class Group:
         for request_id, computed, num_hits in self._chunks:
             num_input = self._num_input[request_id]
             if computed < num_input:
-                key = self._key(num_input - computed, request_id, self._arrival_ms[request_id])
+                left = (num_input - computed) / (1 + self._num_followers(request_id, computed))
+                key = self._key(left, request_id, self._arrival_ms[request_id])
                 heappush(self._begun, (key, request_id, computed, num_hits))
                 continue
             self._on_first_token(request_id, num_hits * self._block_size)
@@ -183,10 +230,12 @@ class Group:
     def _fill_step(self) -> None:
         budget = max(self._config.chunk_tokens - len(self._decodes), 1)
         waiting, begun, size = self._waiting, self._begun, self._block_size
-        pool = self.pool
+        pool, is_srpf = self.pool, self._is_srpf
         total = context = 0
         is_blocked = False
         while budget > 0:
+            while is_srpf and waiting and self._missing.get(waiting[0][1]) != waiting[0][2]:
+                heappop(waiting)  # It had more to compute then, or has begun.
             if waiting and not is_blocked and (not begun or waiting[0] < begun[0]):
                 _, request_id, missing = waiting[0]
                 num_hits = self._admit(request_id)
@@ -194,6 +243,8 @@ class Group:
                     is_blocked = True
                     continue
                 heappop(waiting)
+                if is_srpf:
+                    del self._missing[request_id]
                 computed = num_hits * size
                 self.num_pending += self._num_input[request_id] - computed - missing
             elif begun:
@@ -209,6 +260,8 @@ class Group:
             context += num_tokens * computed
             done = computed + num_tokens
             pool.register(request_id, self._chains[request_id], computed // size, done // size)
+            if is_srpf and done // size > computed // size:
+                self._tell_followers(self._chains[request_id], computed // size, done // size)
             self._chunks.append((request_id, done, num_hits))
         self._num_chunk_tokens = total
         self._num_context_products = context
@@ -232,7 +285,7 @@ class Group:
         self.pool.release(request_id, self._chains[request_id], self._num_input[request_id] // size)
         self._on_finish(request_id)
 
-    def _key(self, missing: int, request_id: int, arrived: float) -> float:
+    def _key(self, missing: float, request_id: int, arrived: float) -> float:
         if self._is_srpf:
             return self._cost.prefill_ms(missing) + self._config.aging * arrived
         return request_id
