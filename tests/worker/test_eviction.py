@@ -1,7 +1,7 @@
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.worker.eviction import EvictionQueue, LowestUtility
+from quire.worker.eviction import EvictionQueue, LowestUtility, _worth_by_age
 from quire.worker.hashing import BlockHash
 
 
@@ -62,3 +62,15 @@ def test_a_block_that_comes_back_after_its_eviction_learns_to_stay() -> None:
         else:
             store(policy, block_id, f"once, {now}", now=now)
     assert num_hits > 20
+
+
+@given(
+    num_released=st.floats(0, 1e6),
+    returned=st.lists(st.floats(0, 1e6) | st.integers(0, 9).map(float), min_size=1, max_size=12),
+)
+@example(num_released=0.0, returned=[2.0])
+@example(num_released=3.0, returned=[0.0, 8.0, 1.0])
+def test_no_counts_make_a_worth_that_is_none(num_released: float, returned: list[float]) -> None:
+    """However many return: counts fade, those of returns after those of their releases."""
+    worths = _worth_by_age(num_released, returned)
+    assert all(0 <= worth <= 2 for worth in worths)  # A block returns once, after half a tick.

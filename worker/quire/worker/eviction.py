@@ -192,6 +192,8 @@ def _worth_by_age(num_released: float, returned: list[float]) -> list[float]:
     ticks: list[float] = []
     num_left = num_released + 1  # One that never comes back: few samples promise nothing.
     for bucket, count in enumerate(returned):
+        # Counts have faded since the releases that they are of: more may return than are left.
+        num_left = max(num_left, count)
         hits.append(count)
         ticks.append((num_left - count / 2) * 2**bucket)
         num_left = max(num_left - count, 1.0)
