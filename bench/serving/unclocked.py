@@ -1,6 +1,6 @@
-"""Gateways that route as before there was a step clock, to compare: see docs/decisions/0024.
+"""Gateways that route as if there were no step clock, to compare: see docs/decisions/0024.
 
-    cost = queued + (1.25 + pressure) * missing + 32 * requests
+    cost = queued + (1.25 + behind) * missing + 32 * requests
 
 What a group has to do is what its last frame said, however long ago that was.
 """

@@ -124,13 +124,16 @@ def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
             module.cases([spec], load=load)
 
 
-def test_without_its_clock_the_policy_costs_what_it_did_before(bench_module: BenchModule) -> None:
+def test_without_its_clock_the_policy_takes_no_step_to_be_under_way(
+    bench_module: BenchModule,
+) -> None:
     unclocked = bench_module("serving.unclocked")
     request = RouteRequest(hashes=[], num_prompt_tokens=300, block_size=16, now_s=10.0)
     state = GroupState(group=A, num_running=10, num_waiting=2, num_reserved_requests=1)
     busy = replace(state, step_began_s=9.9, step_s=0.2, num_step_tokens=64)
     costs = unclocked.Unclocked().costs(request, [busy, GroupState(group=GroupId("b"))], [100, 0])
-    assert costs == pytest.approx([1.25 * 200 + 32 * 13, 1.25 * 300])
+    expected = [(1.25 + 100 / 4096) * 200 + 32 * 13, (1.25 + 150 / 4096) * 300]
+    assert costs == pytest.approx(expected)
 
 
 # What is lost.

@@ -184,8 +184,10 @@ def test_a_request_that_can_begin_is_released_at_once() -> None:
     queue, first = admission(), ticket()
     assert queue.offer(first, [group()], now_s=0) == []
     stages = [first.stage]
+    assert queue.unbegun == (1, 10)
     queue.begun(first)
     assert [*stages, first.stage] == [Stage.RELEASED, Stage.BEGUN]
+    assert queue.unbegun == (0, 0)
 
 
 def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
@@ -378,6 +380,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         queued = [each for each in self.live if each.stage is Stage.QUEUED]
         assert sorted(queued, key=lambda each: (each.priority, each.number)) == list(
             self.queue.queued
+        )
+        waiting = [each for each in self.live if each.stage is not Stage.BEGUN]
+        assert self.queue.unbegun == (
+            sum(each.num_requests for each in waiting),
+            sum(each.num_prompt_tokens for each in waiting),
         )
         assert not any(each.stage in (Stage.NEW, Stage.LEFT) for each in self.live)
 

@@ -185,6 +185,7 @@ class World:
         counts = {
             "in flight": service._num_inflight,
             "queued": admission.queued.num_requests + len(admission._futures),
+            "unbegun": sum(map(abs, admission._admission.unbegun)),
             "unrouted": unrouted.num_requests or unrouted.num_tokens > 1e-6,
             "in want of a group": gateway.groups.demand.num_requests,
             "suspects": service._resumes.probation.num_suspects,

@@ -19,7 +19,7 @@ from math import inf
 
 from quire.cluster.admission.capacity import Capacity
 from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad, order
+from quire.cluster.admission.ticket import Queued, Stage, Ticket, WaitingLoad, order
 from quire.cluster.errors import Overloaded, RefusalReason
 from quire.router.policy import GroupState
 
@@ -36,6 +36,7 @@ class Admission:
         self._queue: list[Ticket] = []
         self._queued: dict[int, WaitingLoad] = {}  # By priority.
         self._unrouted = WaitingLoad()
+        self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
         self._wait_bound_s = config.max_queue_wait_s
         self._free_s: float | None = None  # When a request last found the groups free.
@@ -44,6 +45,11 @@ class Admission:
     def queued(self) -> Sequence[Ticket]:
         """Those that wait here, in the order in which they will be released."""
         return self._queue
+
+    @property
+    def unbegun(self) -> Queued:
+        """What no group has begun: nothing, once nobody is left."""
+        return Queued(self._waiting.num_requests, round(self._waiting.num_tokens))
 
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
         """Releases or queues a new request; returns those that it displaced, which have left.
@@ -60,6 +66,7 @@ class Admission:
                 self.leave(victim)
         self._num_offered += 1
         ticket.number = self._num_offered
+        self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
         insort(self._queue, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
@@ -97,6 +104,7 @@ class Admission:
         """A group has begun it."""
         self.routed(ticket)
         if ticket.stage is Stage.ROUTED:
+            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
             ticket.stage = Stage.BEGUN
 
     def leave(self, ticket: Ticket) -> None:
@@ -107,6 +115,8 @@ class Admission:
             self._dequeue(ticket)
         elif ticket.stage is Stage.RELEASED:
             self._unrouted.remove_ticket(ticket)
+        if ticket.stage is not Stage.BEGUN:
+            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
 
     def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
