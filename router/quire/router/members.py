@@ -34,6 +34,8 @@ class Members:
     def update(self, names: Iterable[GroupId]) -> set[GroupId]:
         """Makes exactly these groups the members; returns who left."""
         groups, names = self.groups, set(names)
+        if names == groups.keys():
+            return set()
         left = groups.keys() - names
         for name in left:
             groups.pop(name).loads = None
