@@ -34,11 +34,8 @@ class PrefixCounts(Protocol):
         """Takes back what was added."""
 
     def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
-        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them.
-
-        Where ``lengths`` are an ``array("q")``, nothing here takes time for each group but in the
-        compiled ones.
-        """
+        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them:
+        an ``array("q")``. ``lengths`` are copied fastest from such a one."""
 
 
 def new_counts() -> PrefixCounts:
