@@ -5,14 +5,13 @@
 What a group has to do is what its last frame said, however long ago that was.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deployments import Gateway
-from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import GroupState, RouteRequest
+from quire.router.policies.prefix_aware import Load, N, PrefixAware
 from quire.router.table import RoutingTable
 
 
@@ -21,29 +20,46 @@ class Unclocked(PrefixAware):
 
     reads_steps = False
 
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
-        return super().costs(
-            request,
-            [
-                replace(
-                    state,
-                    num_running=0,
-                    num_waiting=0,
-                    num_reserved_requests=state.num_requests,
-                    step_s=0.0,
-                )
-                for state in groups
-            ],
-            hits,
-        )
+    def _cost(self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]) -> N:
+        return super()._cost(_NoStep(load), missing, now_s, lesser)
+
+
+@dataclass(slots=True)
+class _NoStep(Generic[N]):
+    load: Load[N]
+
+    @property
+    def num_running(self) -> N:
+        return 0 * self.load.num_running
+
+    @property
+    def num_waiting(self) -> N:
+        return 0 * self.load.num_waiting
+
+    @property
+    def num_pending_prefill_tokens(self) -> N:
+        return self.load.num_pending_prefill_tokens
+
+    @property
+    def num_reserved_requests(self) -> N:
+        load = self.load
+        return load.num_running + load.num_waiting + load.num_reserved_requests
+
+    @property
+    def num_reserved_tokens(self) -> N:
+        return self.load.num_reserved_tokens
+
+    @property
+    def num_step_tokens(self) -> N:
+        return 0 * self.load.num_step_tokens
+
+    def step_over(self, now_s: float) -> N:
+        return 0 * self.load.num_running
 
 
 class UnclockedTable(RoutingTable):
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._policy = Unclocked()
+        super().__init__(policy=Unclocked(), **options)
 
 
 def unclocked_gateway() -> type[Gateway]:

@@ -2,14 +2,13 @@
 
     python -m bench.sharding fill --state FILE [--only SHARD …]
     python -m bench.sharding balance --state FILE [--data FOLDER]
-    python -m bench.sharding route --state FILE
     python -m bench.sharding preselect --state FILE [--data FOLDER]
     python -m bench.sharding report --state FILE [--output FILE.md]
 
 ``fill`` fills each shard in this process, one after the other, and measures it
-(`bench.sharding.fill`). ``balance`` tells prompts and blocks of real traces to shards. ``route``
-measures a decision of the routing table by the number of groups, ``preselect`` what it costs users
-if a decision looks at a few groups only. Each adds lines to FILE, of which ``report`` makes tables.
+(`bench.sharding.fill`). ``balance`` tells prompts and blocks of real traces to shards.
+``preselect`` measures what it costs users if a decision looks at a few groups only. Each adds lines
+to FILE, of which ``report`` makes tables.
 """
 
 import argparse
@@ -18,14 +17,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.sharding import balance, fill, preselect, report, route
+from bench.sharding import balance, fill, preselect, report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("part", choices=("fill", "balance", "route", "preselect", "report"))
+    parser.add_argument("part", choices=("fill", "balance", "preselect", "report"))
     parser.add_argument("--state", type=Path, required=True, help="lines of JSON, added to")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="has traces/")
     parser.add_argument("--output", type=Path, help="of the report; it is printed anyway")
@@ -58,8 +57,6 @@ def _measure(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any
             yield size | row
     elif part == "balance":
         yield from balance.measure(arguments.data / "traces")
-    elif part == "route":
-        yield from route.measure(arguments.groups or [64, 512, 2048, 10_000])
     else:
         yield from preselect.measure(
             arguments.data / "traces",

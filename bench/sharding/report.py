@@ -93,25 +93,6 @@ def _balance(rows: Sequence[Row]) -> str:
     )
 
 
-def _route(rows: Sequence[Row]) -> str:
-    return "\n".join(
-        [
-            "## One decision (`RoutingTable.route`)",
-            "",
-            "µs; behind it our policy's costs and their minimum alone, from objects as now, and "
-            "the same from columns.",
-            "",
-            "| groups | p50 | p99 | costs from objects | from columns |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row['num_groups']:,} | {row['p50_us']:,.0f} | {row['p99_us']:,.0f} | "
-                f"{row['objects_p50_us']:,.0f} | {row['columns_p50_us']:,.0f} |"
-                for row in rows
-            ),
-        ]
-    )
-
-
 def _preselect(rows: Sequence[Row]) -> str:
     full = {(r["trace"], r["num_groups"]): r for r in rows if not r["num_each"]}
     lines = [
@@ -136,6 +117,5 @@ def _preselect(rows: Sequence[Row]) -> str:
 _TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "fill": _fill,
     "balance": _balance,
-    "route": _route,
     "preselect": _preselect,
 }

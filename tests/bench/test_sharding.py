@@ -72,16 +72,6 @@ def test_what_all_begin_with_is_spread(
     assert "| 100.0% | 16 | 16.00 / 16.00 |" in capsys.readouterr().out
 
 
-def test_decisions_are_timed_by_the_number_of_groups(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = run("route", "--groups", "3", "20")
-    assert [row["num_groups"] for row in rows] == [3, 20]
-    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
-    run("report")
-    assert "## One decision" in capsys.readouterr().out
-
-
 def test_looking_at_all_groups_by_other_means_changes_nothing(
     run: Run, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from quire.router.decide import decide
 from quire.router.decision_log import MAX_OUTCOME_CHARS, DecisionLog
 from quire.router.directory import GroupId
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import Decision, GroupState, RouteRequest, decide
+from quire.router.policy import Decision, GroupState, RouteRequest
 
 
 def decision_of(num_groups: int) -> Decision:

@@ -47,4 +47,4 @@ def test_a_prefix_goes_on_as_long_as_some_request_in_flight_has_its_blocks(
             for group in GROUPS
         ]
         for counts in implementations:
-            assert counts.extend(b"".join(BLOCKS), GROUPS, [length] * 3) == expected
+            assert counts.extend(b"".join(BLOCKS), GROUPS, [length] * 3).tolist() == expected

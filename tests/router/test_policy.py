@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.router.decide import decide
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
 from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Decision, GroupState, RouteRequest, decide
+from quire.router.policy import Decision, GroupState, RouteRequest
 from quire.worker.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.router.decide import decide
 from quire.router.directory import GroupId
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import GroupState, RouteRequest, decide
+from quire.router.policy import GroupState, RouteRequest
 from quire.router.step_clock import MIN_STEPS, StepClock
 
 

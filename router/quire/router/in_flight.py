@@ -33,8 +33,9 @@ class PrefixCounts(Protocol):
     def remove(self, hashes: bytes, *, group: int) -> None:
         """Takes back what was added."""
 
-    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them."""
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
+        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them:
+        an ``array("q")``. ``lengths`` are copied fastest from such a one."""
 
 
 def new_counts() -> PrefixCounts:
@@ -62,7 +63,7 @@ class NativeCounts:
     def remove(self, hashes: bytes, *, group: int) -> None:
         self._remove(self._counts, group, hashes, len(hashes) // HASH_BYTES)
 
-    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
         numbers, ends = array("Q", groups), array("q", lengths)
         self._extend(
             self._counts,
@@ -72,7 +73,7 @@ class NativeCounts:
             hashes,
             len(hashes) // HASH_BYTES,
         )
-        return ends.tolist()
+        return ends
 
 
 class PythonCounts:
@@ -95,16 +96,17 @@ class PythonCounts:
         if not counts:
             del self._counts[group]
 
-    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        if not self._counts:
-            return list(lengths)
-        keys = memoryview(hashes).cast("Q")[::4]
-        return [
-            self._end(keys, group, length) for group, length in zip(groups, lengths, strict=True)
-        ]
+    def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
+        ends = array("q", lengths)
+        if self._counts:
+            keys = memoryview(hashes).cast("Q")[::4]
+            for position, group in enumerate(groups):
+                if group in self._counts:
+                    ends[position] = self._end(keys, group, ends[position])
+        return ends
 
     def _end(self, keys: "memoryview[int]", group: int, length: int) -> int:
-        counts = self._counts.get(group, Counter())
+        counts = self._counts[group]
         while length < len(keys) and keys[length] in counts:
             length += 1
         return length

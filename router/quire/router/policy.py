@@ -8,18 +8,23 @@ Costs are counted in *tokens*, the time in which a group prefills one prompt tok
 makes sense, so that a policy does not need to know how fast the hardware is.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.router.directory import GroupId
-from quire.router.errors import NoGroupAvailable
 from quire.router.pace import Pace
 from quire.worker.hashing import BlockHash
 
-TIE_TOKENS = 32.0
-"""A cost that differs by less does not tell groups apart."""
+LATE_STEPS = 2.0
+"""A step that takes so many times as long as expected was guessed wrong, or its frame went to
+other gateways only, or the group hangs: nothing is known of it."""
+
+Column: TypeAlias = npt.NDArray[np.float64]
+"""A number for each group. Every count that can occur is exact in it."""
 
 Reason = Literal[
     "cached_prefix", "least_loaded", "only_group", "round_robin", "random", "consistent_hash"
@@ -74,6 +79,13 @@ class GroupState:
     @property
     def num_requests(self) -> int:
         return self.num_running + self.num_waiting + self.num_reserved_requests
+
+    def step_over(self, now_s: float) -> float:
+        """Which share of its present step is over; 0 where nothing is known."""
+        if not self.step_s:
+            return 0.0
+        share = (now_s - self.step_began_s) / self.step_s
+        return min(share, 1.0) if 0 < share < LATE_STEPS else 0.0
 
     @property
     def fill(self) -> float:
@@ -147,97 +159,22 @@ class Decision:
     """Which of ``groups`` was chosen."""
     forecast_s: float | None
     """Seconds to the first token; None while too little was seen of the group."""
-    hits: Sequence[int]
-    costs: Sequence[float]
+    hits: Sequence[int] | Column
+    costs: Sequence[float] | Column
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         return tuple(
             Candidate(
                 group=state.group,
-                cost=cost,
+                cost=float(cost),
                 num_cached_tokens=num_hit,
                 num_prefill_tokens=self.num_prompt_tokens - num_hit,
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
                 forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
             )
-            for state, num_hit, cost in zip(self.groups, self.hits, self.costs, strict=True)
+            for state, num_hit, cost in zip(
+                self.groups, map(int, self.hits), self.costs, strict=True
+            )
         )
-
-
-def decide(
-    policy: Policy, request: RouteRequest, groups: Sequence[GroupState], overlap: Sequence[int]
-) -> Decision:
-    """Takes one of ``groups``, whose ``overlap`` is the prompt's leading blocks that each holds.
-
-    Raises:
-        NoGroupAvailable: Every group is excluded, or there is none.
-    """
-    num_groups = len(groups)
-    if request.exclude:
-        allowed = [i for i, state in enumerate(groups) if state.group not in request.exclude]
-        groups, overlap = [groups[i] for i in allowed], [overlap[i] for i in allowed]
-    if not groups:
-        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
-    hits = usable_tokens(request, overlap)
-    costs = policy.costs(request, groups, hits)
-    index = cheapest(request, groups, hits, costs)
-    reason = policy.reason
-    if len(groups) == 1:
-        reason = "only_group"
-    elif 0 < hits[index] == max(hits):
-        reason = "cached_prefix"
-    policy.routed(request, groups[index].group)
-    return Decision(
-        group=groups[index].group,
-        reason=reason,
-        predicted_cached_tokens=hits[index],
-        num_prompt_tokens=request.num_prompt_tokens,
-        groups=groups,
-        index=index,
-        forecast_s=groups[index].forecast_s(request.num_prompt_tokens - hits[index]),
-        hits=hits,
-        costs=costs,
-    )
-
-
-def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
-    """The tokens that those leading blocks save.
-
-    The engine computes at least the last token, whose logits it samples from, so the block that
-    ends with it is never a hit.
-    """
-    block_size = request.block_size
-    limit = max(request.num_prompt_tokens - 1, 0) // block_size
-    return [(n if n < limit else limit) * block_size for n in overlap]
-
-
-def cheapest(
-    request: RouteRequest,
-    groups: Sequence[GroupState],
-    hits: Sequence[int],
-    costs: Sequence[float],
-) -> int:
-    """The index of the least cost; among ties the longest hit decides, then the prefix's name.
-
-    So gateways that know nothing of each other send the same cold prefix to the same group.
-    """
-    least = min(costs)
-    limit = least + TIE_TOKENS
-    tied = [i for i, cost in enumerate(costs) if cost <= limit]
-    if len(tied) == 1:
-        return tied[0]
-    longest = max([hits[i] for i in tied])
-    tied = [i for i in tied if hits[i] == longest]
-    if len(tied) == 1:
-        return tied[0]
-    return min(tied, key=lambda i: distance(request, groups[i].group))
-
-
-def distance(request: RouteRequest, group: GroupId) -> bytes:
-    """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
-    prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
-    """
-    name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
-    return hashlib.blake2b(group.encode(), key=name, digest_size=8).digest()

@@ -5,13 +5,16 @@ in-flight prefix counts as cached until the request ends. `quire.router.table` s
 for threads.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.router.accuracy import moved_mean
 from quire.router.directory import GroupId
+from quire.router.holders import Slot
 from quire.router.in_flight import new_counts
+from quire.router.loads import Loads
 from quire.router.pace import PaceFit
 from quire.router.policy import Decision, GroupState, RouteRequest
 from quire.router.step_clock import StepClock
@@ -61,6 +64,12 @@ class Group:
     clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
     """Mean of its forecasts' errors of late, as shares of the waits."""
+    position: int = 0
+    """Among the members."""
+    slot: Slot | None = None
+    """What the directory knows it by, once it does."""
+    loads: Loads | None = None
+    """Where its state is kept up to date, if it is."""
     _state: GroupState | None = None
     """None where something has changed since it was asked for."""
 
@@ -72,7 +81,6 @@ class Group:
         return self._state
 
     def take_frame(self, load: GroupLoad, *, at_s: float) -> None:
-        self._state = None
         if load.num_steps is not None:
             self.clock.frame(
                 step=load.num_steps,
@@ -87,6 +95,7 @@ class Group:
             not self.reserved[0].is_reserved or self._is_shown(self.reserved[0], load.num_shown)
         ):
             self.reserved.popleft().unreserve()
+        self._changed()
 
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
         if num_shown is None:
@@ -101,29 +110,34 @@ class Group:
 
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
         """From the first token of a request sent here."""
-        self._state = None
         self.fit.observe(
             num_missing=max(request.request.num_prompt_tokens - num_cached_tokens, 0),
             num_queued=request.state.num_queued_tokens,
             num_sequences=request.state.num_requests,
             waited_s=waited_s,
         )
+        self._changed()
 
     def reserve(self, request: "InFlight") -> None:
-        self._state = None
         self.num_sent += 1
         request.number = self.num_sent
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
+        self._changed()
 
     def unreserve(self, request: "InFlight") -> None:
-        self._state = None
         self.num_reserved_requests -= 1
         self.num_reserved_tokens -= request.num_prefill_tokens
+        self._changed()
 
     def count_error(self, ratio: float) -> None:
         self.forecast_error = moved_mean(self.forecast_error, ratio)
+
+    def _changed(self) -> None:
+        self._state = None
+        if self.loads is not None:
+            self.loads.put(self.position, self.state())
 
     def _new_state(self) -> GroupState:
         load = self.load
@@ -193,7 +207,7 @@ class Reservations:
 
     def extend(
         self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
-    ) -> list[int]:
+    ) -> "array[int]":
         """How long a prefix each group will hold, which now holds the first ``lengths`` blocks."""
         return self._prefixes.extend(hashes.data, numbers, lengths)
 

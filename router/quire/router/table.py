@@ -13,15 +13,16 @@ Any thread may call: a gateway does on its event loop, Serve's request router on
 is held for microseconds, but for a snapshot of a whole cache.
 """
 
-import itertools
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from quire.router.accuracy import Accuracy
 from quire.router.config import RoutingConfig
+from quire.router.decide import PolicyOfMany, decide, decide_among_many
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.directory import (
     Applied,
@@ -31,13 +32,14 @@ from quire.router.directory import (
     Position,
 )
 from quire.router.errors import NoGroupAvailable, UnknownDecision
+from quire.router.members import MANY, Members
 from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Decision, GroupState, RouteRequest, decide
-from quire.router.reservations import Group, Reservations
+from quire.router.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.reservations import GroupLoad as GroupLoad  # For those who call `update_load`.
+from quire.router.reservations import Reservations
 from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.events import EventBatch
-from quire.worker.hashing import BlockHash, BlockHashes
+from quire.worker.hashing import HASH_BYTES, BlockHash, BlockHashes
 
 LookUp = Callable[[BlockHashes], dict[GroupId, int]]
 """How many blocks of a prompt each group holds, as `BlockDirectory.longest_prefix` says it."""
@@ -54,28 +56,31 @@ class RoutingTable:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         look_up: LookUp | None = None,
+        policy: Policy | None = None,
+        many: int = MANY,
     ) -> None:
         """``wall_clock`` dates explanations; all else goes by ``clock``.
 
         ``look_up`` is asked which groups hold a prompt instead of the table's own directory, which
-        then needs no events: a directory in shards (`quire.router.sharding`).
+        then needs no events: a directory in shards (`quire.router.sharding`). ``policy`` decides
+        in place of the one that ``config`` names. ``many`` groups are looked at at once, where the
+        policy can; that changes no decision.
         """
         self._config = config = config or RoutingConfig()
-        self._policy = POLICIES[config.policy]()
+        self._policy = policy = policy or POLICIES[config.policy]()
+        self._policy_of_many = policy if isinstance(policy, PolicyOfMany) else None
         self._block_size = block_size
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._groups: dict[GroupId, Group] = {}
-        self._group_numbers = itertools.count()
-        self._numbers: Sequence[int] = ()  # Of `_groups`, in their order.
+        self._members = Members(many=many if self._policy_of_many else None)
         self._in_flight = Reservations(
             max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
         self._directory = BlockDirectory(
             max_blocks=config.max_directory_blocks, stale_after_s=config.stale_after_s
         )
-        self._look_up = look_up or self._directory.longest_prefix
+        self._look_up = look_up
         self._log = DecisionLog(
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
@@ -107,7 +112,7 @@ class RoutingTable:
             if self._in_flight.get(request_id) is not None:
                 self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
             hashes = BlockHashes.of(hashes)
-            held = self._look_up(hashes)
+            held = self._held(hashes)
             now_s = self._clock()
             request = RouteRequest(
                 hashes=hashes,
@@ -117,12 +122,8 @@ class RoutingTable:
                 ordinal=self._num_decisions,
                 now_s=now_s,
             )
-            groups = self._groups
-            lengths = [held.get(name, 0) for name in groups] if held else [0] * len(groups)
-            overlap = self._in_flight.extend(hashes, self._numbers, lengths)
-            states = [group.state() for group in groups.values()]
             try:
-                decision = decide(self._policy, request, states, overlap)
+                decision = self._decide(request, hashes, held)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
@@ -131,13 +132,16 @@ class RoutingTable:
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
                 self._forget(oldest, "forgotten: too many are in flight")
+            group = self._members.groups[decision.group]
             use_directory = self._config.use_directory
             self._in_flight.add(
                 request_id,
                 request,
                 decision,
-                group=groups[decision.group],
-                blocks=hashes[held.get(decision.group, 0) :] if use_directory else BlockHashes(),
+                group=group,
+                blocks=BlockHashes(
+                    hashes.data[HASH_BYTES * held[group.position] :] if use_directory else b""
+                ),
                 now_s=now_s,
             )
             self._log.add(
@@ -199,27 +203,26 @@ class RoutingTable:
     def update_members(self, groups: Iterable[GroupId]) -> None:
         """Makes exactly these groups the ones to route to; all about others is forgotten."""
         with self._lock:
-            members = set(groups)
-            for group_id in self._groups.keys() - members:
-                del self._groups[group_id]
+            for group_id in self._members.update(groups):
                 self._directory.drop(group_id)
-            for group_id in members - self._groups.keys():
-                self._groups[group_id] = Group(group_id, next(self._group_numbers))
-            self._numbers = array("Q", [group.number for group in self._groups.values()])
 
     def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored."""
         with self._lock:
-            group = self._groups.get(group_id)
+            group = self._members.groups.get(group_id)
             if group is not None:
                 group.take_frame(load, at_s=self._clock())
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         """Takes in block events; those of a group that left are ignored."""
         with self._lock:
-            if group_id not in self._groups:
+            group = self._members.groups.get(group_id)
+            if group is None:
                 return Applied(0)
-            return self._directory.apply(group_id, batch, now_s=self._clock())
+            answer = self._directory.apply(group_id, batch, now_s=self._clock())
+            if group.slot is None:
+                self._members.heard(group, self._directory.slot(group_id))
+            return answer
 
     def events_position(self, group_id: GroupId) -> Position:
         """With what to subscribe to the group's events."""
@@ -233,17 +236,17 @@ class RoutingTable:
         """
         with self._lock:
             now_s = self._clock()
-            for group in self._groups.values():
+            for group in self._members.groups.values():
                 group.expire(routed_before_s=now_s - self._config.reservation_timeout_s)
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
         """Each group's load as the next decision will see it."""
         with self._lock:
-            return [group.state() for group in self._groups.values()]
+            return self._members.states()
 
     def stats(self) -> RoutingStats:
-        config, groups = self._config, self._groups
+        config, groups = self._config, self._members.groups
         with self._lock:
             return RoutingStats(
                 num_routed=dict(self._num_routed),
@@ -264,6 +267,22 @@ class RoutingTable:
                 max_candidates_kept=config.max_candidates_kept,
                 directory=self._directory.stats(),
             )
+
+    def _held(self, hashes: BlockHashes) -> Sequence[int]:
+        """How many of the prompt's blocks each member holds."""
+        if self._look_up is not None:
+            return self._members.by_name(self._look_up(hashes))
+        if self._members.loads is None:
+            return self._members.by_name(self._directory.longest_prefix(hashes))
+        return self._members.by_slot(self._directory.prefix_lengths(hashes))
+
+    def _decide(self, request: RouteRequest, hashes: BlockHashes, held: Sequence[int]) -> Decision:
+        members = self._members
+        overlap = self._in_flight.extend(hashes, members.numbers, held)
+        if members.loads is None or self._policy_of_many is None:
+            return decide(self._policy, request, members.states(), overlap)
+        lengths = np.frombuffer(overlap, dtype=np.int64)
+        return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str, outcome: str) -> None:
         request = self._in_flight.remove(request_id)

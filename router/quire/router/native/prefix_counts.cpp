@@ -13,6 +13,8 @@ struct PrefixCounts {
     quire::Table table;
 };
 
+constexpr uint64_t kAhead = 12;  // Blocks whose places are read before their turn.
+
 // Two groups' counts of one block lie apart.
 Key spread(uint64_t group) {
     Key x = (group + 1) * 0x9e3779b97f4a7c15;
@@ -31,6 +33,8 @@ void quire_prefix_counts_add(PrefixCounts* counts, uint64_t group, const uint8_t
                              uint64_t num_hashes) {
     const Key spread_by = spread(group);
     for (uint64_t i = 0; i < num_hashes; i++) {
+        if (i + kAhead < num_hashes)
+            counts->table.prefetch(key_at(hashes, i + kAhead) ^ spread_by);
         const Key key = key_at(hashes, i) ^ spread_by;
         if (quire::SetId* count = counts->table.find(key))
             ++*count;
@@ -44,6 +48,8 @@ void quire_prefix_counts_remove(PrefixCounts* counts, uint64_t group, const uint
                                 uint64_t num_hashes) {
     const Key spread_by = spread(group);
     for (uint64_t i = 0; i < num_hashes; i++) {
+        if (i + kAhead < num_hashes)
+            counts->table.prefetch(key_at(hashes, i + kAhead) ^ spread_by);
         const Key key = key_at(hashes, i) ^ spread_by;
         quire::SetId* count = counts->table.find(key);
         if (!count) continue;

@@ -28,15 +28,37 @@ docs/decisions/0014-simulator.md, 0018-policy.md, 0024-step-clock.md and 0025-wo
 what else was tried.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import numpy as np
+
+from quire.router.loads import Loads
 from quire.router.policies.simple import Forgetful
-from quire.router.policy import GroupState, Reason, RouteRequest
+from quire.router.policy import Column, GroupState, Reason, RouteRequest
 
-_LATE = 2.0
-"""A step that takes so many times as long as expected was guessed wrong, or its frame went to
-other gateways only, or the group hangs: nothing is known of it."""
+N = TypeVar("N", float, Column)
+"""A number of one group, or one for each of many."""
+N_co = TypeVar("N_co", float, Column, covariant=True)
+
+
+class Load(Protocol[N_co]):
+    """What a group has to do, or each of many: a `GroupState`, or `Loads`."""
+
+    @property
+    def num_running(self) -> N_co: ...
+    @property
+    def num_waiting(self) -> N_co: ...
+    @property
+    def num_pending_prefill_tokens(self) -> N_co: ...
+    @property
+    def num_reserved_requests(self) -> N_co: ...
+    @property
+    def num_reserved_tokens(self) -> N_co: ...
+    @property
+    def num_step_tokens(self) -> N_co: ...
+    def step_over(self, now_s: float) -> N_co: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,24 +88,33 @@ class PrefixAware(Forgetful):
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
-        config = self._config
-        num_tokens, now_s = request.num_prompt_tokens, request.now_s
-        per_queued, most = 1 / config.tokens_per_arrival, config.max_behind
-        per_missing = 1 / config.tokens_per_arrival_meanwhile
-        costs = []
-        pressures = []
-        for state, hit in zip(groups, hits, strict=True):
-            missing = num_tokens - hit
-            queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-            pressure = queued * per_queued
-            behind = min(pressure + missing * per_missing, most)
-            rest = config.request_tokens * (state.num_running + state.num_waiting)
-            if state.step_s:
-                share = (now_s - state.step_began_s) / state.step_s
-                if 0 < share < _LATE:
-                    rest -= min(share, 1.0) * (rest + state.num_step_tokens)
-            beside = config.request_tokens * state.num_requests
-            pressures.append(pressure)
-            costs.append(queued + rest + (config.missing + behind) * missing + beside)
-        self.pressure = min(pressures[costs.index(min(costs))], most)
+        num_tokens, now_s, cost = request.num_prompt_tokens, request.now_s, self._cost
+        costs = [
+            cost(state, num_tokens - hit, now_s, min)
+            for state, hit in zip(groups, hits, strict=True)
+        ]
+        self.pressure = self._pressure(groups[costs.index(min(costs))])
         return costs
+
+    def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
+        costs = self._cost(loads, request.num_prompt_tokens - hits, request.now_s, np.minimum)
+        self.pressure = self._pressure(loads.states[costs.argmin()])
+        return costs
+
+    def _cost(self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]) -> N:
+        config = self._config
+        queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
+        num_in_step = load.num_running + load.num_waiting
+        rest = config.request_tokens * num_in_step
+        rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
+        behind = lesser(
+            queued / config.tokens_per_arrival + missing / config.tokens_per_arrival_meanwhile,
+            config.max_behind,
+        )
+        beside = config.request_tokens * (num_in_step + load.num_reserved_requests)
+        return queued + rest + (config.missing + behind) * missing + beside
+
+    def _pressure(self, state: GroupState) -> float:
+        return min(
+            state.num_queued_tokens / self._config.tokens_per_arrival, self._config.max_behind
+        )

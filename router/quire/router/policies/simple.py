@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from math import ceil, inf
 from random import Random
 
+from quire.router.decide import distance_from
 from quire.router.directory import GroupId
-from quire.router.policy import GroupState, Reason, RouteRequest, distance
+from quire.router.policy import GroupState, Reason, RouteRequest
 
 RUNNING_TOKENS = 64.0
 """What a running sequence slows others by, in tokens of prefill. In simulations of five traces,
@@ -87,7 +88,8 @@ class BoundedHash(Forgetful):
     ) -> list[float]:
         loads = [state.num_requests for state in groups]
         cap = ceil(1.25 * (sum(loads) + 1) / len(groups))
-        order = sorted(range(len(groups)), key=lambda i: distance(request, groups[i].group))
+        far = distance_from(request)
+        order = sorted(range(len(groups)), key=lambda i: far(groups[i].group))
         costs = [inf] * len(groups)
         for rank, index in enumerate(order):
             if loads[index] < cap:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from quire.router.config import RoutingConfig
+from quire.router.decide import cheapest, usable_tokens
 from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
-from quire.router.policy import GroupState, Policy, RouteRequest, cheapest, usable_tokens
+from quire.router.policy import GroupState, Policy, RouteRequest
 from quire.router.sharding import Shard, ShardedDirectory, ShardMap
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.group import Group

@@ -1,0 +1,239 @@
+"""What one routing decision costs, by the number of groups.
+
+    python -m bench.decisions [--groups N …] [--rounds N] [--beside CHECKOUT] [--output FILE.md]
+
+Times `RoutingTable.route`: as it is, looking at one group after the other however many there are
+(`one by one`), and as in another checkout of this project (`before`). Each runs in a process of its
+own, in turn, ``--rounds`` times; a number in the tables is the median over the rounds. The cases:
+
+    mixed    prompts of 250 blocks, which up to four groups hold; between two decisions three
+             groups' frames come
+    begun    the same, and the first 50 blocks are held by every group
+    idle     no group has anything to do or holds anything: all costs are equal
+    tokens   prompts that nobody holds, 16,384 and 131,072 tokens, to a decision; beside it the
+             hashing alone
+
+Times are this thread's CPU time.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from quire.router.directory import GroupId
+from quire.router.table import GroupLoad, RoutingTable
+from quire.worker.events import BlocksStored, EventBatch
+from quire.worker.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 250
+NUM_SHARED_BLOCKS = 50
+NUM_PROMPTS = 200
+NUM_FRAMES = 3
+MAX_IN_FLIGHT = 100
+PROMPT_TOKENS = (16_384, 131_072)
+CASES = ("mixed", "begun", "idle", "tokens_16384", "tokens_131072")
+PARTS = ("cluster", "worker", "kernels", "proto", "router")
+"""Folders of a checkout from which it is imported."""
+
+Times = dict[str, float]
+"""Microseconds, by case and quantile."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 512, 2048, 10_000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decisions", type=int, default=600, help="fewer where groups are many")
+    parser.add_argument("--beside", type=Path, help="another checkout, timed as `before`")
+    parser.add_argument("--output", type=Path, help="of the tables; they are printed anyway")
+    parser.add_argument("--measure", choices=("now", "one by one"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        (num_groups,) = arguments.groups
+        print(json.dumps(measure(num_groups, arguments.decisions, how=arguments.measure)))
+        return
+    rows = {}
+    for num_groups in arguments.groups:
+        rows[num_groups] = _rounds(
+            num_groups, arguments.rounds, arguments.decisions, arguments.beside
+        )
+        print(json.dumps({num_groups: rows[num_groups]}), file=sys.stderr, flush=True)
+    text = report(rows)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+
+
+def measure(num_groups: int, num_decisions: int, *, how: str) -> Times:
+    """All cases in this process."""
+    num_decisions = max(min(num_decisions, 500_000 // num_groups), 20)
+    return {
+        **_quantiles("mixed", _decide(_Cluster(num_groups, how), num_decisions)),
+        **_quantiles("begun", _decide(_Cluster(num_groups, how, shared=True), num_decisions)),
+        **_quantiles("idle", _decide_idle(_Cluster(num_groups, how, idle=True), num_decisions)),
+        **_from_tokens(_Cluster(num_groups, how), num_decisions),
+    }
+
+
+class _Cluster:
+    """A table that knows of groups, their loads and their caches."""
+
+    def __init__(
+        self, num_groups: int, how: str, *, shared: bool = False, idle: bool = False
+    ) -> None:
+        self.draw = draw = random.Random(0)
+        # What is timed as it was before does not know the option.
+        options: dict[str, Any] = {"many": 10**9} if how == "one by one" else {}
+        self.table = RoutingTable(block_size=BLOCK_SIZE, **options)
+        self.groups = [GroupId(f"group-{number:05}") for number in range(num_groups)]
+        self.table.update_members(self.groups)
+        beginning = draw.randbytes(HASH_BYTES * NUM_SHARED_BLOCKS) if shared else b""
+        num_bytes = HASH_BYTES * NUM_BLOCKS - len(beginning)
+        self.prompts = [
+            BlockHashes(beginning + draw.randbytes(num_bytes)) for _ in range(NUM_PROMPTS)
+        ]
+        if idle:
+            return
+        for group in self.groups:
+            self.table.update_load(group, _load(draw))
+            if shared:
+                self._hold(group, BlockHashes(beginning))
+        for number, prompt in enumerate(self.prompts):
+            for holder in draw.sample(self.groups, min(number % 5, num_groups)):
+                self._hold(holder, prompt)
+
+    def some_frames(self) -> None:
+        for _ in range(NUM_FRAMES):
+            self.table.update_load(self.draw.choice(self.groups), _load(self.draw))
+
+    def _hold(self, group: GroupId, hashes: BlockHashes) -> None:
+        seq = self.table.events_position(group).next_seq
+        batch = EventBatch(epoch=1, first_seq=seq, events=(BlocksStored(hashes),))
+        self.table.apply_events(group, batch)
+
+
+def _decide(cluster: _Cluster, num_decisions: int) -> Iterator[float]:
+    for number in range(num_decisions):
+        cluster.some_frames()
+        yield _time_route(cluster, number)
+        if number >= MAX_IN_FLIGHT:
+            cluster.table.completed(str(number - MAX_IN_FLIGHT))
+
+
+def _decide_idle(cluster: _Cluster, num_decisions: int) -> Iterator[float]:
+    for number in range(num_decisions):
+        yield _time_route(cluster, number)
+        cluster.table.completed(str(number))
+
+
+def _time_route(cluster: _Cluster, number: int) -> float:
+    prompt = cluster.prompts[number % NUM_PROMPTS]
+    num_tokens = BLOCK_SIZE * NUM_BLOCKS + 10
+    began_ns = time.thread_time_ns()
+    cluster.table.route(str(number), hashes=prompt, num_prompt_tokens=num_tokens)
+    return (time.thread_time_ns() - began_ns) / 1e3
+
+
+def _from_tokens(cluster: _Cluster, num_decisions: int) -> Times:
+    root = root_hash(model_fingerprint="m", kv_dtype="f", block_size=BLOCK_SIZE)
+    found: Times = {}
+    for num_tokens in PROMPT_TOKENS:
+        tokens = np.arange(num_tokens, dtype=np.uint32)
+        whole, hashing = [], []
+        for number in range(num_decisions):
+            cluster.some_frames()
+            tokens[0] = number
+            began_ns = time.thread_time_ns()
+            hashes = hash_blocks(tokens, block_size=BLOCK_SIZE, root=root)
+            hashed_ns = time.thread_time_ns()
+            cluster.table.route(str(number), hashes=hashes, num_prompt_tokens=num_tokens)
+            whole.append((time.thread_time_ns() - began_ns) / 1e3)
+            hashing.append((hashed_ns - began_ns) / 1e3)
+            cluster.table.completed(str(number))
+        found |= _quantiles(f"tokens_{num_tokens}", whole)
+        found |= _quantiles(f"hashing_{num_tokens}", hashing)
+    return found
+
+
+def _quantiles(name: str, times_us: Iterable[float]) -> Times:
+    times = sorted(times_us)
+    return {f"{name}_p50": times[len(times) // 2], f"{name}_p99": times[len(times) * 99 // 100]}
+
+
+def _rounds(
+    num_groups: int, num_rounds: int, num_decisions: int, beside: Path | None
+) -> dict[str, Times]:
+    """Each way in turn."""
+    ways: dict[str, Path | None] = {"now": None, "one by one": None}
+    if beside is not None:
+        ways["before"] = beside
+    found: dict[str, list[Times]] = {way: [] for way in ways}
+    for _ in range(num_rounds):
+        for way, checkout in ways.items():
+            found[way].append(_in_process(num_groups, num_decisions, way, checkout))
+    return {
+        way: {name: median(each[name] for each in times) for name in times[0]}
+        for way, times in found.items()
+    }
+
+
+def _in_process(num_groups: int, num_decisions: int, way: str, checkout: Path | None) -> Times:
+    environment = dict(os.environ)
+    if checkout is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in PARTS)
+    how = "now" if way == "before" else way
+    command = [sys.executable, __file__, "--groups", str(num_groups), "--measure", how]
+    done = subprocess.run(
+        [*command, "--decisions", str(num_decisions)],
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=True,
+    )
+    measured: Times = json.loads(done.stdout)
+    return measured
+
+
+def report(rows: Mapping[int, Mapping[str, Times]]) -> str:
+    """By number of groups and way."""
+    lines = [
+        "µs, p50 / p99.",
+        "",
+        "| groups | | mixed | begun | idle | 16,384 tokens | hashing | 131,072 tokens | hashing |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    names = [*CASES[:3], *(f"{what}_{n}" for n in PROMPT_TOKENS for what in ("tokens", "hashing"))]
+    for num_groups, ways in rows.items():
+        for way, times in ways.items():
+            lines.append(f"| {num_groups:,} | {way} | {_cells(times, names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(times: Times, names: Sequence[str]) -> str:
+    return " | ".join(f"{times[f'{n}_p50']:,.1f} / {times[f'{n}_p99']:,.1f}" for n in names)
+
+
+def _load(draw: random.Random) -> GroupLoad:
+    return GroupLoad(
+        num_running=draw.randrange(30),
+        num_waiting=draw.randrange(3),
+        num_pending_prefill_tokens=draw.randrange(8000),
+        num_available_blocks=draw.randrange(1000),
+        num_steps=draw.randrange(1000),
+    )
+
+
+if __name__ == "__main__":
+    main()

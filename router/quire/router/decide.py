@@ -1,0 +1,161 @@
+"""Which group takes a request: the one whose cost is least, ties decided alike by all gateways.
+
+`decide` looks at one group after the other, `decide_among_many` at arrays over all of them, with a
+policy that can (`quire.router.loads`). For the same loads they take the same decision.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+from quire.router.loads import Loads
+from quire.router.policy import Column, Decision, GroupState, Policy, RouteRequest
+
+TIE_TOKENS = 32.0
+"""A cost that differs by less does not tell groups apart."""
+
+
+@runtime_checkable
+class PolicyOfMany(Policy, Protocol):
+    """Also takes many groups at once."""
+
+    def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
+        """What `costs` says of the same groups, to the last bit."""
+
+
+def decide(
+    policy: Policy, request: RouteRequest, groups: Sequence[GroupState], overlap: Sequence[int]
+) -> Decision:
+    """Takes one of ``groups``, whose ``overlap`` is the prompt's leading blocks that each holds.
+
+    Raises:
+        NoGroupAvailable: Every group is excluded, or there is none.
+    """
+    num_groups = len(groups)
+    if request.exclude:
+        allowed = [i for i, state in enumerate(groups) if state.group not in request.exclude]
+        groups, overlap = [groups[i] for i in allowed], [overlap[i] for i in allowed]
+    if not groups:
+        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
+    hits = usable_tokens(request, overlap)
+    costs = policy.costs(request, groups, hits)
+    index = cheapest(request, groups, hits, costs)
+    is_longest = 0 < hits[index] == max(hits)
+    return taken(policy, request, groups, hits, costs, index, is_longest)
+
+
+def decide_among_many(
+    policy: PolicyOfMany, request: RouteRequest, loads: Loads, overlap: npt.NDArray[np.int64]
+) -> Decision:
+    """`decide`, in a time that hardly grows with the number of groups.
+
+    Raises:
+        NoGroupAvailable: Every group is excluded, or there is none.
+    """
+    num_groups = len(loads)
+    if request.exclude:
+        states = loads.states
+        allowed = [i for i, state in enumerate(states) if state.group not in request.exclude]
+        loads, overlap = loads.only(allowed), overlap[allowed]
+    if not len(loads):
+        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
+    hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
+    costs = policy.costs_of_many(request, loads, hits)
+    tied = np.flatnonzero(costs <= costs.min() + TIE_TOKENS)
+    if len(tied) > 1:
+        tied_hits = hits[tied]
+        tied = tied[tied_hits == tied_hits.max()]
+    index = nearest(request, loads.states, tied.tolist())
+    is_longest = 0 < hits[index] == hits.max()
+    # The list goes on to change, the states in it do not.
+    states = loads.states.copy()
+    return taken(policy, request, states, hits, costs, index, is_longest)
+
+
+def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
+    """The tokens that those leading blocks save."""
+    block_size, limit = request.block_size, usable_blocks(request)
+    return [(n if n < limit else limit) * block_size for n in overlap]
+
+
+def usable_blocks(request: RouteRequest) -> int:
+    """The most blocks that can be a hit.
+
+    The engine computes at least the last token, whose logits it samples from, so the block that
+    ends with it is never one.
+    """
+    return max(request.num_prompt_tokens - 1, 0) // request.block_size
+
+
+def cheapest(
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    hits: Sequence[int],
+    costs: Sequence[float],
+) -> int:
+    """The index of the least cost; among ties the longest hit decides, then the prefix's name.
+
+    So gateways that know nothing of each other send the same cold prefix to the same group.
+    """
+    least = min(costs)
+    limit = least + TIE_TOKENS
+    tied = [i for i, cost in enumerate(costs) if cost <= limit]
+    if len(tied) == 1:
+        return tied[0]
+    longest = max([hits[i] for i in tied])
+    return nearest(request, groups, [i for i in tied if hits[i] == longest])
+
+
+def nearest(request: RouteRequest, groups: Sequence[GroupState], indices: Sequence[int]) -> int:
+    """Which of these groups the prefix's name is for."""
+    if len(indices) == 1:
+        return indices[0]
+    far = distance_from(request)
+    return min(indices, key=lambda i: far(groups[i].group))
+
+
+def distance_from(request: RouteRequest) -> Callable[[GroupId], bytes]:
+    """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
+    prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
+    """
+    name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
+    begun = hashlib.blake2b(key=name, digest_size=8)
+
+    def distance(group: GroupId) -> bytes:
+        hashed = begun.copy()  # Half the time of beginning anew.
+        hashed.update(group.encode())
+        return hashed.digest()
+
+    return distance
+
+
+def taken(
+    policy: Policy,
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    hits: Sequence[int] | Column,
+    costs: Sequence[float] | Column,
+    index: int,
+    is_longest: bool,
+) -> Decision:
+    """The decision for the group at ``index``, whose hit is, or is not, the longest there is."""
+    state, num_hit_tokens = groups[index], int(hits[index])
+    policy.routed(request, state.group)
+    return Decision(
+        group=state.group,
+        reason=(
+            "only_group" if len(groups) == 1 else "cached_prefix" if is_longest else policy.reason
+        ),
+        predicted_cached_tokens=num_hit_tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        groups=groups,
+        index=index,
+        forecast_s=state.forecast_s(request.num_prompt_tokens - num_hit_tokens),
+        hits=hits,
+        costs=costs,
+    )
