@@ -108,7 +108,8 @@ FAULTS = {
     "feed-lost": Fault(
         what="gateways miss a fifth of the groups' cache messages and of the events in the rest, "
         "get a tenth twice and a tenth out of order; a group is killed",
-        promise="all exact; the hit rate recovers; idle, the directories are exact 5 s later",
+        promise="all exact; the hit rate recovers, and gateways know of what is found; idle, the "
+        "directories are exact 5 s later",
         run=rollouts.feed_lost,
     ),
     "head-killed": Fault(

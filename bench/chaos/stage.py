@@ -40,9 +40,11 @@ class Stage:
         outcome.seen.append(f"whole and idle {now_s() - since_s:.1f} s after it")
 
 
-def make_requests(num_streams: int, *, num_tokens: int) -> list[Request]:
+def make_requests(
+    num_streams: int, *, num_tokens: int, prompt_tokens: tuple[int, int] = PROMPT_TOKENS
+) -> list[Request]:
     """Every other one is greedy, the rest are sampled with seeds of their own."""
-    low, high = PROMPT_TOKENS
+    low, high = prompt_tokens
     return [
         Request(
             name=f"request {number}",

@@ -49,13 +49,12 @@ class LossyTable(RoutingTable):
             if group_id not in self._late and self._is_hit(self._loss.overtaken):
                 self._late[group_id] = batch
                 return Applied(0)
-        applied = super().apply_events(group_id, batch)
-        if self._is_hit(self._loss.repeated):
-            super().apply_events(group_id, batch)
-        late = self._late.pop(group_id, None)
-        if late is not None:
-            super().apply_events(group_id, late)
-        return applied
+        told = [batch, batch] if self._is_hit(self._loss.repeated) else [batch]
+        if group_id in self._late:
+            told.append(self._late.pop(group_id))
+        answers = [super(LossyTable, self).apply_events(group_id, each) for each in told]
+        # Whoever reads a group's messages one by one gets to the first that asks for more.
+        return next((each for each in answers if isinstance(each, NeedsResync)), answers[0])
 
     def _passed(self, event: BlockEvent) -> BlockEvent:
         return BlocksStored(BlockHashes()) if self._is_hit(self._loss.events) else event

@@ -61,7 +61,7 @@ async def test_a_directory_that_is_wrong_changes_no_token(start_cluster: Any) ->
 
 async def test_drift_is_mended_while_the_cluster_works(start_cluster: Any) -> None:
     draw = random.Random(0)
-    async with start_cluster(service={"digest_s": 0.05}) as cluster:
+    async with start_cluster(service={"events_heartbeat_s": 0.05}) as cluster:
         await ask_all(cluster)
         directory = cluster.table._directory
         names = [n for prompt in prompts(20) for n in cluster.gateway.hash_prompt(prompt, "")]

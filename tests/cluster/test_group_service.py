@@ -453,25 +453,19 @@ async def test_a_subscriber_that_was_away_is_told_what_it_missed(start_group: An
         assert (await next_batch(other_epoch)).snapshot is not None
 
 
-async def test_events_have_a_heartbeat(start_group: Any) -> None:
-    async with start_group() as group, connect(group) as stub:
-        events = stub.Events(pb.EventsRequest(epoch=group.engine.events.epoch, next_seq=0))
-        for _ in range(3):
-            batch = events_from_proto(await events.read())
-            assert (batch.first_seq, batch.events, batch.snapshot) == (0, (), None)
-
-
-async def test_a_digest_comes_now_and_then(start_group: Any) -> None:
-    async with start_group(service={"digest_s": 0.01}) as group, connect(group) as stub:
+async def test_events_have_a_heartbeat_with_a_digest(start_group: Any) -> None:
+    """Behind the last event as well: what it did not lead to shows without another one."""
+    async with start_group(service={"events_heartbeat_s": 0.01}) as group, connect(group) as stub:
         work = stub.Attach()
         await work.write(submit("a", [20] * 9, max_tokens=2))
         await read_deltas(work, "a")
-        epoch, next_seq = group.engine.events.epoch, group.engine.events.next_seq
-        events = stub.Events(pb.EventsRequest(epoch=epoch, next_seq=next_seq))
-        await events.read()  # The replay.
-        batch = events_from_proto(await events.read())
-        assert batch == group.engine.events.since(next_seq)
-        assert batch.digest is not None
+        log = group.engine.events
+        events = stub.Events(pb.EventsRequest(epoch=log.epoch, next_seq=log.next_seq))
+        for _ in range(4):  # The replay, and three heartbeats.
+            batch = events_from_proto(await events.read())
+            assert batch == log.since(log.next_seq)
+            assert (batch.events, batch.snapshot) == ((), None)
+            assert batch.digest is not None
 
 
 async def test_drifted_buckets_are_told_anew_behind_the_replay(start_group: Any) -> None:

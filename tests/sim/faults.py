@@ -38,6 +38,7 @@ TAMPERINGS = (
     "events lost",
     "events repeated",
     "events exchanged",
+    "events forgotten",
     "frames repeated",
     "old frames",
     "submits repeated",
@@ -265,13 +266,16 @@ class Chaos:
                 return [old.pop(self._rng.randrange(len(old))), message]
         return [message]
 
-    def _tamper_events(self, pipe: Pipe, message: Message) -> Iterator[Message]:
+    def _tamper_events(self, pipe: Pipe, message: group_pb2.EventBatch) -> Iterator[Message]:
         kinds, rng = self._plan.kinds, self._rng
         if "events lost" in kinds and rng.random() < 0.05:
             return
         if "events exchanged" in kinds and pipe not in self._withheld and rng.random() < 0.05:
             self._withheld[pipe] = message
             return
+        if "events forgotten" in kinds and message.events and rng.random() < 0.05:
+            # Numbered as if it were there: no message but a digest can show that it is not.
+            rng.choice(message.events).Clear()
         yield message
         if "events repeated" in kinds and rng.random() < 0.05:
             yield message

@@ -28,6 +28,8 @@ WARM_UP_S, LENGTH_S = 5.0, 25.0
 CLIENT = GroupClientConfig(step_deadline_s=10.0)
 SEEDS = range(1, 5)
 """Whose runs are taken together: p99 at capacity is 0.4 s in one and 3 s in another."""
+MANY_SEEDS = range(1, 13)
+"""Where that is compared with p99 of another load: four runs at capacity say 0.8 to 7 s."""
 LATENCY_S = 0.02
 """A client's way to a gateway and back, at most."""
 
@@ -76,7 +78,11 @@ def p99_ttft_s(asks: Sequence[Ask]) -> float:
 
 @cache
 def loaded(
-    per_s: float, *, num_gateways: int = 1, admission: AdmissionConfig | None = None
+    per_s: float,
+    *,
+    num_gateways: int = 1,
+    admission: AdmissionConfig | None = None,
+    seeds: Sequence[int] = SEEDS,
 ) -> list[Ask]:
     """What became of those that came at such a rate, after a warm-up at a third of it."""
     asks: list[Ask] = []
@@ -86,7 +92,7 @@ def loaded(
         await come(world, per_s=per_s / 3, until_s=WARM_UP_S)
         asks.extend(await come(world, per_s=per_s, until_s=WARM_UP_S + LENGTH_S))
 
-    play(script, plan=cluster(num_gateways=num_gateways, admission=admission), seeds=SEEDS)
+    play(script, plan=cluster(num_gateways=num_gateways, admission=admission), seeds=seeds)
     return asks
 
 
@@ -166,9 +172,10 @@ def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> N
         urgent.extend(await come(world, per_s=half, until_s=20.0, priority=-1))
         others.extend(await rest)
 
-    play(script, plan=cluster(admission=patient), seeds=SEEDS)
+    play(script, plan=cluster(admission=patient), seeds=MANY_SEEDS)
     assert {ask.outcome for ask in urgent} == {"done"}
-    assert p99_ttft_s(urgent) <= p99_ttft_s(loaded(capacity_per_s(), admission=patient))
+    at_capacity = loaded(capacity_per_s(), admission=patient, seeds=MANY_SEEDS)
+    assert p99_ttft_s(urgent) <= p99_ttft_s(at_capacity)
     displaced = [ask for ask in others if ask.error and "took its place" in str(ask.error)]
     assert displaced
     assert all(ask.num_tokens == 0 for ask in displaced)

@@ -211,7 +211,10 @@ def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
     assert result.num_replaced <= max_deaths + num_at_once - 1
 
 
-@pytest.mark.parametrize("kind", ["events lost", "events repeated", "events exchanged"])
+EVENT_KINDS = ("events lost", "events repeated", "events exchanged", "events forgotten")
+
+
+@pytest.mark.parametrize("kind", EVENT_KINDS)
 def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
     """The answers are checked as they come, and the directory at the end."""
     plan = Plan(
@@ -221,6 +224,22 @@ def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
         length_s=60.0,
     )
     assert set(run(plan, seed=1).outcomes) == {"done"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_directory_is_right_a_heartbeat_after_the_last_wrong_event(seed: int) -> None:
+    """Nothing follows that might show it by chance: all streams have ended."""
+
+    async def to_the_end(world: World) -> None:
+        while world.clients.running:
+            await asyncio.sleep(0.01)
+
+    plan = Plan(
+        cluster=replace(CLUSTER, num_gateways=2),
+        chaos=ChaosPlan(kinds=EVENT_KINDS),
+        quiet_s=1.5,  # A heartbeat, the pause before events are asked for again, and the ways.
+    )
+    assert set(play(to_the_end, plan=plan, seed=seed).outcomes) == {"done"}
 
 
 async def _nothing(_: World) -> None:

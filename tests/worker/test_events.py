@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from quire.worker.events import (
@@ -59,8 +61,16 @@ def test_buckets_asked_for_come_behind_the_replay_and_not_behind_a_snapshot(log:
         buckets=buckets,
         digest=digest_of(B, C),
     )
-    assert log.replay(2, buckets=b"") == [log.since(2)]
     assert log.replay(0, buckets=buckets) == [log.snapshot()]
+
+
+def test_behind_the_events_of_a_replay_comes_what_shows_that_they_came(log: EventLog) -> None:
+    replay, last = log.replay(1, buckets=b"")
+    assert replay == replace(log.since(1), digest=None)
+    assert last == log.since(3)
+    assert log.replay(3, buckets=b"") == [last], "there was nothing that could be lost"
+    (part,) = log.replay(3, buckets=bytes([C[7]]))
+    assert part.snapshot is not None
 
 
 def test_what_changes_nothing_is_no_event_and_leaves_the_digest(log: EventLog) -> None:

@@ -71,8 +71,8 @@ class ReplicaGroupServicer(object):
 
     def Events(self, request, context):
         """The group's block events: a replay from `next_seq` where the log still reaches that far and
-        the epoch is the same, else a snapshot first; then live, with an empty batch as heartbeat and
-        a digest now and then.
+        the epoch is the same, else a snapshot first; then live. Once in a heartbeat, and behind the
+        replay, comes a batch with a digest, whether it has events or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

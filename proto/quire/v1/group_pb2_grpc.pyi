@@ -116,8 +116,8 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
 
     Events: _ReplicaGroupEventsType
     """The group's block events: a replay from `next_seq` where the log still reaches that far and
-    the epoch is the same, else a snapshot first; then live, with an empty batch as heartbeat and
-    a digest now and then.
+    the epoch is the same, else a snapshot first; then live. Once in a heartbeat, and behind the
+    replay, comes a batch with a digest, whether it has events or not.
     """
 
 ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
@@ -161,8 +161,8 @@ class ReplicaGroupServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[quire.v1.group_pb2.EventBatch], collections.abc.AsyncIterator[quire.v1.group_pb2.EventBatch]]:
         """The group's block events: a replay from `next_seq` where the log still reaches that far and
-        the epoch is the same, else a snapshot first; then live, with an empty batch as heartbeat and
-        a digest now and then.
+        the epoch is the same, else a snapshot first; then live. Once in a heartbeat, and behind the
+        replay, comes a batch with a digest, whether it has events or not.
         """
 
 def add_ReplicaGroupServicer_to_server(servicer: ReplicaGroupServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

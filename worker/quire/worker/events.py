@@ -142,10 +142,12 @@ class EventLog:
         """What makes a subscriber whole that knows the events before ``seq``, but of ``buckets``
         not what they led to."""
         events = self.since(seq)
-        if not buckets or events.snapshot is not None:
+        if events.snapshot is not None:
             return [events]
-        # Its digest would only say again what the subscriber knows.
-        return [replace(events, digest=None), self.snapshot(buckets)]
+        # Behind the events comes a message without any: it shows at once if they did not come, and
+        # its digest if they led to something else.
+        last = self.snapshot(buckets) if buckets else self.since(self._next_seq)
+        return [replace(events, digest=None), last] if events.events else [last]
 
     def subscribe(self, on_event: Callable[[int, BlockEvent], None]) -> Callable[[], None]:
         """Calls ``on_event(seq, event)`` for each later event; returns how to stop that."""

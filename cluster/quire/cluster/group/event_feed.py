@@ -2,6 +2,10 @@
 
 A subscriber's batches follow on from each other: no event is left out or told twice. One that
 falls further behind than its buffer allows is given a snapshot instead of what it missed.
+
+Once in a heartbeat a batch has a digest, whether anything happened or not. So whatever a subscriber
+has wrong, it knows within a heartbeat: from the number that the batch begins with that it missed
+the last events, and from the digest all else, for whatever reason it came to be.
 """
 
 import asyncio
@@ -21,12 +25,10 @@ class EventFeed:
         engine_loop: EngineLoop,
         *,
         heartbeat_s: float = 1.0,
-        digest_s: float = 10.0,
         buffer_events: int = 16_384,
     ) -> None:
         self._engine_loop = engine_loop
         self._heartbeat_s = heartbeat_s
-        self._digest_s = digest_s
         self._buffer_events = buffer_events
 
     async def follow(
@@ -34,8 +36,8 @@ class EventFeed:
     ) -> AsyncGenerator[EventBatch, None]:
         """All events from ``next_seq`` of ``epoch`` on, or a snapshot and all behind it.
 
-        ``buckets`` are told anew. An empty batch says that nothing happened for ``heartbeat_s``;
-        every ``digest_s`` a batch has a digest.
+        ``buckets`` are told anew. At most ``heartbeat_s`` pass between two batches with a digest,
+        but for what the engine's step and the reader take; such a batch may have no events.
         """
         loop = asyncio.get_running_loop()
         buffer = _Buffer(self._buffer_events)
@@ -44,26 +46,27 @@ class EventFeed:
             batches = await self._engine_loop.call(
                 lambda engine: _replay(engine, epoch=epoch, next_seq=next_seq, buckets=buckets)
             )
-            digest_at_s = loop.time() + self._digest_s
+            heartbeat_at_s = loop.time() + self._heartbeat_s
             while True:
                 for batch in batches:
                     yield batch
                     epoch, next_seq = batch.epoch, batch.first_seq + len(batch.events)
-                await buffer.wait(self._heartbeat_s)
+                await buffer.wait(heartbeat_at_s - loop.time())
                 if buffer.overflowed:
                     buffer.clear()
                     batches = [
                         await self._engine_loop.call(lambda engine: engine.events.snapshot())
                     ]
-                elif loop.time() >= digest_at_s:
+                elif loop.time() >= heartbeat_at_s:
                     # Told by the engine's thread, in which digest and events are of one moment.
                     # What it tells is in the buffer too, now or soon, and is passed over there.
                     batches = [await self._engine_loop.call(_since(next_seq))]
                 else:
                     events = buffer.take(next_seq)
-                    batches = [EventBatch(epoch=epoch, first_seq=next_seq, events=events)]
-                if batches[0].digest is not None:
-                    digest_at_s = loop.time() + self._digest_s
+                    batch = EventBatch(epoch=epoch, first_seq=next_seq, events=events)
+                    batches = [batch] if events else []
+                if batches and batches[0].digest is not None:
+                    heartbeat_at_s = loop.time() + self._heartbeat_s
         finally:
             stop()
 

@@ -51,7 +51,6 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         heartbeat_s: float = 0.25,
         gateway_timeout_s: float = 6.0,
         events_heartbeat_s: float = 1.0,
-        digest_s: float = 10.0,
         buffer_events: int = 16_384,
     ) -> None:
         self._engine_loop = engine_loop
@@ -59,10 +58,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._heartbeat_s = heartbeat_s
         self._gateway_timeout_s = gateway_timeout_s
         self._feed = EventFeed(
-            engine_loop,
-            heartbeat_s=events_heartbeat_s,
-            digest_s=digest_s,
-            buffer_events=buffer_events,
+            engine_loop, heartbeat_s=events_heartbeat_s, buffer_events=buffer_events
         )
         self._names = itertools.count()
         self._door = Door()
