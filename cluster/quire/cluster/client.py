@@ -16,11 +16,16 @@ from quire.worker.sampling_params import SamplingParams
 
 # As gRPC itself says that it has not reached a server.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")
+_HOST_AND_PORT = re.compile(r"(?:dns:///)?[^/\s]+:(\d{1,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A gRPC server, and what it takes to be let in."""
+    """A gRPC server, and what it takes to be let in.
+
+    Raises:
+        ConfigError: ``address`` is none, or ``api_key`` cannot be sent.
+    """
 
     address: str
     """``host:port``."""
@@ -28,6 +33,16 @@ class Server:
     tls_ca: Path | None = None
     """Whom to trust, PEM; implies ``tls``. ``None`` trusts the well-known authorities."""
     api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        # gRPC itself takes 443 where there is no port, and of one too large the lower 16 bits.
+        found = _HOST_AND_PORT.fullmatch(self.address)
+        if not found or not 0 < int(found[1]) < 2**16:
+            raise ConfigError(
+                f"address={self.address!r}: must be host:port, such as 127.0.0.1:50051"
+            )
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key: has characters that cannot be sent; is it one line?")
 
     def channel(self) -> grpc.Channel:
         """A channel to it.

@@ -49,7 +49,7 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
         _check_address(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
                 "starts one, and without an address one is started for you"

@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter
-from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
+from quire.cluster.cli.engine import add_engine_flags, engine_config
+from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter
+from quire.worker.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from quire.worker.bench.sweep import SweepConfig
@@ -52,6 +52,7 @@ def _add_kind(
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,
+        usage=SHORT_USAGE,
         help=what,
         description=what[0].upper() + what[1:] + ".",
         formatter_class=DefaultsFormatter,
@@ -59,25 +60,7 @@ def _add_kind(
     parser.add_argument(
         "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
     )
-    engine = parser.add_argument_group("engine").add_argument
-    engine("--tensor-parallel-size", "-tp", type=int, default=1, help="ranks")
-    engine("--dtype", choices=get_args(DType), default="auto", help="auto is the checkpoint's own")
-    engine("--quantization", choices=get_args(Quantization), help="of linear layers")
-    engine("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto", help="of KV alone")
-    engine(
-        "--device",
-        choices=get_args(Device),
-        default="auto",
-        help="auto is cuda where there is one, else cpu",
-    )
-    engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
-    engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
-    engine("--num-threads", type=int, help="CPU threads of each rank; all cores if absent")
-    engine(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="prepare the next step while one runs; `step` shows both if absent",
-    )
+    add_engine_flags(parser, tensor_parallel_size=1, async_scheduling="`step` shows both")
     return parser
 
 
@@ -151,7 +134,7 @@ def _step(arguments: argparse.Namespace) -> int:
     from quire.worker.bench.step_profile import StepProfileConfig, bench_step
 
     config = StepProfileConfig(
-        engine=_engine_config(arguments),
+        engine=engine_config(arguments),
         batches=tuple(arguments.batches),
         context=arguments.context,
         chunk=arguments.chunk,
@@ -167,29 +150,12 @@ def _sweep_config(
     from quire.worker.bench.sweep import SweepConfig
 
     return SweepConfig(
-        engine=_engine_config(arguments),
+        engine=engine_config(arguments),
         block_sizes=tuple(dict.fromkeys(arguments.block_sizes)),
         cache_sizes=tuple(parse_cache_size(text) for text in dict.fromkeys(arguments.cache_sizes)),
         caching=caching,
         repeats=arguments.repeats,
         concurrency=arguments.concurrency,
-    )
-
-
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    from quire import demo_model
-
-    return EngineConfig(
-        model=arguments.model or demo_model.PATH,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        dtype=arguments.dtype,
-        quantization=arguments.quantization,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        device=arguments.device,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        num_threads=arguments.num_threads,
-        async_scheduling=arguments.async_scheduling,
     )
 
 
