@@ -11,8 +11,10 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from quire.cluster.config import ClusterConfig
@@ -65,6 +67,7 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
         with contextlib.ExitStack() as stack:
             stack.callback(ray.shutdown)
             stack.enter_context(_on_the_loopback())
+            stack.enter_context(_apart_from_our_signals())
             ray.init(
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -93,6 +96,25 @@ def _on_the_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = previous
+
+
+@contextlib.contextmanager
+def _apart_from_our_signals() -> Iterator[None]:
+    """Ray's processes get a process group each.
+
+    A terminal that closes and ``timeout`` signal the whole group of ours. Ray's head would be gone
+    at once, with nothing drained, and we would look for it for a minute.
+    """
+    from ray._private import services, utils
+
+    previous = services.ConsolePopen
+    # Where no process can be bound to the life of another, Ray ends them by their group.
+    if sys.platform == "linux" and utils.detect_fate_sharing_support():
+        services.ConsolePopen = partial(previous, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = previous
 
 
 def _check_address(address: str) -> None:
@@ -134,12 +156,18 @@ def check_ports(config: ClusterConfig) -> None:
 
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Turns SIGTERM into KeyboardInterrupt, so that `with` blocks end as they do on Ctrl-C."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that `with` blocks end as they do on
+    Ctrl-C; who is to survive a closing terminal (``nohup``) still does."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] is signal.SIG_IGN:
+        del previous[signal.SIGHUP]
+    for number in previous:
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(signum: int, frame: object) -> None:
