@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.worker.bench.workload import Workload
 
 _SWEPT = (4, 8, 16, 32, 64)
+_CACHE_SIZES = ["10%", "30%", "100%"]
 
 
 def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,7 +32,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "run a workload with prefix caching on and off, over block sizes and cache sizes, and "
         "show the theoretical bound beside it",
     )
-    _add_sweep_flags(prefix, cache_sizes=["10%", "30%", "100%"], output=Path("quire-bench-prefix"))
+    _add_sweep_flags(prefix, cache_sizes=_CACHE_SIZES, output=Path("quire-bench-prefix"))
     prefix.set_defaults(run=_prefix)
 
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
@@ -101,7 +102,8 @@ def _add_sweep_flags(
         metavar="SIZE",
         # argparse formats the help with %.
         help="of the KV cache: 25%% of what the workload fills if nothing is shared, "
-        "4096tokens, 500blocks, 64MiB, or bytes",
+        "4096tokens, 500blocks, 64MiB, or bytes; of the default, those that can hold the longest "
+        "request",
     )
     sweep("--repeats", type=int, default=3, help="of everything; medians are shown")
     sweep("--output", type=Path, default=output, help="path and stem of the JSON and the plot")
@@ -153,6 +155,7 @@ def _sweep_config(
         engine=engine_config(arguments),
         block_sizes=tuple(dict.fromkeys(arguments.block_sizes)),
         cache_sizes=tuple(parse_cache_size(text) for text in dict.fromkeys(arguments.cache_sizes)),
+        skips_small=arguments.cache_sizes == _CACHE_SIZES,
         caching=caching,
         repeats=arguments.repeats,
         concurrency=arguments.concurrency,

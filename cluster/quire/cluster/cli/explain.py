@@ -65,6 +65,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
     """One line for each decision."""
+    if not decisions:
+        return "This gateway has routed no request yet, or keeps no decisions."
     head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
     return _table([head, *(_line(decision) for decision in decisions)])
 

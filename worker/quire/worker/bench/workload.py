@@ -96,7 +96,8 @@ def read_workload(
     file: Path, *, tokenizer: Callable[[], Tokenizer], output_len: int, limit: int | None = None
 ) -> Workload:
     """Reads one request a line: ``{"prompt": …}``, ``{"messages": …}`` or
-    ``{"prompt_token_ids": …}``, each with an optional ``max_tokens`` (else ``output_len``).
+    ``{"prompt_token_ids": …}``, each with an optional ``max_tokens`` or ``max_completion_tokens``
+    (else ``output_len``).
 
     ``tokenizer`` is called once, and only where a line has text. Other keys are ignored.
 
@@ -162,7 +163,9 @@ def _read_line(line: str, tokenizer: Callable[[], Tokenizer], output_len: int) -
     if len(keys) != 1:
         raise InvalidRequest(f"must be an object with one of {', '.join(_PROMPT_KEYS)}")
     value = fields[keys[0]]
-    max_tokens = fields.get("max_tokens", output_len)
+    # As in the bodies of OpenAI's API, whose newer name for it is the longer one.
+    given = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
+    max_tokens = next((value for value in given if value is not None), output_len)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise InvalidRequest(f"max_tokens={max_tokens!r}: must be an integer, 1 or more")
     token_ids = _token_ids(keys[0], value, tokenizer)
@@ -179,10 +182,21 @@ def _token_ids(key: str, value: Any, tokenizer: Callable[[], Tokenizer]) -> Toke
     if key == "messages":
         if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
             raise InvalidRequest("messages must be a list of objects with role and content")
-        return as_token_ids(tokenizer().apply_chat_template(value))
+        return as_token_ids(tokenizer().apply_chat_template([_message(turn) for turn in value]))
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise InvalidRequest("prompt_token_ids must be a list of integers, 0 or more")
     try:
         return as_token_ids(value)
     except OverflowError as error:
         raise InvalidRequest(f"prompt_token_ids: {error}") from None
+
+
+def _message(turn: dict[str, Any]) -> dict[str, Any]:
+    """``turn`` as the chat template reads it: text in several parts is one text."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("messages: only parts with a text are read, as {'type': 'text', …}")
+    return {**turn, "content": "".join(texts)}
