@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cluster import wait_idle
 from quire.router.pace import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
@@ -64,6 +65,12 @@ async def test_names_and_help_keep_to_prometheus_rules(page: str) -> None:
             assert all(re.fullmatch(r"[a-z]+", label) for label in sample.labels)
     assert len(names) == len(set(names))
     assert len(names) > 40
+
+
+async def test_who_waits_for_the_last_request_finds_how_many_there_are(page: str) -> None:
+    found = wait_idle._INFLIGHT.search(page)
+    assert found is not None  # Not there would be taken for none.
+    assert float(found[1]) == 0
 
 
 async def test_histograms_add_up(page: str) -> None:
