@@ -110,11 +110,13 @@ def _apart_from_our_signals() -> Iterator[None]:
     previous = services.ConsolePopen
     # Where no process can be bound to the life of another, Ray ends them by their group.
     if sys.platform == "linux" and utils.detect_fate_sharing_support():
-        services.ConsolePopen = partial(previous, process_group=0)
+        services.ConsolePopen = partial(  # type: ignore[assignment,misc]
+            previous, process_group=0
+        )
     try:
         yield
     finally:
-        services.ConsolePopen = previous
+        services.ConsolePopen = previous  # type: ignore[misc]
 
 
 def _check_address(address: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.engine import add_engine_flags, engine_config
-from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter
+from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
 from quire.worker.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _SWEPT = (4, 8, 16, 32, 64)
 _CACHE_SIZES = ["10%", "30%", "100%"]
 
 
-def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
@@ -49,7 +49,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _add_kind(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str
+    kinds: "argparse._SubParsersAction[Parser]", name: str, what: str
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,

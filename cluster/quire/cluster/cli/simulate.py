@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter
+from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.router.simulate.cost import CostModel
 
 
-def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``simulate`` to the command line."""
     parser = commands.add_parser(
         "simulate",

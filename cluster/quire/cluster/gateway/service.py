@@ -41,6 +41,8 @@ _LONG_TEXT_CHARS = 4_000
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
+    """The limits of one gateway; those of its waiting requests are in ``admission``."""
+
     max_inflight: int = 4096
     """Completions under way; a request that would exceed it is refused."""
     max_completions: int = 1024
@@ -262,6 +264,7 @@ class Gateway:
                         yield chunk
 
     def completion(self, request: CompletionRequest) -> Completion:
+        """One completion over this gateway's groups, not begun and not admitted."""
         return Completion(
             request,
             groups=self.groups,

@@ -196,7 +196,8 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
     content = turn.get("content")
     if not isinstance(content, list):
         return turn
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
+    given = [part.get("text") if isinstance(part, dict) else None for part in content]
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(given):
         raise InvalidRequest("messages: only parts with a text are read, as {'type': 'text', …}")
     return {**turn, "content": "".join(texts)}
