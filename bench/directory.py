@@ -4,7 +4,7 @@
 
 PYTHON is an interpreter that has ``ai-dynamo-runtime``, ``pyzmq`` and ``msgpack``; Ray's prefix
 tree is taken from Ray itself. Each subject runs in a process of its own
-(`bench/directory_subjects.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
+(`bench/directory_costs.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
 other one by 1 to 4, up to an end of its own each. Half of the prompts are held by some group to
 their end, half up to their middle. Events come as their wire format (protobuf, JSON, msgpack), of
 512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/.
@@ -78,9 +78,10 @@ def _in_order(found: Results) -> Results:
 
 def _measure(name: str, num_blocks: int, num_groups: int, python: Path) -> dict[str, float]:
     print(f"{name}: {num_blocks} blocks, {num_groups} groups", file=sys.stderr)
-    command = [str(python), str(HERE / "directory_subjects.py"), name]
+    command = [str(python.absolute()), "-m", "bench.directory_costs", name]
     done = subprocess.run(
         [*command, str(num_blocks), str(num_groups)],
+        cwd=HERE.parent,
         stdout=subprocess.PIPE,
         env=os.environ | {"DYN_LOG": "error"},  # Else it writes a line for each decision.
         check=True,
