@@ -1,6 +1,7 @@
 """A client of the gRPC service: what the demo and ``quire generate`` speak through."""
 
 import re
+import ssl
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -48,14 +49,21 @@ class Server:
         """A channel to it.
 
         Raises:
-            ConfigError: ``tls_ca`` cannot be read.
+            ConfigError: ``tls_ca`` cannot be read, or is no certificate.
         """
         if not (self.tls or self.tls_ca):
             return grpc.insecure_channel(self.address)
-        try:
-            root = self.tls_ca.read_bytes() if self.tls_ca else None
-        except OSError as error:
-            raise ConfigError(f"tls_ca={str(self.tls_ca)!r} cannot be read: {error}") from error
+        root = None
+        if self.tls_ca is not None:
+            try:
+                # gRPC would take anything, and log what is wrong at the first call.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.tls_ca)
+                root = self.tls_ca.read_bytes()
+            except OSError as error:  # As what OpenSSL raises is.
+                raise ConfigError(
+                    f"tls_ca={str(self.tls_ca)!r} cannot be used: {error}; it must be the "
+                    "authority's certificate as PEM"
+                ) from error
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(root))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -127,7 +135,14 @@ def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
     """Says on standard error what ``server`` answered, or that it did not."""
     details = error.details() or ""
     hint = ""
-    if error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
+    if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+        hint = "; here, set QUIRE_API_KEY to one of the server's keys"
+    elif "CERTIFICATE_VERIFY_FAILED" in details:
+        hint = (
+            "; --tls-ca names the authority that signed the server's certificate, and --address "
+            "must have the host of the certificate"
+        )
+    elif error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
         hint = (
             "; does `quire serve` run there? --address names its gRPC port, not that of HTTP; "
             "--tls or --tls-ca is for a server with TLS, and for no other"
