@@ -1,6 +1,6 @@
 """What the block directory costs beside its peers: look-ups, events, memory, tokens to decision.
 
-    python bench/directory.py --peers-python PYTHON [--sizes N …] [--groups N …]
+    python -m bench.directory --peers-python PYTHON [--sizes N …] [--groups N …]
 
 PYTHON is an interpreter that has ``ai-dynamo-runtime``, ``pyzmq`` and ``msgpack``; Ray's prefix
 tree is taken from Ray itself. Each subject runs in a process of its own
@@ -20,6 +20,8 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+
+from bench.provenance import commit, cpu
 
 HERE = Path(__file__).parent
 SUBJECTS = ("quire", "quire-python", "dynamo", "selection", "ray")
@@ -146,15 +148,10 @@ def _rate(found: dict[str, float], kind: str) -> str:
 
 
 def _host() -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
     load = os.getloadavg()[0]
     return (
-        f"{os.cpu_count()} × {cpu}, load {load:.1f} at the end; "
-        f"Python {platform.python_version()}; commit {commit}."
+        f"{os.cpu_count()} × {cpu()}, load {load:.1f} at the end; "
+        f"Python {platform.python_version()}; commit {commit()}."
     )
 
 
