@@ -103,7 +103,10 @@ def test_a_limit_takes_the_first_requests(tmp_path: Path) -> None:
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
         ({"messages": []}, "messages is empty"),
         ({"messages": ["hello"]}, "a list of objects with role and content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts with a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "send parts of type 'text'",
+        ),
         ({"prompt_token_ids": [1], "max_tokens": 0}, "max_tokens=0: must be an integer, 1 or"),
         ({"prompt_token_ids": [1], "max_tokens": "9"}, "max_tokens='9'"),
     ],

@@ -192,22 +192,10 @@ def _token_ids(key: str, value: Any, tokenizer: Callable[[], Tokenizer]) -> Toke
     if key == "messages":
         if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
             raise InvalidRequest("messages must be a list of objects with role and content")
-        return as_token_ids(tokenizer().apply_chat_template([_message(turn) for turn in value]))
+        return as_token_ids(tokenizer().apply_chat_template(value))
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise InvalidRequest("prompt_token_ids must be a list of integers, 0 or more")
     try:
         return as_token_ids(value)
     except OverflowError as error:
         raise InvalidRequest(f"prompt_token_ids: {error}") from None
-
-
-def _message(turn: dict[str, Any]) -> dict[str, Any]:
-    """``turn`` as the chat template reads it: text in several parts is one text."""
-    content = turn.get("content")
-    if not isinstance(content, list):
-        return turn
-    given = [part.get("text") if isinstance(part, dict) else None for part in content]
-    texts = [text for text in given if isinstance(text, str)]
-    if len(texts) < len(given):
-        raise InvalidRequest("messages: only parts with a text are read, as {'type': 'text', …}")
-    return {**turn, "content": "".join(texts)}
