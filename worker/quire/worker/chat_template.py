@@ -56,9 +56,8 @@ def _plain(message: Message) -> Message:
         return message
     texts = []
     for part in content:
-        kind, text = (
-            (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (part, 0)
-        )
+        fields = part if isinstance(part, Mapping) else {"type": part}
+        kind, text = fields.get("type"), fields.get("text")
         if kind != "text" or not isinstance(text, str):
             raise InvalidRequest(
                 f"messages: a content part of type {reprlib.repr(kind)} is not supported: this "
