@@ -13,12 +13,19 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.cluster.config import ClusterConfig
 from quire.worker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
+
+_log = logging.getLogger(__name__)
 
 # Ray and Serve read these as they start, and their processes inherit them. What the user's own
 # environment says of them holds.
@@ -31,6 +38,8 @@ _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
 }
 _CONNECT_S = 5.0
+_START_ATTEMPTS = 3
+_LAST_WORDS = 1000
 _OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
 
 
@@ -68,6 +77,22 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
             stack.callback(ray.shutdown)
             stack.enter_context(_on_the_loopback())
             stack.enter_context(_apart_from_our_signals())
+            _start_node(folder)
+            yield folder / "session_latest" / "logs" / "serve"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_node(folder: Path) -> None:
+    """Starts a Ray node that keeps its files in ``folder``.
+
+    A raylet has half a minute in which to say that it is there, and some never do, as when another
+    process has taken a port that was found free for it. Ray then leaves what it had started behind.
+    """
+    import ray
+
+    for attempt in range(_START_ATTEMPTS):
+        try:
             ray.init(
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
@@ -75,9 +100,58 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-            yield folder / "session_latest" / "logs" / "serve"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        except Exception as error:
+            node = _half_started(error)
+            if node is None:
+                raise
+            _kill(node)
+            if attempt == _START_ATTEMPTS - 1:
+                raise RuntimeError(
+                    f"no Ray node of this machine's own started in {_START_ATTEMPTS} attempts "
+                    f"({error}); is the machine short of memory or processors, or /dev/shm full? "
+                    f"The raylet's last words: {_last_words(folder)}"
+                ) from error
+            _log.warning("a Ray node did not start (%s): starting another", error)
+        else:
+            return
+
+
+def _half_started(error: BaseException) -> "Node | None":
+    """The node whose start ended with ``error``, of which its traceback alone still knows."""
+    from ray._private.node import Node
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            return node
+    return None
+
+
+def _kill(node: "Node") -> None:
+    """Kills also what the node's raylet started, that notices a minute later that it is gone."""
+    import psutil  # Ray brings it.
+
+    started = [
+        child
+        for infos in node.all_processes.values()
+        for info in infos
+        if psutil.pid_exists(info.process.pid)
+        for child in psutil.Process(info.process.pid).children(recursive=True)
+    ]
+    node.kill_all_processes(check_alive=False, wait=True)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _last_words(folder: Path) -> str:
+    logs = folder / "session_latest" / "logs"
+    text = "".join(
+        log.read_text(errors="replace")
+        for name in ("raylet.out", "raylet.err")
+        if (log := logs / name).exists()
+    )
+    return text[-_LAST_WORDS:].strip() or "none"
 
 
 @contextlib.contextmanager

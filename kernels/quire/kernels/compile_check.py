@@ -107,14 +107,20 @@ def all_cases() -> tuple[KernelCase, ...]:
     return (*shipped_cases(), *portable_cases())
 
 
-def compile_all(*, num_processes: int | None = None) -> Iterator[tuple[KernelCase, Compiled]]:
-    """Compiles `all_cases` in their order, on every core unless ``num_processes`` says else."""
-    cases = all_cases()
+def compile_all(
+    *, num_processes: int | None = None, part: int = 0, num_parts: int = 1
+) -> Iterator[tuple[KernelCase, Compiled]]:
+    """Compiles `all_cases` in their order, on every core unless ``num_processes`` says else.
+
+    Of ``num_parts``, that differ by one case at most and together are all, only number ``part``.
+    """
+    numbers = range(part, len(all_cases()), num_parts)
     # Kernels do not pickle: a process is told a case's number.
     with ProcessPoolExecutor(
         num_processes or os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        yield from zip(cases, pool.map(_compile_number, range(len(cases))), strict=True)
+        for number, compiled in zip(numbers, pool.map(_compile_number, numbers), strict=True):
+            yield all_cases()[number], compiled
 
 
 def _compile_number(number: int) -> Compiled:

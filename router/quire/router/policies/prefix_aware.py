@@ -10,15 +10,15 @@ all in tokens, the time in which a group prefills one, and all of one group:
     missing   the prompt's own tokens that it has not cached, and will not have when it gets there
               A quarter more than once, or waiting for a prefix that a group just computes would
               cost as much as computing it again elsewhere
-    behind    what a token computed there costs others: all requests that come before the group is
-              through with what it has, and half of those that come while it computes this
-              prompt, start a token later. So (pending + missing / 2) / 4096, 12 at most, where
-              pending is what it must compute first, all of the present step included
+    behind    what a token computed there costs others, later requests that start a token later:
+              pending / 3072 + missing / 16384, 12 at most, where pending is what the group must
+              compute first, all of the present step included
     requests  that share the step in which the prompt is computed
 
 ``behind`` is the marginal cost of work in a queue with random arrivals, divided by how many come
 in a token's time: with work u it is u * missing + missing ** 2 / 2, for each new request waits for
-all work that is left. So a long prefix stays where it is, even if other groups are idle, as it
+all work that is left. Of the square three eighths are counted: whoever shares the prefix will be
+glad of a second home. So a long prefix stays where it is, even if other groups are idle, as it
 blocks one for all that follow; a short one is copied to where nobody waits; and no queue elsewhere
 makes a copy on an idle group any dearer, or requests would stay behind the queue that they form.
 
@@ -45,9 +45,11 @@ class PrefixAwareConfig:
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 32.0
     """What a request slows others by, in tokens of prefill."""
-    tokens_per_arrival: float = 4096.0
+    tokens_per_arrival: float = 3072.0
     """A group that has so many tokens to compute has, until it is through, one request more that
     waits behind a token computed now."""
+    tokens_per_arrival_meanwhile: float = 16384.0
+    """So many missing tokens have one such request more, that comes while they are computed."""
     max_behind: float = 12.0
     """Of a very long queue, later requests go elsewhere."""
 
@@ -66,14 +68,15 @@ class PrefixAware(Forgetful):
     ) -> list[float]:
         config = self._config
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
-        per_token, most = 1 / config.tokens_per_arrival, config.max_behind
+        per_queued, most = 1 / config.tokens_per_arrival, config.max_behind
+        per_missing = 1 / config.tokens_per_arrival_meanwhile
         costs = []
         pressures = []
         for state, hit in zip(groups, hits, strict=True):
             missing = num_tokens - hit
             queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-            pressure = queued * per_token
-            behind = min(pressure + missing * per_token / 2, most)
+            pressure = queued * per_queued
+            behind = min(pressure + missing * per_missing, most)
             rest = config.request_tokens * (state.num_running + state.num_waiting)
             if state.step_s:
                 share = (now_s - state.step_began_s) / state.step_s
