@@ -1,10 +1,10 @@
 """What the block directory costs beside its peers: look-ups, events, memory, tokens to decision.
 
-    python bench/directory.py --peers-python PYTHON [--sizes N …] [--groups N …]
+    python -m bench.directory --peers-python PYTHON [--sizes N …] [--groups N …]
 
 PYTHON is an interpreter that has ``ai-dynamo-runtime``, ``pyzmq`` and ``msgpack``; Ray's prefix
 tree is taken from Ray itself. Each subject runs in a process of its own
-(`bench/directory_subjects.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
+(`bench/directory_costs.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
 other one by 1 to 4, up to an end of its own each. Half of the prompts are held by some group to
 their end, half up to their middle. Events come as their wire format (protobuf, JSON, msgpack), of
 512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/.
@@ -20,6 +20,8 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+
+from bench.provenance import commit, cpu
 
 HERE = Path(__file__).parent
 SUBJECTS = ("quire", "quire-python", "dynamo", "selection", "ray")
@@ -78,9 +80,10 @@ def _in_order(found: Results) -> Results:
 
 def _measure(name: str, num_blocks: int, num_groups: int, python: Path) -> dict[str, float]:
     print(f"{name}: {num_blocks} blocks, {num_groups} groups", file=sys.stderr)
-    command = [str(python), str(HERE / "directory_subjects.py"), name]
+    command = [str(python.absolute()), "-m", "bench.directory_costs", name]
     done = subprocess.run(
         [*command, str(num_blocks), str(num_groups)],
+        cwd=HERE.parent,
         stdout=subprocess.PIPE,
         env=os.environ | {"DYN_LOG": "error"},  # Else it writes a line for each decision.
         check=True,
@@ -145,15 +148,10 @@ def _rate(found: dict[str, float], kind: str) -> str:
 
 
 def _host() -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
-    ).stdout.strip()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
     load = os.getloadavg()[0]
     return (
-        f"{os.cpu_count()} × {cpu}, load {load:.1f} at the end; "
-        f"Python {platform.python_version()}; commit {commit}."
+        f"{os.cpu_count()} × {cpu()}, load {load:.1f} at the end; "
+        f"Python {platform.python_version()}; commit {commit()}."
     )
 
 

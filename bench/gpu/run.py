@@ -15,7 +15,6 @@ runs on a CPU what can run there, small, and writes to a temporary folder: a tes
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from bench.gpu.timings import (
     stream_timings,
 )
 from bench.kernels import Ceilings, measure_ceilings
+from bench.provenance import commit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -157,15 +157,12 @@ def describe(device: torch.device) -> dict[str, str]:
         triton_version = str(triton.__version__)
     except ImportError:
         triton_version = "none"
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 

@@ -30,7 +30,6 @@ from bench.peers.measure import (
 from bench.peers.peers import OURS, PEERS, Engine, install
 from bench.peers.process import EngineFailed
 from bench.peers.report import (
-    commit,
     describe,
     read_results,
     results_path,
@@ -38,6 +37,7 @@ from bench.peers.report import (
     write_results,
 )
 from bench.peers.workloads import WORKLOADS, Workload
+from bench.provenance import commit
 
 SOME_LEFT = 3
 """The exit status of a run that had no time for all."""

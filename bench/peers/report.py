@@ -3,7 +3,6 @@
 import json
 import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from bench.peers.floor import Limits, floor_seconds
 from bench.peers.measure import CALM, Failure, Measured, Run, Settings
 from bench.peers.peers import OURS
 from bench.peers.workloads import WORKLOADS, Workload
+from bench.provenance import cpu
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -31,16 +31,10 @@ class About:
 def describe(*, num_threads: int, limits: Limits) -> About:
     return About(
         date=_today(),
-        machine=_machine(),
+        machine=f"{cpu()}, {platform.system()}",
         num_threads=num_threads,
         limits=limits,
     )
-
-
-def commit() -> str:
-    """Ends in "+" where files differ from it. Results are no part of what is measured."""
-    changed = _git("status", "-s", "--", "..", ":(exclude)../bench/results")
-    return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def results_path(name: str, *, resume: bool) -> Path:
@@ -199,23 +193,6 @@ def _disturbances(measured: Measured) -> str:
 
 def _today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    return f"{model}, {platform.system()}"
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def _mark(runs: Sequence[Run]) -> str:

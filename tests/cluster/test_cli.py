@@ -26,6 +26,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--host", "192.0.2.7"], "host='192.0.2.7': not an address of this machine"),
         (["serve", *FREE_PORTS, "-tp", "2", "--nodes-per-group", "2"], "has one node"),
         (["serve", "--ray-address", "127.0.0.1:1"], "'127.0.0.1:1': nothing answers there"),
+        (["serve", "--ray-address", "foo"], "ray_address='foo': no Ray cluster is there"),
         (["serve", "--num-groups", "0"], "num_groups=0: must be 1 or more"),
         (["serve", "--min-groups", "0"], "--min-groups: --max-groups must say"),
         (["serve", "--min-groups", "3", "--max-groups", "2"], "max_groups=2: must be"),
@@ -51,6 +52,11 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--max-tokens", "-5"], "max_tokens=-5 is out of range: 1 or more"),
         (["generate", "hi", "--seed", "-1"], "seed=-1 is out of range"),
         (["generate", "hi", "--top-p", "7"], "top_p=7.0 is out of range"),
+        (["generate", "hi", "--address", "localhost"], "address='localhost': must be host:port"),
+        (["generate", "hi", "--address", "[::1]:65536"], "address='[::1]:65536': must be host:"),
+        (["generate", "hi", "--address", "http://[::1]:80"], "address='http://[::1]:80': must be"),
+        (["serve", "--num-group", "2"], "unrecognized arguments: --num-group (is --num-groups me"),
+        (["bench", "prefix", "--block-size=8"], "--block-size=8 (is --block-sizes meant?); `quire"),
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
         (["simulate", "/nowhere"], "/nowhere: No such file or directory; give the path of a trace"),
         (["bench", "step", "--output", "/nowhere/x"], "no folder /nowhere: make it"),
@@ -66,6 +72,19 @@ def test_bad_settings_are_refused_before_anything_starts(
         status = exited.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--sed", "1"], ["simulate"], ["bench", "step", "-x"]]
+)
+def test_a_refusal_is_one_line_and_says_where_to_read_on(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    command = " ".join(each for each in ["quire", *arguments] if each not in ("--sed", "1", "-x"))
+    assert line.endswith(f"; `{command} --help` says what there is")
 
 
 BOUNDS = {
@@ -131,6 +150,17 @@ def test_every_flag_says_what_it_is_for() -> None:
                 silent.append((parser.prog, action.option_strings))
     assert len(parsers) > 8
     assert not silent
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "clé"])
+def test_an_api_key_that_cannot_be_sent_is_refused_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", key)
+    assert main(["generate", "hello", "--address", "127.0.0.1:1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("quire: api_key: has characters that cannot be sent")
+    assert key not in said
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["explain"]])

@@ -52,9 +52,12 @@ async def test_a_prompt_that_is_too_long_is_known_by_openais_code_and_words(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": [1, "a"]}, "prompt: must be a string, a list of strings, a list of token ids"),
-        ({"prompt": {"a": 1}}, "prompt: must be a string, a list of strings, a list of token ids"),
-        ({"prompt": "x", "stop": [1]}, "stop: must be a string or a list of strings"),
+        ({"prompt": [1, "a"]}, "prompt=[1, 'a']: must be a string, a list of strings, a list of t"),
+        ({"prompt": {"a": 1}}, "prompt={'a': 1}: must be a string, a list of strings, a list of t"),
+        ({"prompt": "x", "stop": 5}, "stop=5: must be a string or a list of strings"),
+        ({"prompt": "x", "stop": [1]}, "stop=[1]: must be a string or a list of strings"),
+        ({"prompt": "x", "seed": "y"}, "seed='y': Input should be a valid integer"),
+        ({"prompt": "x", "seed": "y" * 9_999}, "seed='yyyyyyyyyyyy...yyyyyyyyyyyyy': Input should"),
         ({}, "prompt: Field required"),
     ],
 )
@@ -64,6 +67,26 @@ async def test_a_value_of_the_wrong_kind_is_told_which_kinds_there_are(
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)
     assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        (
+            "GET",
+            "/",
+            "GET /: Not Found; there are /v1/models, /v1/models/{model}, /v1/completions, ",
+        ),
+        ("POST", "/v1/embeddings", "POST /v1/embeddings: Not Found; there are /v1/models, "),
+        ("GET", "/v1/completions", "GET /v1/completions: Method Not Allowed; use POST"),
+    ],
+)
+async def test_who_comes_to_the_wrong_place_is_told_the_right_ones(
+    start_cluster: Any, method: str, path: str, message: str
+) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        answer = await client.request(method, f"{cluster.http_url}{path}")
     assert answer.json()["error"]["message"].startswith(message)
 
 

@@ -133,7 +133,7 @@ async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_o
         cluster.connections.set_addresses([group.address for group in groups])
         with pytest.raises(grpc.aio.AioRpcError, match="quarantined: 3 replica groups died"):
             await reading
-        while cluster.gateway._num_inflight:
+        while cluster.gateway.num_inflight:
             await asyncio.sleep(0.01)
         assert cluster.gateway.telemetry.quarantined._value.get() == 1
         assert cluster.gateway._resumes.probation.num_suspects == 0

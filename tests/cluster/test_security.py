@@ -1,6 +1,8 @@
 """A gateway behind TLS and API keys. It has no groups: who is let in is told that."""
 
+import asyncio
 import contextlib
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import demo_model
 from quire.cluster.auth import ApiKeys
+from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway.server import GatewayServer
 from quire.v1 import inference_pb2 as pb
@@ -180,3 +183,26 @@ async def test_a_certificate_that_does_not_fit_its_key_is_refused(tmp_path: Path
         ClusterConfig(
             engine=EngineConfig(model=demo_model.PATH), tls_certificate=certificates.certificate
         )
+
+
+async def test_the_command_line_says_what_a_stranger_lacks(
+    tmp_path: Path, keys_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificates = Certificates(tmp_path)
+    known, unknown = tmp_path / "known.pem", tmp_path / "unknown.pem"
+    certificates.authority.cert_pem.write_to_path(str(known))
+    trustme.CA().cert_pem.write_to_path(str(unknown))
+    async with gateway(
+        tls_certificate=certificates.certificate,
+        tls_key=certificates.key,
+        api_keys_file=keys_file,
+    ) as server:
+        for authority, status, remedy in (
+            (known, 1, "UNAUTHENTICATED: .*; here, set QUIRE_API_KEY to one of the server's keys"),
+            (unknown, 1, "--tls-ca names the authority that signed the server's certificate"),
+            (keys_file, 2, "tls_ca='.*keys' cannot be used: .*; it must be .* as PEM"),
+            (tmp_path / "absent", 2, "absent' cannot be used: .*No such file"),
+        ):
+            command = ["explain", "--address", server.grpc_address, "--tls-ca", str(authority)]
+            assert await asyncio.to_thread(main, command) == status
+            assert re.search(remedy, capsys.readouterr().err)

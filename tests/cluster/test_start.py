@@ -54,6 +54,8 @@ def test_groups_that_one_machine_has_no_room_for_are_refused() -> None:
     check_room(config(num_groups=1, cpus_per_group=4), on_gpu=True, machine=machine)
     with pytest.raises(ConfigError, match=r"reserve 4 GPUs, and this machine has 3; .*'cpu'"):
         check_room(config(num_groups=2), on_gpu=True, machine=machine)
+    with pytest.raises(ConfigError, match=r"reserve 1 CPU, and this machine has 0"):
+        check_room(config(num_groups=1, cpus_per_group=1), on_gpu=False, machine={})
     with pytest.raises(ConfigError, match=r"reserve 6 CPUs, and this machine has 4; .*cpus_per"):
         check_room(config(num_groups=2, cpus_per_group=3), on_gpu=False, machine=machine)
     with pytest.raises(ConfigError, match=r"nodes_per_group=2: .* has one node"):

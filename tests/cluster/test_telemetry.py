@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cluster import wait_idle
 from quire.router.pace import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 
-DASHBOARD = Path(__file__).parents[2] / "helm" / "quire" / "dashboards" / "quire.json"
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "helm" / "quire" / "dashboards" / "quire.json"
 
 NO_BASE_UNITS = {
     "s", "sec", "secs", "ms", "us", "ns", "milliseconds", "microseconds", "minutes", "hours",
@@ -64,6 +67,12 @@ async def test_names_and_help_keep_to_prometheus_rules(page: str) -> None:
     assert len(names) > 40
 
 
+async def test_who_waits_for_the_last_request_finds_how_many_there_are(page: str) -> None:
+    found = wait_idle._INFLIGHT.search(page)
+    assert found is not None  # Not there would be taken for none.
+    assert float(found[1]) == 0
+
+
 async def test_histograms_add_up(page: str) -> None:
     histograms = [family for family in ours(page) if family.type == "histogram"]
     for family in histograms:
@@ -105,6 +114,18 @@ async def test_whatever_has_a_bound_says_how_full_it_is(page: str) -> None:
     assert len(bounds) >= 5
     for name, bound in bounds.items():
         assert 0 <= gauges[name.replace("_max_", "_")] <= bound
+
+
+@pytest.mark.parametrize("document", ["operations.md", "routing.md"])
+async def test_every_metric_that_the_documents_name_is_there(page: str, document: str) -> None:
+    names = {family.name for family in ours(page)}
+    names |= {f"{family.name}_total" for family in ours(page) if family.type == "counter"}
+    text = (ROOT / "docs" / document).read_text()
+    asked = re.findall(r"`(quire_[a-z_*]+|…_[a-z_]+)", text)
+    assert len(asked) > 8
+    for name in asked:  # "…_held_blocks" stands beside another of its kind.
+        pattern = name.replace("…", "*")
+        assert any(fnmatchcase(known, pattern) for known in names), name
 
 
 async def test_every_metric_of_the_dashboard_is_there(page: str) -> None:

@@ -1,6 +1,7 @@
 """``quire serve`` as its user runs it: a process, a signal."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -23,16 +24,22 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("ended_by", "send"),
+    # To the process alone, as Python and containers do; to its group, as `timeout` and terminals.
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.killpg)],
+)
 @pytest.mark.usefixtures("no_process_is_left")
-def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(ended_by: signal.Signals) -> None:
+def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(
+    ended_by: signal.Signals, send: Callable[[int, int], None]
+) -> None:
     with serving("--num-groups", "1") as (server, grpc_address, _):
         with grpc.insecure_channel(grpc_address) as channel, ThreadPoolExecutor(1) as pool:
             sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True)
             stream = generate(channel, pb.GenerateRequest(text="Once", sampling=sampling))
             next(stream)
             rest = pool.submit(list, stream)
-            server.send_signal(ended_by)
+            send(server.pid, ended_by)
             assert rest.result()[-1].usage.num_output_tokens == 300
         printed, errors = server.communicate()
     assert server.returncode == 0, errors
@@ -94,6 +101,7 @@ def serving(*flags: str, module: str = "quire") -> Iterator[tuple[subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=0,
         # A shell's background job ignores it, and so would its children.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as server:

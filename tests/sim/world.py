@@ -183,7 +183,7 @@ class World:
         service = gateway.gateway
         admission, unrouted = service.admission, service.admission._admission._unrouted
         counts = {
-            "in flight": service._num_inflight,
+            "in flight": service.num_inflight,
             "queued": admission.queued.num_requests + len(admission._futures),
             "unbegun": sum(map(abs, admission._admission.unbegun)),
             "unrouted": unrouted.num_requests or unrouted.num_tokens > 1e-6,

@@ -133,6 +133,8 @@ def test_requests_without_a_seed_are_the_same_in_every_run() -> None:
         ("x", SamplingParams(max_tokens=5000), "max_tokens=5000.*max_model_len is 1024"),
         ({"prompt_token_ids": [9] * 1024}, GREEDY, "prompt has 1024 tokens.*1023"),
         (["x", "y"], [GREEDY], "2 prompts and 1 sampling_params"),
+        ("x", {"temperature": 0}, "sampling_params={'temperature': 0}: must be a SamplingParams"),
+        (["x"], [{}], r"sampling_params=\[{}\]: must be a SamplingParams"),
     ],
 )
 def test_a_bad_prompt_is_named_and_none_is_run(
@@ -159,6 +161,8 @@ def test_a_bad_prompt_is_named_and_none_is_run(
         ("min_tokens", 17),
         ("seed", -1),
         ("stop", [""]),
+        ("stop", 5),
+        ("stop_token_ids", 5),
         ("logprobs", 21),
         ("presence_penalty", 3),
         ("repetition_penalty", 0),

@@ -74,6 +74,18 @@ def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
         tokenizer.apply_chat_template([])
 
 
+def test_a_chat_may_have_its_text_in_parts_and_nothing_else(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.render_chat([{"role": "user", "content": "What is it?"}])
+    parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]
+    assert tokenizer.render_chat([{"role": "user", "content": parts}]) == whole
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(InvalidRequest, match="'image_url' is not supported: this model reads text"):
+        tokenizer.render_chat([{"role": "user", "content": [image]}])
+    for bad in ("hi", ["hi"]):
+        with pytest.raises(InvalidRequest, match="messages: must be mappings with role and conte"):
+            tokenizer.render_chat(bad)  # type: ignore[arg-type]
+
+
 def test_a_model_without_a_template_says_how_to_go_on(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     bare = Tokenizer.load(tmp_path)

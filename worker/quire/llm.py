@@ -27,7 +27,7 @@ from quire.worker.executor import make_executor
 from quire.worker.hashing import TokenIds, as_token_ids
 from quire.worker.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.worker.request import Request, derive_seed
-from quire.worker.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.sampling_params import MAX_SEED, SamplingParams, params_of_each
 from quire.worker.text import Message, Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
@@ -155,7 +155,7 @@ class LLM:
         """
         # What is no prompt at all, such as a number, is left for the check of each to refuse.
         listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
-        all_params = _params_of_each(sampling_params, num_prompts=len(listed))
+        all_params = params_of_each(sampling_params, num_prompts=len(listed))
         priorities = [0] * len(listed) if priority is None else list(priority)
         if len(priorities) != len(listed):
             raise InvalidRequest(
@@ -272,19 +272,6 @@ class LLM:
         finally:  # What an error leaves behind must not run on with the next batch.
             for request_id in running:
                 self._engine.abort(request_id)
-
-
-def _params_of_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, *, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(
-            f"{num_prompts} prompts and {len(params)} sampling_params: give one for all or one "
-            "for each"
-        )
-    return list(params)
 
 
 def _as_ids(token_ids: Any) -> TokenIds:

@@ -1,6 +1,7 @@
 """A client of the gRPC service: what the demo and ``quire generate`` speak through."""
 
 import re
+import ssl
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,16 @@ from quire.worker.sampling_params import SamplingParams
 
 # As gRPC itself says that it has not reached a server.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")
+_HOST_AND_PORT = re.compile(r"(?:dns:///)?[^/\s]+:(\d{1,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A gRPC server, and what it takes to be let in."""
+    """A gRPC server, and what it takes to be let in.
+
+    Raises:
+        ConfigError: ``address`` is none, or ``api_key`` cannot be sent.
+    """
 
     address: str
     """``host:port``."""
@@ -29,18 +35,35 @@ class Server:
     """Whom to trust, PEM; implies ``tls``. ``None`` trusts the well-known authorities."""
     api_key: str | None = None
 
+    def __post_init__(self) -> None:
+        # gRPC itself takes 443 where there is no port, and of one too large the lower 16 bits.
+        found = _HOST_AND_PORT.fullmatch(self.address)
+        if not found or not 0 < int(found[1]) < 2**16:
+            raise ConfigError(
+                f"address={self.address!r}: must be host:port, such as 127.0.0.1:50051"
+            )
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key: has characters that cannot be sent; is it one line?")
+
     def channel(self) -> grpc.Channel:
         """A channel to it.
 
         Raises:
-            ConfigError: ``tls_ca`` cannot be read.
+            ConfigError: ``tls_ca`` cannot be read, or is no certificate.
         """
         if not (self.tls or self.tls_ca):
             return grpc.insecure_channel(self.address)
-        try:
-            root = self.tls_ca.read_bytes() if self.tls_ca else None
-        except OSError as error:
-            raise ConfigError(f"tls_ca={str(self.tls_ca)!r} cannot be read: {error}") from error
+        root = None
+        if self.tls_ca is not None:
+            try:
+                # gRPC would take anything, and log what is wrong at the first call.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.tls_ca)
+                root = self.tls_ca.read_bytes()
+            except OSError as error:  # As what OpenSSL raises is.
+                raise ConfigError(
+                    f"tls_ca={str(self.tls_ca)!r} cannot be used: {error}; it must be the "
+                    "authority's certificate as PEM"
+                ) from error
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(root))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -112,7 +135,14 @@ def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
     """Says on standard error what ``server`` answered, or that it did not."""
     details = error.details() or ""
     hint = ""
-    if error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
+    if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+        hint = "; here, set QUIRE_API_KEY to one of the server's keys"
+    elif "CERTIFICATE_VERIFY_FAILED" in details:
+        hint = (
+            "; --tls-ca names the authority that signed the server's certificate, and --address "
+            "must have the host of the certificate"
+        )
+    elif error.code() == grpc.StatusCode.UNAVAILABLE and _NOBODY_THERE.match(details):
         hint = (
             "; does `quire serve` run there? --address names its gRPC port, not that of HTTP; "
             "--tls or --tls-ca is for a server with TLS, and for no other"

@@ -11,9 +11,11 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +60,7 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
         _check_address(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
                 "starts one, and without an address one is started for you"
@@ -74,6 +76,7 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
         with contextlib.ExitStack() as stack:
             stack.callback(ray.shutdown)
             stack.enter_context(_on_the_loopback())
+            stack.enter_context(_apart_from_our_signals())
             _start_node(folder)
             yield folder / "session_latest" / "logs" / "serve"
     finally:
@@ -169,6 +172,27 @@ def _on_the_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = previous
 
 
+@contextlib.contextmanager
+def _apart_from_our_signals() -> Iterator[None]:
+    """Ray's processes get a process group each.
+
+    A terminal that closes and ``timeout`` signal the whole group of ours. Ray's head would be gone
+    at once, with nothing drained, and we would look for it for a minute.
+    """
+    from ray._private import services, utils
+
+    previous = services.ConsolePopen
+    # Where no process can be bound to the life of another, Ray ends them by their group.
+    if sys.platform == "linux" and utils.detect_fate_sharing_support():
+        services.ConsolePopen = partial(  # type: ignore[assignment,misc]
+            previous, process_group=0
+        )
+    try:
+        yield
+    finally:
+        services.ConsolePopen = previous  # type: ignore[misc]
+
+
 def _check_address(address: str) -> None:
     """Ray itself tries for minutes, and says so in its own words."""
     host, _, port = address.rpartition(":")
@@ -208,12 +232,18 @@ def check_ports(config: ClusterConfig) -> None:
 
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Turns SIGTERM into KeyboardInterrupt, so that `with` blocks end as they do on Ctrl-C."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that `with` blocks end as they do on
+    Ctrl-C; who is to survive a closing terminal (``nohup``) still does."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] is signal.SIG_IGN:
+        del previous[signal.SIGHUP]
+    for number in previous:
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(signum: int, frame: object) -> None:

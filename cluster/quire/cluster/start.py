@@ -90,7 +90,8 @@ def check_room(config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, flo
         if amount > has:
             raise ConfigError(
                 f"num_groups={config.min_groups} with tensor_parallel_size="
-                f"{config.engine.tensor_parallel_size}: the groups reserve {amount:g} {name}s, "
+                f"{config.engine.tensor_parallel_size}: the groups reserve {amount:g} "
+                f"{name}{'' if amount == 1 else 's'}, "
                 f"and this machine has {has:g}; lower one of them, or "
                 + ("set device='cpu'" if name == "GPU" else "cpus_per_group")
             )

@@ -27,7 +27,7 @@ class ServerTls:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"tls_certificate={str(certificate)!r} and tls_key={str(key)!r} cannot be used: "
-                f"{error}"
+                f"{error}; they must be PEM, a certificate chain and the key of its first"
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -33,6 +33,7 @@ _LOAD = [
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | TokenIds) -> bytes:
+    """Four bytes each, little-endian: what `tokens_from_bytes` reads."""
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
@@ -83,6 +84,7 @@ def stats_to_proto(stats: EngineStats) -> group_pb.Load:
 
 
 def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
+    """Hashes lie one after the other, 32 bytes each."""
     message = group_pb.EventBatch(epoch=batch.epoch, first_seq=batch.first_seq)
     if batch.digest is not None:
         message.digest = batch.digest

@@ -12,7 +12,7 @@ from quire.kernels.cpu import CpuBackend
 from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
 from quire.kernels.native_decoder import NativeDecoder
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
-from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.native_linear import Arena, NativeLinear, PackedLinear, can_pack
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
 
@@ -57,8 +57,7 @@ class NativeBackend(CpuBackend):
     def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
         layers = weights.layers
         linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        kinds = (PackedLinear, Int8Linear)
-        if not all(isinstance(linear, kinds) for linear in (*linears, weights.lm_head)):
+        if not all(isinstance(linear, NativeLinear) for linear in (*linears, weights.lm_head)):
             return None
         if not _can_attend(weights.norm_C.dtype, shape.head_size):
             return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.decoder import Batch, DecoderLayer, DecoderShape, DecoderWeights, KvCache
 from quire.kernels.native_int8 import Int8Linear
-from quire.kernels.native_linear import PackedLinear, empty_huge
+from quire.kernels.native_linear import NativeLinear, empty_huge
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # C hidden size   V vocabulary
@@ -178,8 +178,8 @@ def _layer(layer: DecoderLayer) -> native_abi.Layer:
     )
 
 
-def _packed(linear: object) -> PackedLinear | Int8Linear:
-    assert isinstance(linear, PackedLinear | Int8Linear)
+def _packed(linear: object) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
     return linear
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
-from quire.kernels.native_linear import Arena
+from quire.kernels.native_linear import Arena, NativeLinear
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
@@ -20,11 +20,8 @@ _MAX_PART = 130_000
 """Products of int8 of which 32 bits hold the sum."""
 
 
-class Int8Linear:
-    """A `quire.kernels.decoder.Linear` over weights that it quantises itself.
-
-    ``num_parts`` is as `PackedLinear`'s; each part has scales of its own.
-    """
+class Int8Linear(NativeLinear):
+    """Over weights that it quantises itself; each part has scales of its own."""
 
     def __init__(
         self,
@@ -38,33 +35,9 @@ class Int8Linear:
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack_int8`."""
         assert can_pack_int8(weight_OI, num_parts=num_parts), (weight_OI.dtype, weight_OI.shape)
-        num_out, num_in = weight_OI.shape
-        panel = library.quire_panel_columns()
-        columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
-        self._library = library
-        self._bias = None if bias_O is None else torch.empty(-(-columns // each) * panel)
-        self.dtype = weight_OI.dtype
-        self.num_out = columns
-        self.weights = native_abi.LinearWeights(
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            num_in=num_in,
-            num_out=num_out,
-            splits=num_parts,
-            gated=gated,
-            is_int8=True,
+        super().__init__(
+            library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=True
         )
-        self._weight = arena.take(library.quire_int8_bytes(byref(self.weights)))
-        self.weights.weight = self._weight.data_ptr()
-        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
-        bias_O = None if bias_O is None else bias_O.contiguous()
-        arguments = native_abi.PackArgs(
-            dtype=native_abi.DTYPES[self.dtype],
-            source=weight_OI.data_ptr(),
-            stride=weight_OI.stride(0),
-            source_bias=None if bias_O is None else bias_O.data_ptr(),
-            weights=self.weights,
-        )
-        library.quire_pack_int8(byref(arguments), torch.get_num_threads())
 
     @property
     def input_bytes(self) -> int:
@@ -72,15 +45,7 @@ class Int8Linear:
         part = self.weights.num_in // self.weights.splits
         return int(-(-part // _GROUP) * _GROUP * self.weights.splits)
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        assert x_TI.dtype == self.dtype, (x_TI.dtype, self.dtype)
-        assert x_TI.shape[1] == self.weights.num_in, (x_TI.shape, self.weights.num_in)
-        out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
-        self.run(x_TI, out_TO, native_abi.GATED if self.weights.gated else native_abi.STORE)
-        return out_TO
-
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
-        """Puts the result where ``mode`` says."""
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         num_threads = torch.get_num_threads()
         values = torch.empty(len(x_TI), self.input_bytes, dtype=torch.uint8)

@@ -5,6 +5,7 @@ what a decode step does, and a table walk for every 4 KiB would cost a tenth of 
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 from ctypes import byref, c_void_p
 
 import torch
@@ -44,12 +45,71 @@ class Arena:
         return taken
 
 
-class PackedLinear:
-    """A `quire.kernels.decoder.Linear` of the native library; see `native/gemm.cpp`.
+class NativeLinear(ABC):
+    """A `quire.kernels.decoder.Linear` of the native library, and the layout of its weights.
 
     ``num_parts``: into how many parts the input is cut whose sums are added as a binary tree. Two
     ranks with half of the input and half of the parts each, added, give the bits of one rank.
     """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        arena: Arena,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        *,
+        num_parts: int,
+        gated: bool,
+        is_int8: bool,
+    ) -> None:
+        num_out, num_in = weight_OI.shape
+        panel = library.quire_panel_columns()
+        columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
+        num_columns = -(-columns // each) * panel
+        self._library = library
+        self._bias = None if bias_O is None else torch.empty(num_columns)
+        self.dtype = weight_OI.dtype
+        self.num_out = columns
+        self.weights = native_abi.LinearWeights(
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_in=num_in,
+            num_out=num_out,
+            splits=num_parts,
+            gated=gated,
+            is_int8=is_int8,
+        )
+        if is_int8:
+            num_bytes, pack = library.quire_int8_bytes(byref(self.weights)), library.quire_pack_int8
+        else:
+            num_bytes, pack = num_columns * num_in * self.dtype.itemsize, library.quire_pack
+        self._weight = arena.take(num_bytes)
+        self.weights.weight = self._weight.data_ptr()
+        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+        bias_O = None if bias_O is None else bias_O.contiguous()
+        arguments = native_abi.PackArgs(
+            dtype=native_abi.DTYPES[self.dtype],
+            source=weight_OI.data_ptr(),
+            stride=weight_OI.stride(0),
+            source_bias=None if bias_O is None else bias_O.data_ptr(),
+            weights=self.weights,
+        )
+        pack(byref(arguments), torch.get_num_threads())
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        assert x_TI.dtype == self.dtype, (x_TI.dtype, self.dtype)
+        assert x_TI.shape[1] == self.weights.num_in, (x_TI.shape, self.weights.num_in)
+        out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
+        self.run(x_TI, out_TO, native_abi.GATED if self.weights.gated else native_abi.STORE)
+        return out_TO
+
+    @abstractmethod
+    def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
+        """Puts the result where ``mode`` says."""
+
+
+class PackedLinear(NativeLinear):
+    """In the weights' own type; see `native/gemm.cpp`."""
 
     def __init__(
         self,
@@ -63,51 +123,23 @@ class PackedLinear:
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
         assert can_pack(weight_OI, num_parts=num_parts), (weight_OI.dtype, weight_OI.shape)
-        num_out, num_in = weight_OI.shape
-        panel = library.quire_panel_columns()
-        columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
-        num_columns = -(-columns // each) * panel
-        self._library = library
-        self._weight = arena.take(num_columns * num_in * weight_OI.dtype.itemsize)
-        self._bias = None if bias_O is None else torch.empty(num_columns)
-        self.dtype = weight_OI.dtype
-        self.num_out = columns
-        self.weights = native_abi.LinearWeights(
-            weight=self._weight.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            num_in=num_in,
-            num_out=num_out,
-            splits=num_parts,
-            gated=gated,
+        super().__init__(
+            library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=False
         )
-        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
-        bias_O = None if bias_O is None else bias_O.contiguous()
-        arguments = native_abi.PackArgs(
-            dtype=native_abi.DTYPES[self.dtype],
-            source=weight_OI.data_ptr(),
-            stride=weight_OI.stride(0),
-            source_bias=None if bias_O is None else bias_O.data_ptr(),
-            weights=self.weights,
-        )
-        library.quire_pack(byref(arguments), torch.get_num_threads())
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        assert x_TI.dtype == self.dtype, (x_TI.dtype, self.dtype)
-        assert x_TI.shape[1] == self.weights.num_in, (x_TI.shape, self.weights.num_in)
+    def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         x_TI = x_TI if x_TI.stride(1) == 1 and x_TI.stride(0) % 2 == 0 else x_TI.contiguous()
-        out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
         arguments = native_abi.LinearArgs(
             dtype=native_abi.DTYPES[self.dtype],
-            mode=native_abi.GATED if self.weights.gated else native_abi.STORE,
+            mode=mode,
             weights=ctypes.pointer(self.weights),
             x=c_void_p(x_TI.data_ptr()),
             x_stride=x_TI.stride(0),
             out=c_void_p(out_TO.data_ptr()),
-            out_stride=self.num_out,
+            out_stride=out_TO.stride(0),
             num_rows=len(x_TI),
         )
         self._library.quire_linear(byref(arguments), torch.get_num_threads())
-        return out_TO
 
 
 def can_pack(weight_OI: Tensor, *, num_parts: int = 1) -> bool:

@@ -2,17 +2,21 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from quire import demo_model
 from quire.cluster.cli.main import main
+from quire.cluster.cli.requests import trace_of_requests
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.fit import fit_cost
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.worker.errors import ConfigError
+from quire.worker.text import Tokenizer
 
 
 @pytest.fixture
@@ -55,6 +59,52 @@ def test_a_line_per_replay_and_a_file_of_them(
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 8
     assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def num_common(left: Sequence[object], right: Sequence[object]) -> int:
+    """How long the two are equal from their beginning."""
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
+
+
+def test_requests_share_blocks_where_their_prompts_begin_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, hints = tmp_path / "requests.jsonl", "Answer in one plain sentence. " * 8
+    chat = [{"role": "user", "content": hints}]
+    lines = [
+        {"arrival_s": 9.5, "prompt": f"{hints}What is a harbor?", "max_tokens": 3},
+        {"arrival_s": 7.0, "prompt": f"{hints}What is a ship?"},
+        {"arrival_s": 8.0, "messages": chat},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = trace_of_requests(path, model=demo_model.PATH, block_size=8, output_len=5)
+    assert trace.arrival_ms == [0, 1000, 2500]
+    assert trace.num_output == [5, 5, 3]
+    tokenizer = Tokenizer.load(demo_model.PATH)
+    ship, harbor = (tokenizer.encode(f"{hints}What is a {it}?") for it in ("ship", "harbor"))
+    asked = tokenizer.apply_chat_template(chat)
+    assert trace.num_input == [len(ship), len(asked), len(harbor)]
+    num_equal = num_common(ship, harbor)
+    first, other, last = trace.chains
+    assert num_common(first, last) == num_equal // 8 > 2
+    assert not set(first) & set(other)
+
+    assert main(["simulate", str(path), "--format", "requests", "--num-groups", "1"]) == 0
+    assert "prefix_aware" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("time", "message"), [({}, "request 2: has no arrival_s"), ({"arrival_s": "x"}, "line 2: arr")]
+)
+def test_a_request_without_its_time_is_named(
+    time: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    lines = [{"prompt": "a", "arrival_s": 1}, {"prompt": "b", **time}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["simulate", str(path), "--format", "requests"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_matplotlib_there_is_no_plot_and_all_the_rest(

@@ -59,6 +59,23 @@ def test_blocksize_runs_a_workload_of_ones_own(
     assert "4 requests of own.jsonl" in capsys.readouterr().out
 
 
+def test_default_cache_sizes_that_a_small_workload_does_not_fit_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps({"prompt_token_ids": list(range(20)), "max_tokens": 2})
+    (tmp_path / "own.jsonl").write_text(f"{line}\n" * 4)
+    workload = ("--workload", str(tmp_path / "own.jsonl"))
+    sizes = ("--block-sizes", "4", "--repeats", "1", "--output", str(tmp_path / "own"))
+    assert main(["bench", "prefix", *workload, *sizes]) == 0
+    assert [row["cell"]["cache_size"] for row in read_rows(tmp_path / "own.json")] == [
+        "30%",
+        "100%",
+    ]
+    assert "left out: cache size 10% is 3 blocks of 4 tokens" in capsys.readouterr().err
+    # One that was asked for is not left out without a word.
+    assert main(["bench", "prefix", *workload, *sizes, "--cache-sizes", "10%"]) == 2
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
     step = Engine.step

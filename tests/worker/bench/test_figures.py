@@ -12,7 +12,7 @@ from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
 from quire.worker.bench.cache_size import parse_cache_size
 from quire.worker.bench.measure import Run, StepSample
 from quire.worker.bench.report import block_size_table, closing_lines, prefix_table
-from quire.worker.bench.step_profile import step_profile, step_table
+from quire.worker.bench.step_times import step_profile, step_table
 from quire.worker.bench.stopwatch import Stopwatch, Target
 from quire.worker.bench.summary import Row, summarize
 from quire.worker.bench.sweep import Cell, SweepConfig, plan_cells

@@ -71,6 +71,18 @@ def test_a_line_is_a_text_a_chat_or_token_ids(tmp_path: Path) -> None:
     assert [item.max_tokens for item in workload.items] == [3, 7, 7]
 
 
+def test_a_line_can_be_the_body_of_a_request_to_openais_api(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a harbor?"}]
+    plain, *bodies = read(
+        tmp_path / "own.jsonl",
+        {"messages": [{"role": "user", "content": "What is a harbor?"}]},
+        {"messages": [{"role": "user", "content": parts}], "max_completion_tokens": 5},
+        {"model": "m", "prompt": "A harbor is", "max_tokens": None},
+    ).items
+    assert bodies[0].token_ids.tolist() == plain.token_ids.tolist()
+    assert [body.max_tokens for body in bodies] == [5, 7]
+
+
 def test_a_limit_takes_the_first_requests(tmp_path: Path) -> None:
     lines = [{"prompt_token_ids": [number]} for number in range(5)]
     workload = read(tmp_path / "own.jsonl", *lines, limit=2)
@@ -91,6 +103,10 @@ def test_a_limit_takes_the_first_requests(tmp_path: Path) -> None:
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
         ({"messages": []}, "messages is empty"),
         ({"messages": ["hello"]}, "a list of objects with role and content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "send parts of type 'text'",
+        ),
         ({"prompt_token_ids": [1], "max_tokens": 0}, "max_tokens=0: must be an integer, 1 or"),
         ({"prompt_token_ids": [1], "max_tokens": "9"}, "max_tokens='9'"),
     ],

@@ -101,6 +101,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_remedy(
     assert "lower max_model_len to at most 48" in str(e.value)
     with pytest.raises(ConfigError) as e:
         runner_of(tiny_llama, num_blocks=None, kv_cache_memory_bytes=100_000)
+    assert "gpu_memory_utilization" not in str(e.value)  # Which is not asked for then.
     needed = int(str(e.value).split("kv_cache_memory_bytes=")[1].split()[0])
     fits = runner_of(tiny_llama, num_blocks=None, kv_cache_memory_bytes=needed)
     assert fits.num_blocks_that_fit() == 32

@@ -5,6 +5,7 @@ than loading a small model's weights, and plain completions need none.
 """
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
@@ -29,19 +30,41 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a chat.
+        """The text of a chat. What OpenAI's clients send as several parts of text is one text.
 
         Raises:
-            InvalidRequest: The template refuses the messages.
+            InvalidRequest: The template refuses the messages, or they are none.
         """
+        plain = [_plain(message) for message in messages]
         try:
             return self._template.render(
-                messages=messages,
+                messages=plain,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+
+
+def _plain(message: Message) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f"messages: must be mappings with role and content, not {reprlib.repr(message)}"
+        )
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        fields = part if isinstance(part, Mapping) else {"type": part}
+        kind, text = fields.get("type"), fields.get("text")
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages: a content part of type {reprlib.repr(kind)} is not supported: this "
+                "model reads text, send parts of type 'text'"
+            )
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
 
 
 def _compile(source: str) -> jinja2.Template:

@@ -73,6 +73,7 @@ def keys_of(hashes: bytes) -> list[int]:
 
 
 def bucket_of(key: int) -> int:
+    """The bucket of a block's key: its highest 8 bits of 64."""
     return key >> 56
 
 

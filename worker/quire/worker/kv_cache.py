@@ -82,10 +82,10 @@ def check_room(
         remedy = f"set num_blocks={needed} or more"
     else:
         needed_bytes = needed * layout.block_bytes * config.tensor_parallel_size
-        remedy = (
-            f"set kv_cache_memory_bytes={needed_bytes} or more, raise gpu_memory_utilization "
-            f"(now {config.gpu_memory_utilization or 'its default'})"
-        )
+        remedy = f"set kv_cache_memory_bytes={needed_bytes} or more"
+        if config.kv_cache_memory_bytes is None:
+            share = config.gpu_memory_utilization or "its default"
+            remedy += f", raise gpu_memory_utilization (now {share})"
     if num_blocks:
         remedy += f", or lower max_model_len to at most {num_blocks * layout.block_size}"
     raise ConfigError(

@@ -18,6 +18,8 @@ from quire.worker.config import EngineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStart:
+    """The first message to a rank: who it is, and where it finds the others."""
+
     rank: int
     config: EngineConfig
     rendezvous: Path
@@ -56,4 +58,5 @@ def pack(message: object | None) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
+    """What `pack` was given. Unpickles, so only for what a process of one's own group has sent."""
     return pickle.loads(data) if data else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quire.worker.errors import InvalidRequest
 
@@ -13,6 +14,8 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1000
 
 _MAX_SHOWN_CHARS = 200
+_STOPS = "at most 16 strings, none empty"
+_STOP_IDS = "token ids, 0 or more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +63,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # The dataclass is frozen once this returns.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _listed("stop", given, _STOPS)
         set_field(self, "stop", stop)
-        set_field(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        set_field(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, _STOP_IDS))
         if self.top_k == -1:
             set_field(self, "top_k", 0)
 
@@ -95,13 +99,13 @@ class SamplingParams:
             len(stop) <= 16 and all(isinstance(s, str) and s for s in stop),
             "stop",
             self.stop,
-            "at most 16 strings, none empty",
+            _STOPS,
         )
         _require(
             all(_is_int(t) and t >= 0 for t in self.stop_token_ids or ()),
             "stop_token_ids",
             self.stop_token_ids,
-            "token ids, 0 or more",
+            _STOP_IDS,
         )
         # They travel with the request and are looked for after each token.
         longest = max(map(len, stop), default=0)
@@ -140,6 +144,37 @@ class SamplingParams:
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
         )
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, *, num_prompts: int
+) -> list[SamplingParams]:
+    """What is given for all prompts, or for each of them, as one for each.
+
+    Raises:
+        InvalidRequest: They are of another number, or something else.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    given: Sequence[object] = params if isinstance(params, list | tuple) else [params]
+    listed = [each for each in given if isinstance(each, SamplingParams)]
+    if len(listed) < len(given):
+        raise InvalidRequest(
+            f"sampling_params={params!r}: must be a SamplingParams, or one for each prompt"
+        )
+    if len(listed) != num_prompts:
+        raise InvalidRequest(
+            f"{num_prompts} prompts and {len(listed)} sampling_params: give one for all or one "
+            "for each"
+        )
+    return listed
+
+
+def _listed(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value or ())
+    except TypeError:
+        raise InvalidRequest(f"{name}={value!r} is out of range: {allowed}") from None
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -30,6 +30,7 @@ def stage(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
 
 
 def packed_bytes(arrays: Sequence[Array]) -> int:
+    """Bytes of the buffer that `pack` fills with these, each rounded up to `ALIGNMENT`."""
     return sum(_padded(array.nbytes) for array in arrays)
 
 

@@ -60,6 +60,8 @@ def _no_rows() -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
+    """What all ranks compute in one step. The arrays are the step's own: nobody changes them."""
+
     token_ids_T: Longs
     positions_T: Longs
     slot_mapping_T: Longs
@@ -95,7 +97,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
+    """What rank 0 sampled in one step."""
+
     token_ids_S: Longs
+    """In the order of `StepInput.sample_rows_S`."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One per sampled row, or empty where no row asked."""
 

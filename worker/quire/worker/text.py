@@ -66,10 +66,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids. Other threads run meanwhile."""
         # `encode` would keep them from it: 2 MB of text held a gateway up for 4 s, in a thread or
@@ -98,6 +94,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> str:
+        """The text of a chat, special tokens written out; as `apply_chat_template` raises."""
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template: send a plain prompt, or add a "

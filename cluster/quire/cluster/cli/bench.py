@@ -3,20 +3,21 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter
-from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig
+from quire.cluster.cli.engine import add_engine_flags, engine_config
+from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+from quire.worker.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from quire.worker.bench.sweep import SweepConfig
     from quire.worker.bench.workload import Workload
 
 _SWEPT = (4, 8, 16, 32, 64)
+_CACHE_SIZES = ["10%", "30%", "100%"]
 
 
-def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
@@ -31,7 +32,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
         "run a workload with prefix caching on and off, over block sizes and cache sizes, and "
         "show the theoretical bound beside it",
     )
-    _add_sweep_flags(prefix, cache_sizes=["10%", "30%", "100%"], output=Path("quire-bench-prefix"))
+    _add_sweep_flags(prefix, cache_sizes=_CACHE_SIZES, output=Path("quire-bench-prefix"))
     prefix.set_defaults(run=_prefix)
 
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
@@ -48,10 +49,11 @@ def add_bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _add_kind(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str
+    kinds: "argparse._SubParsersAction[Parser]", name: str, what: str
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,
+        usage=SHORT_USAGE,
         help=what,
         description=what[0].upper() + what[1:] + ".",
         formatter_class=DefaultsFormatter,
@@ -59,25 +61,7 @@ def _add_kind(
     parser.add_argument(
         "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
     )
-    engine = parser.add_argument_group("engine").add_argument
-    engine("--tensor-parallel-size", "-tp", type=int, default=1, help="ranks")
-    engine("--dtype", choices=get_args(DType), default="auto", help="auto is the checkpoint's own")
-    engine("--quantization", choices=get_args(Quantization), help="of linear layers")
-    engine("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto", help="of KV alone")
-    engine(
-        "--device",
-        choices=get_args(Device),
-        default="auto",
-        help="auto is cuda where there is one, else cpu",
-    )
-    engine("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
-    engine("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
-    engine("--num-threads", type=int, help="CPU threads of each rank; all cores if absent")
-    engine(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="prepare the next step while one runs; `step` shows both if absent",
-    )
+    add_engine_flags(parser, tensor_parallel_size=1, async_scheduling="`step` shows both")
     return parser
 
 
@@ -118,7 +102,8 @@ def _add_sweep_flags(
         metavar="SIZE",
         # argparse formats the help with %.
         help="of the KV cache: 25%% of what the workload fills if nothing is shared, "
-        "4096tokens, 500blocks, 64MiB, or bytes",
+        "4096tokens, 500blocks, 64MiB, or bytes; of the default, those that can hold the longest "
+        "request",
     )
     sweep("--repeats", type=int, default=3, help="of everything; medians are shown")
     sweep("--output", type=Path, default=output, help="path and stem of the JSON and the plot")
@@ -151,7 +136,7 @@ def _step(arguments: argparse.Namespace) -> int:
     from quire.worker.bench.step_profile import StepProfileConfig, bench_step
 
     config = StepProfileConfig(
-        engine=_engine_config(arguments),
+        engine=engine_config(arguments),
         batches=tuple(arguments.batches),
         context=arguments.context,
         chunk=arguments.chunk,
@@ -167,29 +152,13 @@ def _sweep_config(
     from quire.worker.bench.sweep import SweepConfig
 
     return SweepConfig(
-        engine=_engine_config(arguments),
+        engine=engine_config(arguments),
         block_sizes=tuple(dict.fromkeys(arguments.block_sizes)),
         cache_sizes=tuple(parse_cache_size(text) for text in dict.fromkeys(arguments.cache_sizes)),
+        skips_small=arguments.cache_sizes == _CACHE_SIZES,
         caching=caching,
         repeats=arguments.repeats,
         concurrency=arguments.concurrency,
-    )
-
-
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    from quire import demo_model
-
-    return EngineConfig(
-        model=arguments.model or demo_model.PATH,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        dtype=arguments.dtype,
-        quantization=arguments.quantization,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        device=arguments.device,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        num_threads=arguments.num_threads,
-        async_scheduling=arguments.async_scheduling,
     )
 
 

@@ -4,15 +4,16 @@ Defaults that `ClusterConfig` has are its own.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from quire.cluster.autoscaling.settings import AutoscalingSettings
+from quire.cluster.cli.engine import add_engine_flags, engine_config
 from quire.cluster.config import ClusterConfig
-from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.router.config import RoutingConfig
 from quire.router.policy_names import POLICY_NAMES
-from quire.worker.config import BLOCK_SIZES, Device, DType, EngineConfig, SchedulingPolicy
+from quire.worker.config import BLOCK_SIZES, EngineConfig, SchedulingPolicy
 from quire.worker.errors import ConfigError
 
 
@@ -25,21 +26,23 @@ def add_cluster_flags(
     )
     add = parser.add_argument
     add("--served-model-name", help="what clients call the model; the directory's name if absent")
+    add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
+    _add_group_flags(parser, num_groups=num_groups)
+    _add_network_flags(parser)
+    _add_routing_flags(parser)
+    _add_admission_flags(parser)
+    _add_failover_flags(parser)
+    _add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size)
+
+
+def _add_group_flags(parser: argparse.ArgumentParser, *, num_groups: int) -> None:
+    add = parser.add_argument_group(
+        "replica groups and gateways", "How many there are, and where."
+    ).add_argument
     add("--num-groups", type=int, default=num_groups, help="replica groups, where it is fixed")
     add("--max-groups", type=int, help="start and stop groups with the load, up to so many")
     add("--min-groups", type=int, help="and down to so many; 0 stops the last one too; 1 if absent")
-    add(
-        "--target-ttft-s",
-        type=float,
-        help="seconds that prompts may wait; 2 if absent",
-    )
-    add(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=tensor_parallel_size,
-        help="ranks in each group",
-    )
+    add("--target-ttft-s", type=float, help="seconds that prompts may wait; 2 if absent")
     add(
         "--nodes-per-group",
         type=int,
@@ -48,6 +51,12 @@ def add_cluster_flags(
     )
     add("--cpus-per-group", type=float, default=0.0, help="that Ray reserves; 0 counts no CPUs")
     add("--num-gateways", type=int, default=1, help="gateways")
+
+
+def _add_network_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "network", "Where clients connect, and which of them are let in."
+    ).add_argument
     add("--host", default="127.0.0.1", help="where clients connect; 0.0.0.0 serves the network")
     add("--grpc-port", type=int, default=50051, help="0 takes any free one")
     add("--http-port", type=int, default=8000, help="0 takes any free one")
@@ -66,35 +75,17 @@ def add_cluster_flags(
         help="browsers may call from pages of this origin, such as http://localhost:3000; '*' is "
         "any; can be given several times",
     )
-    _add_routing_flags(parser)
-    _add_admission_flags(parser)
-    _add_failover_flags(parser)
-    add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
-    add(
-        "--dtype",
-        choices=get_args(DType),
-        default="auto",
-        help="of weights, activations and KV; auto is the checkpoint's own",
-    )
-    add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
-    add(
-        "--kv-cache-dtype",
-        choices=get_args(KvCacheDType),
-        default="auto",
-        help="of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
-    )
-    add(
-        "--device",
-        choices=get_args(Device),
-        default="auto",
-        help="auto is cuda where there is one, else cpu",
-    )
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: int) -> None:
+    """Those of a group's engine, with what only one that serves can be told."""
+    add = add_engine_flags(
+        parser, tensor_parallel_size=tensor_parallel_size, async_scheduling="on GPUs"
+    ).add_argument
     add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
     add("--gpu-memory-utilization", type=float, help="share of GPU memory, or of free RAM")
     add("--kv-cache-memory-bytes", type=int, help="KV cache of each group, instead of a share")
     add("--max-model-len", type=int, help="longest prompt + output; the model's own if absent")
-    add("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
-    add("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -107,12 +98,6 @@ def add_cluster_flags(
         default=EngineConfig.scheduling_policy,
         help="whose prompt a group computes next: the first that came, or the one with the least "
         "left to compute",
-    )
-    add("--num-threads", type=int, help="CPU threads of each rank")
-    add(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="prepare the next step while one runs; on GPUs if absent",
     )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--seed", type=int, default=0, help="for requests that bring none of their own")
@@ -213,28 +198,19 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     Raises:
         ConfigError: They cannot work; the message names what and why.
     """
-    model, name = arguments.model, arguments.served_model_name
-    if model is None:
+    name = arguments.served_model_name
+    if arguments.model is None and not name:
         from quire import demo_model
 
-        model, name = demo_model.PATH, name or demo_model.NAME
-    engine = EngineConfig(
-        model=model,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        dtype=arguments.dtype,
-        quantization=arguments.quantization,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        device=arguments.device,
+        name = demo_model.NAME
+    engine = replace(
+        engine_config(arguments),
         block_size=arguments.block_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
         max_model_len=arguments.max_model_len,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
         enable_prefix_caching=arguments.enable_prefix_caching,
         scheduling_policy=arguments.scheduling_policy,
-        num_threads=arguments.num_threads,
-        async_scheduling=arguments.async_scheduling,
         enforce_eager=arguments.enforce_eager,
         seed=arguments.seed,
     )

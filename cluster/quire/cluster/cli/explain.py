@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter, add_server_flags, server_of
+from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:
     from quire.v1 import inference_pb2 as pb
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _DEFAULT_LIMIT = 20
 
 
-def add_explain_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
@@ -65,6 +65,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
     """One line for each decision."""
+    if not decisions:
+        return "This gateway has routed no request yet, or keeps no decisions."
     head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
     return _table([head, *(_line(decision) for decision in decisions)])
 

@@ -1,12 +1,50 @@
-"""What commands share: defaults in ``--help``, and the flags that say which server is asked."""
+"""What commands share: how flags are read and refused, defaults in ``--help``, and the flags that
+say which server is asked."""
 
 import argparse
 import os
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from quire.cluster.client import Server
+
+SHORT_USAGE = "%(prog)s [model] [flags]"
+"""Of commands whose flags, each by its name, would fill the first screen of ``--help``."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags by their whole names only: a prefix would mean another flag, or none, once a
+    flag is added. A refusal is one line, for the usage of ``serve`` alone fills a screen."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """A command refuses what it does not know by itself: it knows what else there is."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unrecognized(unknown))
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` says what there is\n")
+
+    def _unrecognized(self, given: Sequence[str]) -> str:
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        meant = [
+            close
+            for argument in given
+            if argument.startswith("-")
+            for close in get_close_matches(argument.partition("=")[0], flags, n=1)
+        ]
+        question = f" (is {' '.join(meant)} meant?)" if meant else ""
+        return f"unrecognized arguments: {' '.join(given)}{question}"
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -25,7 +63,7 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Adds what `server_of` reads."""
     add = parser.add_argument
-    add("--address", default="127.0.0.1:50051", help="of the gRPC server")
+    add("--address", default="127.0.0.1:50051", help="of the gRPC server, host:port")
     add("--tls", action="store_true", help="the server has TLS, with a well-known authority")
     add("--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)")
 

@@ -1,10 +1,11 @@
-"""The command line: flags are read here and in the `cli_` modules beside, nowhere else.
+"""The command line: flags are read here and in the modules beside, nowhere else.
 
 Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
 once.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from quire.cluster.cli.bench import add_bench_parser
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.explain import add_explain_parser
-from quire.cluster.cli.help import DefaultsFormatter, add_server_flags, server_of
+from quire.cluster.cli.help import (
+    SHORT_USAGE,
+    DefaultsFormatter,
+    Parser,
+    add_server_flags,
+    server_of,
+)
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.worker.errors import QuireError
 
@@ -20,6 +27,8 @@ from quire.worker.errors import QuireError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit status."""
     arguments = _parser().parse_args(argv)
+    # What gRPC logs of a connection that fails, our messages say. It reads this when imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         status: int = arguments.run(arguments)
     except QuireError as error:
@@ -31,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire", description="Serve a language model on a Ray cluster, or ask one."
     )
     parser.add_argument("--version", action="version", version=f"quire {_version()}")
@@ -39,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
+        usage=SHORT_USAGE,
         help="serve a model over gRPC and the OpenAI HTTP API until Ctrl-C",
         description="Serves a model over gRPC and the OpenAI HTTP API until Ctrl-C.",
         formatter_class=DefaultsFormatter,
@@ -48,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
+        usage=SHORT_USAGE,
         help="start a cluster here, ask it a few questions, show what that cost, stop it",
         description="Starts a cluster on this machine with two replica groups of two ranks, asks "
         "questions that share a system prompt, shows what each cost, and stops it.",

@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter
+from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.router.simulate.cost import CostModel
+    from quire.router.simulate.trace import Trace
 
 
-def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``simulate`` to the command line."""
     parser = commands.add_parser(
         "simulate",
@@ -26,9 +27,16 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     add = parser.add_argument_group("trace").add_argument
     add(
         "--format",
-        choices=("mooncake", "azure", "log"),
-        help="mooncake is .jsonl and azure .csv; by the file's name if absent",
+        choices=("mooncake", "azure", "log", "requests"),
+        help="mooncake is .jsonl and azure .csv; by the file's name if absent; requests is a "
+        "workload as `quire bench` reads it, with arrival_s in each line",
     )
+    add(
+        "--model",
+        type=Path,
+        help="whose tokenizer and chat template requests are read with; without, the demo model's",
+    )
+    add("--output-len", type=int, default=128, help="tokens generated where a request says nothing")
     add("--block-size", type=int, help="tokens that a block of the trace stands for")
     add("--num-requests", type=int, help="only the first so many")
     add("--spread-ms", type=float, default=0.0, help="put off each arrival by up to so much")
@@ -94,7 +102,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from quire.router.simulate.command import Sweep, run_command
     from quire.router.simulate.group import EngineConfig
     from quire.router.simulate.run import SimulationConfig
-    from quire.router.simulate.trace_files import load_trace
 
     sweep = Sweep(
         base=SimulationConfig(
@@ -119,7 +126,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         speeds=arguments.speed,
         ttft_target_s=arguments.ttft_target_s,
     )
-    trace = load_trace(arguments.trace, format=arguments.format, block_size=arguments.block_size)
+    trace = _trace(arguments)
     if arguments.num_requests is not None:
         if arguments.num_requests < 1:
             raise ConfigError(f"num_requests={arguments.num_requests}: must be 1 or more")
@@ -129,6 +136,21 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.spread_ms:
         trace = trace.spread(seed=arguments.seed, within_ms=arguments.spread_ms)
     return run_command(sweep, trace, output=arguments.output, plot_format=arguments.plot_format)
+
+
+def _trace(arguments: argparse.Namespace) -> "Trace":
+    from quire import demo_model
+    from quire.cluster.cli.requests import trace_of_requests
+    from quire.router.simulate.trace_files import load_trace
+
+    if arguments.format != "requests":
+        return load_trace(arguments.trace, format=arguments.format, block_size=arguments.block_size)
+    return trace_of_requests(
+        arguments.trace,
+        model=arguments.model or demo_model.PATH,
+        block_size=16 if arguments.block_size is None else arguments.block_size,
+        output_len=arguments.output_len,
+    )
 
 
 def _cost(arguments: argparse.Namespace) -> "CostModel":

@@ -11,6 +11,8 @@ from quire.worker.sampling_params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionConfig:
+    """How long and how often a gateway looks for a group for one completion."""
+
     group_wait_s: float = 5.0
     """How long a new one waits for a group where there is none."""
     resume_wait_s: float = 60.0

@@ -23,6 +23,12 @@ from quire.worker.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeConfig:
+    """How often completions may go on after losses, each and all of a gateway together.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
     max_attempts: int = 5
     """Attempts of a completion that may be lost, other than by draining, the last one included."""
     max_group_deaths: int = 3

@@ -34,4 +34,5 @@ async def until(
 
 
 def late() -> DeadlineExceeded:
+    """What to raise for a request whose time is over."""
     return DeadlineExceeded("the request's deadline passed before its end: give it more time")

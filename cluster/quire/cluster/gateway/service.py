@@ -7,20 +7,22 @@ from the groups.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.admission.queue import AdmissionQueue, unavailable
 from quire.cluster.admission.ticket import Ticket
-from quire.cluster.errors import ModelNotFound, Overloaded
+from quire.cluster.errors import ModelNotFound
 from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
 from quire.cluster.failover.resume import Resumes
 from quire.cluster.gateway.deadline import late, until
 from quire.cluster.gateway.generation import Chat, Generation, GenerationRequest, numbered
+from quire.cluster.gateway.inflight import Inflight
 from quire.cluster.gateway.merge import merge
 from quire.cluster.gateway.telemetry import Telemetry
 from quire.cluster.links.groups import Groups
@@ -39,6 +41,8 @@ _LONG_TEXT_CHARS = 4_000
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
+    """The limits of one gateway; those of its waiting requests are in ``admission``."""
+
     max_inflight: int = 4096
     """Completions under way; a request that would exceed it is refused."""
     max_completions: int = 1024
@@ -83,7 +87,11 @@ class Gateway:
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.suspects.set_function(lambda: self._resumes.probation.num_suspects)
-        self._num_inflight = 0
+        self._inflight = Inflight(
+            limit=self.config.max_inflight,
+            gauge=self.telemetry.inflight,
+            refused=partial(self.admission.refused, "inflight"),
+        )
         self._is_draining = False
         self._watchers: list[Callable[[], None]] = []
         groups.watch(self._notify)
@@ -97,7 +105,7 @@ class Gateway:
     @property
     def num_inflight(self) -> int:
         """Completions under way."""
-        return self._num_inflight
+        return self._inflight.num
 
     @property
     def is_draining(self) -> bool:
@@ -244,7 +252,7 @@ class Gateway:
             priority=first.priority,
             deadline_s=first.deadline_s,
         )
-        with self._inflight(num_completions):
+        with self._inflight.entered(num_completions):
             async with self.admission.admit(ticket):
                 chunks = merge([self.completion(each).stream() for each in numbered(generations)])
                 if first.deadline_s < inf:
@@ -256,6 +264,7 @@ class Gateway:
                         yield chunk
 
     def completion(self, request: CompletionRequest) -> Completion:
+        """One completion over this gateway's groups, not begun and not admitted."""
         return Completion(
             request,
             groups=self.groups,
@@ -266,26 +275,6 @@ class Gateway:
             resumes=self._resumes,
             clock=self._clock,
         )
-
-    @contextmanager
-    def _inflight(self, num_completions: int) -> Iterator[None]:
-        """Counts completions as under way. Raises Overloaded: they are too many."""
-        limit = self.config.max_inflight
-        if self._num_inflight + num_completions > limit:
-            self.admission.refused("inflight")
-            raise Overloaded(
-                f"{self._num_inflight} completions are under way, {num_completions} more exceed "
-                f"the gateway's limit of {limit}: try again later",
-                reason="inflight",
-                retry_after_s=1.0,
-            )
-        self._num_inflight += num_completions
-        self.telemetry.inflight.set(self._num_inflight)
-        try:
-            yield
-        finally:
-            self._num_inflight -= num_completions
-            self.telemetry.inflight.set(self._num_inflight)
 
     def _notify(self) -> None:
         for on_change in self._watchers:

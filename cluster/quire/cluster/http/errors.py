@@ -5,6 +5,7 @@ What nobody foresaw is logged under an incident's number and reaches the client 
 
 import logging
 import re
+import reprlib
 import secrets
 from collections.abc import Mapping
 from math import ceil
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from quire.cluster.errors import (
     DeadlineExceeded,
@@ -98,6 +100,11 @@ async def _handle(request: Request, error: Exception) -> Response:
 async def _handle_http(request: Request, error: HTTPException) -> Response:
     """An unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
+        message += f"; there are {', '.join(paths)}"
+    elif error.headers and "Allow" in error.headers:
+        message += f"; use {error.headers['Allow']}"
     body = _body(message, _Kind(error.status_code, "invalid_request_error"))
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -127,18 +134,25 @@ def _message(error: Exception) -> str:
 def _validation_body(error: ValidationError) -> dict[str, object]:
     """The first of the errors; a union reports one for each of its members, of which the one that
     found a list too long is the right one."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_context=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     kind = _KINDS[InvalidRequest]
     param = str(first["loc"][0]) if first["loc"] else None
     for field, kinds in _UNIONS.items():
         # Behind its name, a union's error has the member that refused, which nobody has asked for.
         if first["type"] != "too_long" and field in first["loc"][:-1]:
-            place = _join(first["loc"][: first["loc"].index(field) + 1])
-            return _body(f"{place}: must be {kinds}", kind, param=param)
-    place = _join(first["loc"])
-    message = f"{place}: {first['msg']}" if place else first["msg"]
+            location = first["loc"][: first["loc"].index(field) + 1]
+            # The first member, a string, was given all of it.
+            return _body(f"{_shown(location, first['input'])}: must be {kinds}", kind, param=param)
+    if first["type"] in ("missing", "too_long"):
+        message = f"{_join(first['loc'])}: {first['msg']}"
+    else:
+        message = f"{_shown(first['loc'], first['input'])}: {first['msg']}"
     return _body(message, kind, param=param)
+
+
+def _shown(location: tuple[str | int, ...], value: object) -> str:
+    return f"{_join(location)}={reprlib.repr(value)}"
 
 
 def _join(location: tuple[str | int, ...]) -> str:

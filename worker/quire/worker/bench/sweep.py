@@ -31,6 +31,8 @@ class SweepConfig:
     engine: EngineConfig
     block_sizes: tuple[int, ...]
     cache_sizes: tuple[CacheSize, ...]
+    skips_small: bool = False
+    """Leave out cache sizes that cannot hold the longest request, instead of refusing them."""
     caching: tuple[bool, ...] = (False, True)
     repeats: int = 3
     concurrency: int | None = None
@@ -67,7 +69,10 @@ def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[st
         ConfigError: The workload does not fit the model or a cache size. Nothing was run.
     """
     check_workload(workload, read_model_config(config.engine.model))
-    cells = plan_cells(config, workload, token_bytes=token_bytes(config.engine))
+    bytes_of_token = token_bytes(config.engine)
+    if config.skips_small:
+        config = _without_small(config, workload, token_bytes=bytes_of_token, progress=progress)
+    cells = plan_cells(config, workload, token_bytes=bytes_of_token)
     runs: Runs = {cell: {caching: [] for caching in config.caching} for cell in cells}
     for repeat in range(config.repeats):
         for block_size in config.block_sizes:
@@ -129,6 +134,24 @@ def plan_cells(config: SweepConfig, workload: Workload, *, token_bytes: int) -> 
                 )
             )
     return cells
+
+
+def _without_small(
+    config: SweepConfig, workload: Workload, *, token_bytes: int, progress: Callable[[str], None]
+) -> SweepConfig:
+    """Without the cache sizes that `plan_cells` refuses, each of which ``progress`` is told."""
+    fitting, refusal = [], None
+    for size in config.cache_sizes:
+        try:
+            plan_cells(replace(config, cache_sizes=(size,)), workload, token_bytes=token_bytes)
+        except ConfigError as error:
+            refusal = error
+            progress(f"left out: {error}")
+        else:
+            fitting.append(size)
+    if refusal is not None and not fitting:
+        raise refusal
+    return replace(config, cache_sizes=tuple(fitting))
 
 
 def token_bytes(engine: EngineConfig) -> int:

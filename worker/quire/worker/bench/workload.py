@@ -8,6 +8,7 @@ do the same work.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class WorkItem:
 
     token_ids: TokenIds
     max_tokens: int
+    arrival_s: float | None = None
+    """When it came, by a clock of the file's own; ``None`` where the file does not say."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +99,8 @@ def read_workload(
     file: Path, *, tokenizer: Callable[[], Tokenizer], output_len: int, limit: int | None = None
 ) -> Workload:
     """Reads one request a line: ``{"prompt": …}``, ``{"messages": …}`` or
-    ``{"prompt_token_ids": …}``, each with an optional ``max_tokens`` (else ``output_len``).
+    ``{"prompt_token_ids": …}``, each with an optional ``max_tokens`` or ``max_completion_tokens``
+    (else ``output_len``), and an optional ``arrival_s``.
 
     ``tokenizer`` is called once, and only where a line has text. Other keys are ignored.
 
@@ -162,13 +166,22 @@ def _read_line(line: str, tokenizer: Callable[[], Tokenizer], output_len: int) -
     if len(keys) != 1:
         raise InvalidRequest(f"must be an object with one of {', '.join(_PROMPT_KEYS)}")
     value = fields[keys[0]]
-    max_tokens = fields.get("max_tokens", output_len)
+    # As in the bodies of OpenAI's API, whose newer name for it is the longer one.
+    given = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
+    max_tokens = next((value for value in given if value is not None), output_len)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise InvalidRequest(f"max_tokens={max_tokens!r}: must be an integer, 1 or more")
     token_ids = _token_ids(keys[0], value, tokenizer)
     if len(token_ids) == 0:
         raise InvalidRequest(f"{keys[0]} is empty: at least one token")
-    return WorkItem(token_ids=token_ids, max_tokens=max_tokens)
+    arrival_s = fields.get("arrival_s")
+    if arrival_s is not None and not _is_time(arrival_s):
+        raise InvalidRequest(f"arrival_s={arrival_s!r}: must be a number of seconds")
+    return WorkItem(token_ids=token_ids, max_tokens=max_tokens, arrival_s=arrival_s)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _token_ids(key: str, value: Any, tokenizer: Callable[[], Tokenizer]) -> TokenIds:

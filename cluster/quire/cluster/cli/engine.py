@@ -1,0 +1,79 @@
+"""The flags that describe an engine, of every command that makes one, and what they make."""
+
+import argparse
+from typing import get_args
+
+from quire.kernels.quantization import KvCacheDType, Quantization
+from quire.worker.config import Device, DType, EngineConfig
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, tensor_parallel_size: int, async_scheduling: str
+) -> "argparse._ArgumentGroup":
+    """Adds them to a command, which may add more to the group that it gets.
+
+    ``async_scheduling``: what holds where that flag is absent.
+    """
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=tensor_parallel_size,
+        help="ranks of an engine, a replica group's or the one here",
+    )
+    add(
+        "--dtype",
+        choices=get_args(DType),
+        default="auto",
+        help="of weights, activations and KV; auto is the checkpoint's own",
+    )
+    add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
+    add(
+        "--kv-cache-dtype",
+        choices=get_args(KvCacheDType),
+        default="auto",
+        help="of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
+    )
+    add(
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="auto is cuda where there is one, else cpu",
+    )
+    add("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
+    add(
+        "--num-threads",
+        type=int,
+        help="CPU threads of each rank; the cores are shared out if absent",
+    )
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help=f"prepare the next step while one runs; {async_scheduling} if absent",
+    )
+    return group
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """What the flags say; without a model, it is the demo model.
+
+    Raises:
+        ConfigError: They cannot work; the message names what and why.
+    """
+    from quire import demo_model
+
+    return EngineConfig(
+        model=arguments.model or demo_model.PATH,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        device=arguments.device,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        num_threads=arguments.num_threads,
+        async_scheduling=arguments.async_scheduling,
+    )

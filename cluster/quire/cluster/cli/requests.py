@@ -1,0 +1,49 @@
+"""A log of requests with their prompts, as `quire simulate` replays it.
+
+The simulator knows prompts by the names of their blocks; here a model's tokenizer makes them, as a
+gateway does.
+"""
+
+from pathlib import Path
+
+from quire.router.simulate.trace import Row, Trace
+from quire.worker.bench.workload import WorkItem, read_workload
+from quire.worker.errors import ConfigError
+from quire.worker.hashing import BlockHash, hash_blocks
+from quire.worker.text import Tokenizer
+
+_ROOT = BlockHash(bytes(32))
+"""Of every chain: requests of one file share what they begin with."""
+
+
+def trace_of_requests(file: Path, *, model: Path, block_size: int, output_len: int) -> Trace:
+    """Reads a workload of `quire bench` in which each line also has ``arrival_s``; ``max_tokens``
+    is how many tokens were generated, else ``output_len``.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or a line of it is no request; names the line.
+        ConfigError: A request has no time of arrival, or a setting cannot work.
+    """
+    for name, value in (("block_size", block_size), ("output_len", output_len)):
+        if value < 1:
+            raise ConfigError(f"{name}={value}: must be 1 or more")
+    workload = read_workload(file, tokenizer=lambda: Tokenizer.load(model), output_len=output_len)
+    known: dict[BlockHash, BlockHash] = {}
+    rows = [
+        _row(file, number, item, block_size=block_size, known=known)
+        for number, item in enumerate(workload.items, 1)
+    ]
+    return Trace.of(rows, name=file.stem, block_size=block_size)
+
+
+def _row(
+    file: Path, number: int, item: WorkItem, *, block_size: int, known: dict[BlockHash, BlockHash]
+) -> Row:
+    if item.arrival_s is None:
+        raise ConfigError(
+            f"{file}, request {number}: has no arrival_s, by some clock the seconds when it came"
+        )
+    names = hash_blocks(item.token_ids, block_size=block_size, root=_ROOT)
+    # One object per block, so that comparing them is comparing pointers.
+    chain = tuple(known.setdefault(name, name) for name in names)
+    return Row(1000 * item.arrival_s, len(item.token_ids), item.max_tokens, chain)

@@ -1,0 +1,169 @@
+"""What the chart tells the application and Ray Serve, and which values it refuses."""
+
+import json
+import shlex
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+from tests.helm.charts import CHART, Manifest, num_replicas, of_kind, pods, render, settings
+
+from quire.cluster import wait_idle
+from quire.cluster.app import application as build
+from quire.cluster.cli.main import _parser
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deployments import Gateway, ReplicaGroup
+from quire.cluster.settings import config_from
+from quire.router.config import RoutingConfig
+from quire.router.policies.catalog import POLICIES
+from quire.worker.config import EngineConfig
+
+BOUNDS = {
+    ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",
+    ("admission", "standingWaitSeconds"): "standing_wait_s",
+    ("admission", "maxQueuedRequests"): "max_queued_requests",
+    ("admission", "maxQueuedTokens"): "max_queued_tokens",
+    ("failover", "silenceSeconds"): "silence_timeout_s",
+    ("failover", "stepDeadlineSeconds"): "step_deadline_s",
+    ("failover", "maxGroupDeaths"): "max_group_deaths",
+    ("gateway", "handoverSeconds"): "handover_s",
+}
+"""Values of the chart that the application knows by another name, and has the same default for."""
+
+
+def test_the_application_accepts_its_settings(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    given = settings(manifests)
+    config = config_from(given)
+    groups = values.get("groups", {})
+    assert config.engine.tensor_parallel_size == groups.get("tensorParallelSize", 1)
+    for section in ("engine", "routing"):
+        for name, value in values.get(section, {}).items():
+            assert getattr(getattr(config, section), name) == value
+    assert list(config.allow_origins) == values.get("gateway", {}).get("allowOrigins", [])
+    scaled = groups.get("autoscaling", {"enabled": False})
+    assert (config.autoscaling is not None) is scaled["enabled"]
+    if config.autoscaling is not None:
+        assert config.min_groups == scaled["minGroups"]
+        assert config.max_groups == scaled["maxGroups"]
+        assert config.autoscaling.target_ttft_s == scaled["targetTtftSeconds"]
+
+
+def test_admission_and_failover_are_as_given_or_as_without_the_chart(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    config = config_from(settings(manifests))
+    known = {(section, name) for section in ("admission", "failover") for name in chart(section)}
+    assert known <= BOUNDS.keys()
+    for (section, name), field in BOUNDS.items():
+        wanted = values.get(section, {}).get(name, getattr(ClusterConfig, field))
+        assert getattr(config, field) == wanted
+
+
+def chart(section: str) -> dict[str, Any]:
+    """The chart's own values."""
+    given: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())[section]
+    return given
+
+
+def test_serve_accepts_its_configuration(manifests: list[Manifest], values: dict[str, Any]) -> None:
+    (service,) = of_kind(manifests, "RayService")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    assert [application.name for application in config.applications] == ["quire"]
+    known = {ReplicaGroup.__name__, Gateway.__name__}
+    assert num_replicas(manifests).keys() <= known
+
+
+def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
+    (service,) = of_kind(manifests, "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert getattr(import_module(module), name) is build
+    before_stop = pods(manifests)["gateway"]["spec"]["containers"][0]["lifecycle"]["preStop"]
+    python, flag, module, url, *flags = before_stop["exec"]["command"]
+    assert (python, flag, import_module(module)) == ("python", "-m", wait_idle)
+    assert url.endswith(f"://127.0.0.1:{settings(manifests)['http_port']}")
+    assert flags == ["--timeout-s", str(settings(manifests)["drain_timeout_s"])]
+    script = pods(manifests)["test"]["spec"]["containers"][0]["command"][-1]
+    command = shlex.split(script.partition("exec quire")[2].replace("\\\n", " "))
+    address = _parser().parse_args(command).address
+    assert (
+        address == f"{service['metadata']['name']}.serving.svc:{settings(manifests)['grpc_port']}"
+    )
+
+
+def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    counts = {"Gateway": values.get("gateway", {}).get("replicas", 2)}
+    groups = values.get("groups", {})
+    if "autoscaling" not in groups:
+        counts["ReplicaGroup"] = groups.get("replicas", 1)
+    assert num_replicas(manifests) == counts
+    assert not settings(manifests).keys() & {"num_groups", "num_gateways"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gatway": {}}, "gatway"),
+        ({"engine": {"device": "cuda", "blocksize": 16}}, "blocksize"),
+        ({"engine": {"block_size": 24}}, "block_size"),
+        ({"routing": {"policy": "fastest"}}, "policy"),
+        ({"admission": {"maxQueueWaitSeconds": -1}}, "maxQueueWaitSeconds"),
+        ({"admission": {"maxQueueWait": 2}}, "maxQueueWait"),
+        ({"failover": {"maxGroupDeaths": 1}}, "maxGroupDeaths"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
+        ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),
+        (
+            {
+                "groups": {"autoscaling": {"enabled": True}},
+                "ray": {"autoscaler": {"enabled": False}},
+            },
+            "groups.autoscaling.enabled needs ray.autoscaler.enabled",
+        ),
+        (
+            {"groups": {"autoscaling": {"enabled": True, "minGroups": 9}}},
+            "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
+        ),
+        ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
+        (
+            {"groups": {"tensorParallelSize": 8, "nodesPerGroup": 3}},
+            "groups.nodesPerGroup=3 must divide groups.tensorParallelSize=8",
+        ),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs names the Gateway"),
+    ],
+)
+def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError) as raised:
+        render(values)
+    assert message in str(raised.value)
+
+
+def test_the_schema_knows_every_value_and_every_option_of_engine_and_routing() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def check(given: dict[str, Any], known: dict[str, Any], place: str) -> None:
+        assert known["additionalProperties"] is False, place
+        assert given.keys() <= known["properties"].keys(), place
+        for name, value in given.items():
+            if "properties" in known["properties"][name]:
+                check(value, known["properties"][name], f"{place}.{name}")
+
+    check(defaults, schema, "")
+    options = {field.name for field in fields(EngineConfig)}
+    # Those two the chart sets itself.
+    assert set(schema["properties"]["engine"]["properties"]) == options - {
+        "model",
+        "tensor_parallel_size",
+    }
+    routing = schema["properties"]["routing"]["properties"]
+    assert set(routing) == {field.name for field in fields(RoutingConfig)}
+    assert routing["policy"]["enum"] == list(POLICIES)
