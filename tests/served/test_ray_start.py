@@ -9,6 +9,7 @@ import pytest
 import ray
 from ray._private import node, services
 
+from quire.cluster.errors import StartFailed
 from quire.cluster.local import ray_session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("no_process_is_left")]
@@ -51,7 +52,7 @@ def test_another_node_is_started_when_a_raylet_does_not_come(
 def test_when_none_comes_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
     LateRaylets(monkeypatch, num_late=100)
     with (
-        pytest.raises(RuntimeError, match=r"(?s)in 3 attempts .*last words: .*raylet"),
+        pytest.raises(StartFailed, match=r"(?s)in 3 attempts .*last words: .*raylet"),
         ray_session(),
     ):
         pass

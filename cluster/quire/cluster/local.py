@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.errors import StartFailed
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _start_node(folder: Path) -> None:
                 raise
             _kill(node)
             if attempt == _START_ATTEMPTS - 1:
-                raise RuntimeError(
+                raise StartFailed(
                     f"no Ray node of this machine's own started in {_START_ATTEMPTS} attempts "
                     f"({error}); is the machine short of memory or processors, or /dev/shm full? "
                     f"The raylet's last words: {_last_words(folder)}"
