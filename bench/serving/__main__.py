@@ -11,8 +11,9 @@ caches: gateways, and groups of one rank of one thread. The load comes from this
 tenants, whose skew and system prompts make caches matter, or a file. `serve`, in place of a policy,
 is the same groups behind Ray Serve's own handles and default router, without gateways.
 
-Rounds are outermost. Each run is written to the state file when it is done, and not run again: to
-stop and go on is to run the same command again; ``--budget`` stops in time, with status 3 where
+Rounds are outermost, and every other one goes from the last line to the first, so that none always
+comes behind the same one. Each run is written to the state file when it is done, and not run again:
+to stop and go on is to run the same command again; ``--budget`` stops in time, with status 3 where
 something is left. ``--report`` only prints what is there. The first fifth of the requests warms
 caches up and is not counted.
 """
@@ -21,11 +22,10 @@ import argparse
 import os
 import sys
 import time
-from itertools import product
 from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES
-from bench.serving.case import MULTITENANT, SERVE, Load, cases
+from bench.serving.case import MULTITENANT, SERVE, Load, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.validate import validation
@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
         ),
     )
     rounds = range(arguments.first_round, arguments.first_round + arguments.rounds)
-    left = [(r, case) for r, case in product(rounds, wanted) if not runs.has(case, r)]
+    left = [(r, case) for r, case in in_turn(rounds, wanted) if not runs.has(case, r)]
     begin_s = time.monotonic()
     longest_s = 0.0
     if not left:

@@ -14,12 +14,22 @@ _Figures = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One run: measured and predicted figures by name."""
+    """One run: figures by name, as measured and as several replays predict them."""
 
     label: str
     round: int
     measured: _Figures
-    predicted: _Figures
+    draws: Sequence[_Figures]
+
+    @property
+    def predicted(self) -> _Figures:
+        return {name: median(draw[name] for draw in self.draws) for name in NAMES}
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the measured mean lies between the least and the most of the replays'."""
+        means = [draw["ttft_mean_s"] for draw in self.draws]
+        return min(means) <= self.measured["ttft_mean_s"] <= max(means)
 
 
 def table(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -28,8 +38,11 @@ def table(pairs: Sequence[Pair]) -> Iterator[str]:
     for pair in pairs:
         by_label.setdefault(pair.label, []).append(pair)
     yield "predicted / measured; times to first token in ms\n"
-    yield "| policy | runs | hits | mean | p50 | p90 | mean, predicted ÷ measured |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield (
+        "| policy | runs | hits | mean | p50 | p90 | mean, predicted ÷ measured | "
+        "replays ÷ their median | runs within |"
+    )
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for label, mine in by_label.items():
         cells = [
             f"{100 * _middle(mine, 'predicted', 'hit_rate'):.1f} % / "
@@ -40,7 +53,7 @@ def table(pairs: Sequence[Pair]) -> Iterator[str]:
             f"{1000 * _middle(mine, 'measured', name):.1f}"
             for name in NAMES[1:]
         ]
-        cells.append(_ratios(mine))
+        cells += [_ratios(mine), _spread(mine), f"{sum(pair.is_within for pair in mine)}"]
         yield f"| {label} | {len(mine)} | {' | '.join(cells)} |"
     yield ""
     yield from _agreement(by_label)
@@ -56,6 +69,16 @@ def _ratios(pairs: Sequence[Pair]) -> str:
     if len(ratios) == 1:
         return f"{ratios[0]:.2f}"
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _spread(pairs: Sequence[Pair]) -> str:
+    """How far the mean TTFTs of a run's replays are from each other, in the middle run."""
+    least, most = [], []
+    for pair in pairs:
+        means = [draw["ttft_mean_s"] for draw in pair.draws]
+        least.append(min(means) / median(means))
+        most.append(max(means) / median(means))
+    return f"{median(least):.2f} to {median(most):.2f}"
 
 
 def _agreement(by_label: dict[str, list[Pair]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What one run is: a cluster to start, and a load to put on it. Kept with its figures."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -180,6 +180,11 @@ def cases(specs: Sequence[str], **common: Any) -> list[Case]:
         ConfigError: A spec names no policy or setting, or its value cannot work.
     """
     return [Case(**{**common, **_settings_of(spec)}) for spec in specs]
+
+
+def in_turn(rounds: Iterable[int], cases: Sequence[Case]) -> list[tuple[int, Case]]:
+    """Round by round; odd ones go from the last case to the first."""
+    return [(number, case) for number in rounds for case in cases[:: -1 if number % 2 else 1]]
 
 
 _KINDS: dict[str, Callable[[str], Any]] = {

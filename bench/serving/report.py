@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
-from bench.serving.case import Case, case_of
+from bench.serving.case import SERVE, Case, case_of
 from bench.serving.figures import num_unlike
 from bench.serving.forecasts import forecast_table
 from bench.serving.runs import Record
@@ -40,8 +40,12 @@ def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
             yield _line(label, mine, by_label.get(reference, []))
         yield ""
         for case, record in here:
-            if len(record["gateways"]) > 1:
-                yield f"{case.label}: gateways completed {record['gateways']}, warm-up included"
+            if case.policy != SERVE and case.num_gateways > 1:
+                silent = case.num_gateways - len(record["gateways"])
+                yield (
+                    f"{case.label}: gateways completed {record['gateways']}, warm-up included"
+                    + (f"; {silent} did not say" if silent else "")
+                )
         num_requests, num_different = num_unlike([record["rows"] for _, record in here])
         yield (
             f"{num_requests} requests were answered by several runs; "

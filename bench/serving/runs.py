@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -241,13 +241,27 @@ def _forecasts(address: str, streams: Sequence[Stream]) -> list[Forecast]:
 
 def _completions(http_address: str, num_gateways: int) -> list[int]:
     """As gateways behind one port count them: each new connection reaches one of them."""
-    counts: set[int] = set()
-    for _ in range(20 * num_gateways):
-        with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as page:
-            text = page.read().decode()
+
+    def pages() -> Iterator[str]:
+        for _ in range(20 * num_gateways):
+            with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as page:
+                yield page.read().decode()
+
+    return counts_by_gateway(pages(), num_gateways=num_gateways)
+
+
+def counts_by_gateway(pages: Iterable[str], *, num_gateways: int) -> list[int]:
+    """Completions that ended, least first, from ``pages`` of metrics; reads no more of them when
+    it has found so many gateways. When a gateway began to count tells it from the others: they
+    may have ended equally many."""
+    counts: dict[str, int] = {}
+    for text in pages:
+        (began,) = re.findall(r"^quire_prompt_tokens_created (\S+)$", text, re.MULTILINE)
         found = re.findall(r"^quire_completions_total{[^}]*} (\S+)$", text, re.MULTILINE)
-        counts.add(int(sum(map(float, found))))
-    return sorted(counts)
+        counts[began] = int(sum(map(float, found)))
+        if len(counts) == num_gateways:
+            break
+    return sorted(counts.values())
 
 
 def _free_port() -> int:

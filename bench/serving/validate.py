@@ -1,8 +1,12 @@
 """The simulator beside the real cluster: what it says of the very requests that were served.
 
 Each run's requests, with the times at which they were really sent, are replayed with the same
-policy, admission, number of groups and gateways, cache and step budget. What a step costs comes
-from one of two places:
+policy, admission, number of groups and gateways, cache and step budget. Where several groups would
+do, a cold prefix goes by the groups' names, which Serve draws, and the path adds a millisecond more
+or less: a run is one draw of many. So is a replay: of several, with other names and with arrivals
+put off by up to 2 ms, the median of each figure is what is predicted.
+
+What a step costs comes from one of two places:
 
     timed runs   the steps that they kept (`bench.serving.steps`), and the way of their requests
                  (`bench.serving.way`): first of the run itself, which are measured in the very
@@ -34,9 +38,13 @@ from quire.router.simulate.fit import fit_cost
 from quire.router.simulate.group import EngineConfig, Order
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace_files import load_trace
+from quire.router.simulate.trace import Trace
+from quire.router.simulate.trace_files import block_name, load_trace
 from quire.worker.config import EngineConfig as WorkerConfig
 from quire.worker.errors import ConfigError
+
+_NUM_DRAWS = 9
+_LATE_MS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,31 +181,43 @@ def _pair(
     trace = load_trace(
         runs.trace_folder / record["trace"], format="log", block_size=WorkerConfig.block_size
     )
-    result = simulate(
-        trace,
-        SimulationConfig(
-            num_groups=case.num_groups,
-            num_gateways=case.num_gateways,
-            policy=case.policy,
-            cost=costs.cost,
-            contention=costs.contention,
-            engine=EngineConfig(
-                chunk_tokens=case.max_num_batched_tokens,
-                max_num_seqs=case.max_num_seqs,
-                order=order,
-            ),
-            eviction="utility",
-            event_loss=case.lose_batches,
-            use_table=True,
+    config = SimulationConfig(
+        num_groups=case.num_groups,
+        num_gateways=case.num_gateways,
+        policy=case.policy,
+        cost=costs.cost,
+        contention=costs.contention,
+        engine=EngineConfig(
+            chunk_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            order=order,
         ),
-        make_gate=admitted(case) if has_gate else None,
+        eviction="utility",
+        event_loss=case.lose_batches,
+        use_table=True,
     )
+    make_gate = admitted(case) if has_gate else None
     return Pair(
         label=case.label,
         round=record["round"],
         measured={name: record["values"][name] for name in NAMES},
-        predicted=_figures(result, path_s=costs.path_s),
+        draws=[
+            _figures(
+                simulate(drawn(trace, seed), replace(config, seed=seed), make_gate=make_gate),
+                path_s=costs.path_s,
+            )
+            for seed in range(_NUM_DRAWS)
+        ],
     )
+
+
+def drawn(trace: Trace, seed: int) -> Trace:
+    """The same requests with other names for their blocks, some of them a moment later."""
+    rows = [
+        row._replace(chain=tuple(block_name((seed, name)) for name in row.chain))
+        for row in trace.spread(seed=seed, within_ms=_LATE_MS).rows
+    ]
+    return Trace.of(rows, name=trace.name, block_size=trace.block_size)
 
 
 def _calibrated(cost: CostModel, probes: Sequence[Sequence[float]]) -> tuple[float, float]:

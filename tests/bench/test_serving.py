@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from quire.cluster.autoscaling.demand import Demand
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.groups import Groups
 from quire.router.directory import Applied, GroupId, NeedsResync
 from quire.router.policy import GroupState, RouteRequest
+from quire.router.table import RoutingTable
 from quire.worker.errors import ConfigError
 from quire.worker.events import BlocksStored, EventBatch
 from quire.worker.hashing import BlockHash
@@ -124,6 +128,16 @@ def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
             module.cases([spec], load=load)
 
 
+def test_each_case_runs_before_each_other_one_in_every_second_round(
+    bench_module: BenchModule,
+) -> None:
+    module = bench_module("serving.case")
+    some = module.cases(["serve", "random", "round_robin"], load=module.Load())
+    order = [(number, case.policy) for number, case in module.in_turn(range(1, 3), some)]
+    back, forth = ["round_robin", "random", "serve"], ["serve", "random", "round_robin"]
+    assert order == [*((1, name) for name in back), *((2, name) for name in forth)]
+
+
 def test_without_its_clock_the_policy_takes_no_step_to_be_under_way(
     bench_module: BenchModule,
 ) -> None:
@@ -210,6 +224,33 @@ def test_answers_that_differ_between_runs_are_counted(bench_module: BenchModule)
     first = [row(1), row(2), row(3, error="gone", tokens="begun")]
     second = [row(1), row(2, tokens="y"), row(3)]
     assert module.num_unlike([first, second]) == (2, 1)
+
+
+def test_gateways_that_completed_equally_many_are_counted_each(
+    bench_module: BenchModule,
+) -> None:
+    counted = bench_module("serving.runs").counts_by_gateway
+    pages = []
+    for num_stopped, num_cancelled in ((5, 2), (7, 0), (0, 0)):
+        groups = NoGroups()
+        telemetry = Telemetry(groups=groups, table=RoutingTable(block_size=16))
+        telemetry.completions.labels("stop").inc(num_stopped)
+        telemetry.completions.labels("cancelled").inc(num_cancelled)
+        pages.append(telemetry.render().decode())
+    first, second, third = pages
+    assert counted([first, second, first, third], num_gateways=3) == [0, 7, 7]
+    assert counted([first, first], num_gateways=3) == [7]
+    more = iter([first, second, third])
+    assert counted(more, num_gateways=2) == [7, 7]
+    assert next(more) == third
+
+
+class NoGroups(Groups):
+    """And no event loop, which real ones need."""
+
+    def __init__(self) -> None:
+        self.demand = Demand()
+        self._loads, self._attached = {}, {}
 
 
 def streams(load: ModuleType) -> Iterable[Any]:
