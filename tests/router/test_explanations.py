@@ -152,6 +152,22 @@ def test_waits_teach_forecasts_and_their_errors_are_counted() -> None:
     assert after > before
 
 
+def test_without_a_directory_forecasts_expect_what_is_usually_found_in_spite_of_it() -> None:
+    clock = Clock()
+    config = RoutingConfig(use_directory=False)
+    table = RoutingTable(block_size=16, config=config, clock=clock)
+    table.update_members([A])
+    forecast_s = None
+    for i in range(50):
+        num_tokens = 100 + 37 * (i % 10)
+        decision = table.route(f"{i}", hashes=(), num_prompt_tokens=num_tokens)
+        clock.now_s += 0.001 * num_tokens / 4
+        table.started(f"{i}", num_cached_tokens=3 * num_tokens // 4)
+        table.completed(f"{i}")
+        forecast_s = decision.forecast_s
+    assert forecast_s == pytest.approx(0.001 * (100 + 37 * 9) / 4, rel=0.02)
+
+
 def test_a_slower_groups_forecasts_are_longer() -> None:
     clock = Clock()
     table = table_of(A, B, clock=clock)
