@@ -173,7 +173,7 @@ class RoutingTable:
             if request.forecast_s is not None:
                 ratio = self._accuracy.count_wait(forecast_s=request.forecast_s, waited_s=waited_s)
                 group.count_error(ratio)
-            # Without a directory a forecast takes nothing to be cached, nor may what it learns from.
+            # Without a directory a forecast takes nothing to be cached, and learns so too.
             known = num_cached_tokens if self._config.use_directory else 0
             group.learn(request, num_cached_tokens=known, waited_s=waited_s)
             request.unreserve()
