@@ -190,11 +190,6 @@ def differences(streams: Iterable[Stream], reference: Mapping[str, Sequence[int]
     return lines
 
 
-def tokens_by_name(streams: Iterable[Stream]) -> dict[str, list[int]]:
-    """Of the streams that are complete: a reference for other runs."""
-    return {stream.request.name: stream.tokens for stream in streams if stream.is_complete}
-
-
 def _common(tokens: Sequence[int], expected: Sequence[int]) -> Iterable[int]:
     for ours, theirs in zip(tokens, expected, strict=False):
         if ours != theirs:
