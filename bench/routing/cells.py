@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.routing.synthetic import SYNTHETIC, synthetic_trace
+from bench.routing import held_out, synthetic
+from bench.routing.made_up import made_up_trace
 
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.group import EngineConfig
@@ -38,11 +39,13 @@ class Source(NamedTuple):
     """How coarse its clock is: seeds differ in where in between a request arrives."""
 
 
+MADE_UP = {**synthetic.WORKLOADS, **held_out.WORKLOADS}
 SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
-    **{name: Source(None, 2.0, 0.0) for name in SYNTHETIC},
+    **{name: Source(None, 2.0, 0.0) for name in MADE_UP},
+    "contrast": Source(None, 20.0, 0.0),
 }
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},
@@ -120,7 +123,7 @@ class Bench:
     def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:
         source = SOURCES[name]
         if source.file is None:
-            trace = synthetic_trace(name, seed=seed)
+            trace = made_up_trace(name, MADE_UP[name], seed=seed)
         else:
             trace = load_trace(self._data / "traces" / source.file)
         rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]

@@ -70,13 +70,16 @@ def test_a_trace_that_is_not_there_is_skipped_with_its_path(
     [
         *(("agents", 0.9), ("rag", 0.9), ("few_shot", 0.9), ("bursts", 0.9), ("tides", 0.9)),
         ("documents", 0.35),
+        *(("rollouts", 0.8), ("branches", 0.8), ("editor", 0.9), ("one", 0.9)),
+        *(("shifting", 0.9), ("contrast", 0.8), ("reasoning", 0.9), ("mixture", 0.9)),
     ],
 )
 def test_a_made_up_trace_depends_on_its_seed_only_and_shares_prefixes(
     bench_module: BenchModule, name: str, shared: float
 ) -> None:
-    make = bench_module("routing.synthetic").synthetic_trace
-    trace, again, other = make(name, seed=0), make(name, seed=0), make(name, seed=1)
+    make = bench_module("routing.made_up").made_up_trace
+    workload = bench_module("routing.cells").MADE_UP[name]
+    trace, again, other = (make(name, workload, seed=seed) for seed in (0, 0, 1))
     assert trace == again
     assert trace.num_input != other.num_input
     seen: set[bytes] = set()

@@ -1,0 +1,37 @@
+"""What made-up workloads are made with."""
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import TypeAlias
+
+from quire.router.simulate.trace import Row, Trace
+from quire.router.simulate.trace_files import block_name
+from quire.worker.hashing import BlockHash
+
+BLOCK_SIZE = 128
+NUM_REQUESTS = 8_000
+
+Chain: TypeAlias = tuple[BlockHash, ...]
+Workload: TypeAlias = Callable[[Random], Iterator[Row]]
+"""`NUM_REQUESTS` in any order, or a few more."""
+
+
+def made_up_trace(name: str, workload: Workload, *, seed: int) -> Trace:
+    """A seed gives one trace."""
+    rows = list(workload(Random(f"{name}/{seed}")))
+    return Trace.of(rows, name=name, block_size=BLOCK_SIZE)
+
+
+def popular(rng: Random, size: int) -> int:
+    """The i-th of ``size`` with a probability that falls as 1/i."""
+    return int(size ** rng.random()) - 1
+
+
+def blocks(name: object, num_tokens: int) -> Chain:
+    """That many tokens' full blocks, which are those of nothing with another name."""
+    return tuple(block_name((name, i)) for i in range(num_tokens // BLOCK_SIZE))
+
+
+def row(at_ms: float, chain: Chain, num_output: int, rng: Random) -> Row:
+    """A prompt of ``chain`` and a few tokens of its own."""
+    return Row(at_ms, len(chain) * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE - 1), num_output, chain)
