@@ -54,8 +54,8 @@ class Group:
     num_blocks: int | None = None
     """The most that were ever available."""
     num_frames: int = 0
-    num_sent: int = 0
-    """Requests routed there so far."""
+    num_submitted: int = 0
+    """Requests routed there so far that the gateway submits."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     reserved: deque["InFlight"] = field(default_factory=deque)
@@ -98,7 +98,7 @@ class Group:
         self._changed()
 
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
-        if num_shown is None:
+        if num_shown is None or request.number is None:
             return request.shown_at_frame <= self.num_frames
         return request.number <= num_shown
 
@@ -118,9 +118,10 @@ class Group:
         )
         self._changed()
 
-    def reserve(self, request: "InFlight") -> None:
-        self.num_sent += 1
-        request.number = self.num_sent
+    def reserve(self, request: "InFlight", *, is_submitted: bool) -> None:
+        if is_submitted:
+            self.num_submitted += 1
+            request.number = self.num_submitted
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
@@ -172,8 +173,8 @@ class InFlight:
     """Those that the directory lacked when it was routed, counted as in flight."""
     shown_at_frame: int
     routed_at_s: float
-    number: int = 0
-    """Among those routed to ``group``, from 1."""
+    number: int | None = None
+    """Among those submitted to ``group``, from 1; None of one that the gateway does not submit."""
     is_reserved: bool = True
 
     def unreserve(self) -> None:
@@ -220,6 +221,7 @@ class Reservations:
         group: Group,
         blocks: BlockHashes,
         now_s: float,
+        is_submitted: bool = True,
     ) -> None:
         """``blocks`` are all that the directory does not vouch for, also where another request
         in flight does: that one may end first."""
@@ -239,7 +241,7 @@ class Reservations:
         self._requests[request_id] = in_flight
         self.num_blocks += len(blocks)
         self._prefixes.add(blocks.data, group=group.number)
-        group.reserve(in_flight)
+        group.reserve(in_flight, is_submitted=is_submitted)
 
     def remove(self, request_id: str) -> InFlight | None:
         request = self._requests.pop(request_id, None)

@@ -90,6 +90,7 @@ class PrefixAwareRouter(RequestRouter):
                 exclude=frozenset(known - by_group.keys()),
                 client_id=pending_request.metadata.request_id,
                 moved_because="Serve asks again",
+                is_submitted=False,
             )
         except (NoGroupAvailable, TypeError, ValueError, OverflowError):
             # What is no list of token ids is for the replica to refuse: Serve only logs an

@@ -98,12 +98,14 @@ class RoutingTable:
         exclude: frozenset[GroupId] = frozenset(),
         client_id: str = "",
         moved_because: str = "",
+        is_submitted: bool = True,
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request.
+        client gave the request. ``is_submitted``: it is one of those that `GroupLoad.num_shown`
+        counts, as all are that gateways send.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
@@ -143,6 +145,7 @@ class RoutingTable:
                     hashes.data[HASH_BYTES * held[group.position] :] if use_directory else b""
                 ),
                 now_s=now_s,
+                is_submitted=is_submitted,
             )
             self._log.add(
                 request_id,
