@@ -111,8 +111,7 @@ class RoutingTable:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            if self._in_flight.get(request_id) is not None:
-                self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
+            self._take_back(request_id)
             hashes = BlockHashes.of(hashes)
             held = self._held(hashes)
             now_s = self._clock()
@@ -147,6 +146,7 @@ class RoutingTable:
                 now_s=now_s,
                 is_submitted=is_submitted,
             )
+            self._log.ended(request_id, f"moved: {moved_because}" if moved_because else "moved")
             self._log.add(
                 request_id,
                 decision,
@@ -290,7 +290,10 @@ class RoutingTable:
         return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str, outcome: str) -> None:
+        self._take_back(request_id)
+        self._log.ended(request_id, outcome)
+
+    def _take_back(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)
         if request is not None:
             self._policy.finished(request.request, request.group.group_id)
-            self._log.ended(request_id, outcome)
