@@ -1,5 +1,6 @@
 """What a process counts as a group's load and cache between one frame and the next."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -239,6 +240,8 @@ def test_a_setting_that_cannot_work_names_itself() -> None:
         RoutingConfig(policy="fastest")
     with pytest.raises(ConfigError, match="stale_after_s=0: must be above 0"):
         RoutingConfig(stale_after_s=0)
+    with pytest.raises(ConfigError, match="stale_after_s=nan: must be above 0"):
+        RoutingConfig(stale_after_s=math.nan)
 
 
 class TableMachine(RuleBasedStateMachine):

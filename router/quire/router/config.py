@@ -45,7 +45,7 @@ class RoutingConfig:
             "max_in_flight",
             "max_in_flight_blocks",
         ):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("max_decisions_kept", "max_candidates_kept"):
             if getattr(self, name) < 0:
