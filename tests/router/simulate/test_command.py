@@ -171,6 +171,22 @@ def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
         fit_cost([tmp_path / "absent.json"], num_cache_tokens=1)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        '{"benchmark": "step"}',
+        '{"benchmark": "step", "rows": [{"kind": "1 decode"}]}',
+        '{"benchmark": "step", "rows": [{"kind": "1 decode", "is_async": false, "step": null}]}',
+    ],
+)
+def test_a_file_that_only_looks_like_a_benchmark_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"step\.json: .*; give the JSON of `quire bench step`"):
+        fit_cost([path], num_cache_tokens=1)
+
+
 def test_a_fit_by_which_long_prompts_take_negative_time_is_refused(tmp_path: Path) -> None:
     runs = [
         bench_step(tmp_path / f"{chunk}.json", chunk=chunk, chunk_ms=chunk_ms)
