@@ -188,6 +188,13 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
     asyncio.run(scenario())
 
 
+class Unreadable:
+    """As a tensor is to numpy that requires a gradient."""
+
+    def __array__(self, *arguments: object, **options: object) -> object:
+        raise RuntimeError("not like that")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -198,6 +205,7 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
         ({"token_ids": "text"},),
         ({"token_ids": [-1, 2**40]},),
         ({"token_ids": 7},),
+        ({"token_ids": Unreadable()},),
     ],
 )
 def test_a_call_without_usable_token_ids_goes_to_the_shorter_of_two_queues(

@@ -22,7 +22,6 @@ from ray.serve.request_router import (
 
 from quire.router import registry
 from quire.router.directory import GroupId
-from quire.router.errors import NoGroupAvailable
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -92,9 +91,9 @@ class PrefixAwareRouter(RequestRouter):
                 moved_because="Serve asks again",
                 is_submitted=False,
             )
-        except (NoGroupAvailable, TypeError, ValueError, OverflowError):
-            # What is no list of token ids is for the replica to refuse: Serve only logs an
-            # exception from here, and the call would wait for ever.
+        except Exception:
+            # There is no group; or it is no list of token ids, which is for the replica to refuse.
+            # Serve only logs what is raised here, and the call would wait for ever.
             return []
         return [by_group[decision.group]] if decision.group in by_group else []
 
