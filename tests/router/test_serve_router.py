@@ -234,6 +234,38 @@ def test_without_a_gateway_calls_are_still_routed() -> None:
     asyncio.run(scenario())
 
 
+def test_what_a_cancelled_call_would_have_left_is_not_counted_for_ever() -> None:
+    now_s = 0.0
+    table = RoutingTable(block_size=BLOCK_SIZE, clock=lambda: now_s)
+    detach = REGISTRY.attach(POOL, table, hash_prompt=hash_prompt)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        router = new_router(FakeReplica("a"))
+        table.update_members([GroupId("a")])
+        for name in ("cancelled", "long"):
+            await ranks(router, call(name, token_ids=[1] * 400))
+        load = GroupLoad(
+            num_running=1, num_waiting=0, num_pending_prefill_tokens=0, num_available_blocks=9
+        )
+        for _ in range(3):
+            table.update_load(GroupId("a"), load)
+        now_s = 50.0
+        table.expire()
+        assert table.stats().num_in_flight == 2
+        now_s = 61.0
+        table.expire()
+        stats = table.stats()
+        assert (stats.num_in_flight, stats.num_in_flight_blocks) == (0, 0)
+        # That one only took its time, and is told of as any other.
+        router.on_request_completed(FakeReplica("a").replica_id, "long")
+        (found,) = table.explain("serve:long")
+        assert found.outcome == "ended on a"
+
+    asyncio.run(scenario())
+    detach()
+
+
 def test_serve_backs_off_when_every_queue_is_full(table: RoutingTable) -> None:
     async def scenario() -> None:
         router = new_router(FakeReplica("a"))

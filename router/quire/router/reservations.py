@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
 from quire.router.directory import GroupId
@@ -192,6 +193,7 @@ class Reservations:
         self._max_requests = max_requests
         self._max_blocks = max_blocks
         self._requests: dict[str, InFlight] = {}
+        self._calls: dict[str, InFlight] = {}  # Those among them that nobody submits.
         self._prefixes = new_counts()
 
     def __len__(self) -> int:
@@ -205,6 +207,11 @@ class Reservations:
         if len(self._requests) < self._max_requests:
             return None
         return next(iter(self._requests))
+
+    def overdue_calls(self, *, routed_before_s: float) -> list[str]:
+        """Of those that no gateway submits, whose end may never be told."""
+        overdue = takewhile(lambda r: r[1].routed_at_s < routed_before_s, self._calls.items())
+        return [request_id for request_id, _ in overdue]
 
     def extend(
         self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
@@ -239,12 +246,15 @@ class Reservations:
             routed_at_s=now_s,
         )
         self._requests[request_id] = in_flight
+        if not is_submitted:
+            self._calls[request_id] = in_flight
         self.num_blocks += len(blocks)
         self._prefixes.add(blocks.data, group=group.number)
         group.reserve(in_flight, is_submitted=is_submitted)
 
     def remove(self, request_id: str) -> InFlight | None:
         request = self._requests.pop(request_id, None)
+        self._calls.pop(request_id, None)
         if request is not None:
             request.unreserve()
             self.num_blocks -= len(request.blocks)

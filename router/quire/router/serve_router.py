@@ -51,8 +51,8 @@ class PrefixAwareRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks: the table's choice, then two random others, of which the shorter queue wins.
 
-        A call that is cancelled before it was sent is never reported as completed; its reservation
-        runs out by time and its prefix by the table's bound.
+        A call that is cancelled before it was sent is never reported as completed; what is counted
+        of it runs out by time.
         """
         if pending_request is None:
             return [_two_of(candidate_replicas)]

@@ -24,13 +24,7 @@ from quire.router.accuracy import Accuracy
 from quire.router.config import RoutingConfig
 from quire.router.decide import PolicyOfMany, decide, decide_among_many
 from quire.router.decision_log import DecisionLog, Explanation
-from quire.router.directory import (
-    Applied,
-    BlockDirectory,
-    GroupId,
-    NeedsResync,
-    Position,
-)
+from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.members import MANY, Members
 from quire.router.policies.catalog import POLICIES
@@ -241,8 +235,11 @@ class RoutingTable:
         """
         with self._lock:
             now_s = self._clock()
+            timely_s = now_s - self._config.reservation_timeout_s
             for group in self._members.groups.values():
-                group.expire(routed_before_s=now_s - self._config.reservation_timeout_s)
+                group.expire(routed_before_s=timely_s)
+            for request_id in self._in_flight.overdue_calls(routed_before_s=timely_s):
+                self._take_back(request_id)  # The log still hears of its end, should there be one.
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
