@@ -22,9 +22,9 @@ from quire.router.step_clock import StepClock
 from quire.worker.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
-"""Where frames do not say what they count: the first frame after a request was sent may have left
-the group before it came; the group stepped with it before the second. An idle group's first frame
-answers with the first token, which `RoutingTable.started` takes as proof."""
+"""Where frames do not say that they count a request: the first frame after it was sent may have
+left the group before it came; the group stepped with it before the second. An idle group's first
+frame answers with the first token, which `RoutingTable.started` takes as proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class GroupLoad:
     num_available_blocks: int
     """Free and cached blocks."""
     num_shown: int | None = None
-    """How many of the requests that this router sent there, in order, are in these numbers; where
-    the frame does not say, it is guessed from the number of frames."""
+    """How many of the requests that this gateway submitted there, in order, are in these numbers;
+    where the frame does not say, it is guessed from the number of frames."""
     num_steps: int | None = None
     """Steps that the group had ended; where the frame does not say, nothing is known of the one
     under way."""
