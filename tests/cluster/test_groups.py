@@ -1,14 +1,16 @@
 import contextlib
+import math
 from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.cluster.links.group_client import GroupClient
+from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
+from quire.worker.errors import ConfigError
 from quire.worker.events import BlocksStored, EventBatch
 from quire.worker.hashing import BlockHash
 
@@ -75,6 +77,31 @@ async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
         client._take(group_pb2.StepFrame(step=step, load=load))
     assert seen == [70, 80, 90]
     await groups.close()
+
+
+async def test_a_group_that_hands_back_all_it_has_is_no_news_each_time() -> None:
+    groups = Groups(
+        table=RoutingTable(block_size=4),
+        expected=Expectation(model="m", block_size=4),
+        connect=unreachable,
+    )
+    groups.set_addresses(["host:1"])
+    (client, _), *_ = groups._clients.values()
+    attach(groups, client, epoch=1)
+    seen: list[int] = []
+    groups.watch(lambda: seen.append(groups.num_ready))
+    error = group_pb2.GroupError(code=group_pb2.GroupError.DRAINING)
+    deltas = [group_pb2.TokenDelta(request_id=str(number), error=error) for number in range(9)]
+    client._take(group_pb2.StepFrame(deltas=deltas))
+    assert seen == [0]
+    await groups.close()
+
+
+@pytest.mark.parametrize("name", ["silence_timeout_s", "min_backoff_s"])
+@pytest.mark.parametrize("value", [0.0, math.nan])
+async def test_a_time_that_cannot_work_names_itself(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}: must be above 0"):
+        GroupClientConfig(**{name: value})  # type: ignore[arg-type]
 
 
 async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the_present_one() -> (

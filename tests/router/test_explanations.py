@@ -7,7 +7,7 @@ import pytest
 
 from quire.router.config import RoutingConfig
 from quire.router.directory import GroupId
-from quire.router.errors import UnknownDecision
+from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.pace import MIN_OBSERVATIONS
 from quire.router.policies.catalog import POLICIES
 from quire.router.table import GroupLoad, RoutingTable
@@ -82,6 +82,16 @@ def test_a_request_that_was_moved_is_told_attempt_by_attempt() -> None:
     assert [candidate.group for candidate in attempts[1].decision.candidates] == [
         ({A, B} - {first}).pop()
     ]
+
+
+def test_a_request_that_finds_no_other_group_is_not_told_to_have_moved() -> None:
+    table = table_of(A)
+    table.route("r-0", hashes=(), num_prompt_tokens=10)
+    with pytest.raises(NoGroupAvailable):
+        table.route("r-0", hashes=(), num_prompt_tokens=12, exclude=frozenset({A}))
+    assert [each.outcome for each in table.explain("r-0")] == [""]
+    table.completed("r-0", outcome="error: no group")
+    assert [each.outcome for each in table.explain("r-0")] == ["error: no group"]
 
 
 def test_what_is_not_known_says_how_many_are_kept() -> None:

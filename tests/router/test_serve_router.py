@@ -188,6 +188,13 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
     asyncio.run(scenario())
 
 
+class Unreadable:
+    """As a tensor is to numpy that requires a gradient."""
+
+    def __array__(self, *arguments: object, **options: object) -> object:
+        raise RuntimeError("not like that")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -198,6 +205,7 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
         ({"token_ids": "text"},),
         ({"token_ids": [-1, 2**40]},),
         ({"token_ids": 7},),
+        ({"token_ids": Unreadable()},),
     ],
 )
 def test_a_call_without_usable_token_ids_goes_to_the_shorter_of_two_queues(
@@ -224,6 +232,38 @@ def test_without_a_gateway_calls_are_still_routed() -> None:
         router.on_request_completed(FakeReplica("a").replica_id, "1")
 
     asyncio.run(scenario())
+
+
+def test_what_a_cancelled_call_would_have_left_is_not_counted_for_ever() -> None:
+    now_s = 0.0
+    table = RoutingTable(block_size=BLOCK_SIZE, clock=lambda: now_s)
+    detach = REGISTRY.attach(POOL, table, hash_prompt=hash_prompt)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        router = new_router(FakeReplica("a"))
+        table.update_members([GroupId("a")])
+        for name in ("cancelled", "long"):
+            await ranks(router, call(name, token_ids=[1] * 400))
+        load = GroupLoad(
+            num_running=1, num_waiting=0, num_pending_prefill_tokens=0, num_available_blocks=9
+        )
+        for _ in range(3):
+            table.update_load(GroupId("a"), load)
+        now_s = 50.0
+        table.expire()
+        assert table.stats().num_in_flight == 2
+        now_s = 61.0
+        table.expire()
+        stats = table.stats()
+        assert (stats.num_in_flight, stats.num_in_flight_blocks) == (0, 0)
+        # That one only took its time, and is told of as any other.
+        router.on_request_completed(FakeReplica("a").replica_id, "long")
+        (found,) = table.explain("serve:long")
+        assert found.outcome == "ended on a"
+
+    asyncio.run(scenario())
+    detach()
 
 
 def test_serve_backs_off_when_every_queue_is_full(table: RoutingTable) -> None:

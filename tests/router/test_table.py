@@ -1,5 +1,6 @@
 """What a process counts as a group's load and cache between one frame and the next."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -93,6 +94,22 @@ def test_a_reservation_counts_until_a_frame_says_that_its_load_has_it(blocks: Bl
     table.update_load(A, replace(load(running=1), num_shown=1))
     assert state_of(table, A).num_reserved_requests == 1
     table.update_load(A, replace(load(running=2), num_shown=2))
+    assert state_of(table, A).num_reserved_requests == 0
+
+
+def test_a_call_that_no_gateway_submits_is_not_among_the_submits_that_frames_count(
+    blocks: Blocks,
+) -> None:
+    table = table_of(A)
+    table.route("call", hashes=blocks("call"), num_prompt_tokens=100, is_submitted=False)
+    table.route("submitted", hashes=blocks("submitted"), num_prompt_tokens=70)
+    table.update_load(A, replace(load(running=1), num_shown=1))
+    table.update_load(A, replace(load(running=2), num_shown=1))
+    assert state_of(table, A).num_reserved_requests == 0
+    table.route("next", hashes=blocks("next"), num_prompt_tokens=70)
+    table.update_load(A, replace(load(running=2), num_shown=1))
+    assert state_of(table, A).num_reserved_requests == 1
+    table.update_load(A, replace(load(running=3), num_shown=2))
     assert state_of(table, A).num_reserved_requests == 0
 
 
@@ -223,6 +240,8 @@ def test_a_setting_that_cannot_work_names_itself() -> None:
         RoutingConfig(policy="fastest")
     with pytest.raises(ConfigError, match="stale_after_s=0: must be above 0"):
         RoutingConfig(stale_after_s=0)
+    with pytest.raises(ConfigError, match="stale_after_s=nan: must be above 0"):
+        RoutingConfig(stale_after_s=math.nan)
 
 
 class TableMachine(RuleBasedStateMachine):

@@ -22,7 +22,8 @@ class RoutingConfig:
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0
-    """What a group's frames have not shown by then will not come: stop counting it."""
+    """What a group's frames have not shown by then will not come: stop counting it. Nor is a call
+    through a handle counted for longer, whose end may never be told."""
     max_directory_blocks: int = 4_000_000
     """Distinct blocks in the directory, of some 20 bytes each (100 where there is no compiler)."""
     max_in_flight: int = 65_536
@@ -45,7 +46,7 @@ class RoutingConfig:
             "max_in_flight",
             "max_in_flight_blocks",
         ):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("max_decisions_kept", "max_candidates_kept"):
             if getattr(self, name) < 0:

@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
 from quire.router.directory import GroupId
@@ -21,9 +22,9 @@ from quire.router.step_clock import StepClock
 from quire.worker.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
-"""Where frames do not say what they count: the first frame after a request was sent may have left
-the group before it came; the group stepped with it before the second. An idle group's first frame
-answers with the first token, which `RoutingTable.started` takes as proof."""
+"""Where frames do not say that they count a request: the first frame after it was sent may have
+left the group before it came; the group stepped with it before the second. An idle group's first
+frame answers with the first token, which `RoutingTable.started` takes as proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class GroupLoad:
     num_available_blocks: int
     """Free and cached blocks."""
     num_shown: int | None = None
-    """How many of the requests that this router sent there, in order, are in these numbers; where
-    the frame does not say, it is guessed from the number of frames."""
+    """How many of the requests that this gateway submitted there, in order, are in these numbers;
+    where the frame does not say, it is guessed from the number of frames."""
     num_steps: int | None = None
     """Steps that the group had ended; where the frame does not say, nothing is known of the one
     under way."""
@@ -54,8 +55,8 @@ class Group:
     num_blocks: int | None = None
     """The most that were ever available."""
     num_frames: int = 0
-    num_sent: int = 0
-    """Requests routed there so far."""
+    num_submitted: int = 0
+    """Requests routed there so far that the gateway submits."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     reserved: deque["InFlight"] = field(default_factory=deque)
@@ -98,7 +99,7 @@ class Group:
         self._changed()
 
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
-        if num_shown is None:
+        if num_shown is None or request.number is None:
             return request.shown_at_frame <= self.num_frames
         return request.number <= num_shown
 
@@ -118,9 +119,10 @@ class Group:
         )
         self._changed()
 
-    def reserve(self, request: "InFlight") -> None:
-        self.num_sent += 1
-        request.number = self.num_sent
+    def reserve(self, request: "InFlight", *, is_submitted: bool) -> None:
+        if is_submitted:
+            self.num_submitted += 1
+            request.number = self.num_submitted
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
@@ -172,8 +174,8 @@ class InFlight:
     """Those that the directory lacked when it was routed, counted as in flight."""
     shown_at_frame: int
     routed_at_s: float
-    number: int = 0
-    """Among those routed to ``group``, from 1."""
+    number: int | None = None
+    """Among those submitted to ``group``, from 1; None of one that the gateway does not submit."""
     is_reserved: bool = True
 
     def unreserve(self) -> None:
@@ -191,6 +193,7 @@ class Reservations:
         self._max_requests = max_requests
         self._max_blocks = max_blocks
         self._requests: dict[str, InFlight] = {}
+        self._calls: dict[str, InFlight] = {}  # Those among them that nobody submits.
         self._prefixes = new_counts()
 
     def __len__(self) -> int:
@@ -204,6 +207,11 @@ class Reservations:
         if len(self._requests) < self._max_requests:
             return None
         return next(iter(self._requests))
+
+    def overdue_calls(self, *, routed_before_s: float) -> list[str]:
+        """Of those that no gateway submits, whose end may never be told."""
+        overdue = takewhile(lambda r: r[1].routed_at_s < routed_before_s, self._calls.items())
+        return [request_id for request_id, _ in overdue]
 
     def extend(
         self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
@@ -220,6 +228,7 @@ class Reservations:
         group: Group,
         blocks: BlockHashes,
         now_s: float,
+        is_submitted: bool = True,
     ) -> None:
         """``blocks`` are all that the directory does not vouch for, also where another request
         in flight does: that one may end first."""
@@ -237,12 +246,15 @@ class Reservations:
             routed_at_s=now_s,
         )
         self._requests[request_id] = in_flight
+        if not is_submitted:
+            self._calls[request_id] = in_flight
         self.num_blocks += len(blocks)
         self._prefixes.add(blocks.data, group=group.number)
-        group.reserve(in_flight)
+        group.reserve(in_flight, is_submitted=is_submitted)
 
     def remove(self, request_id: str) -> InFlight | None:
         request = self._requests.pop(request_id, None)
+        self._calls.pop(request_id, None)
         if request is not None:
             request.unreserve()
             self.num_blocks -= len(request.blocks)

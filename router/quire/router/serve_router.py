@@ -22,7 +22,6 @@ from ray.serve.request_router import (
 
 from quire.router import registry
 from quire.router.directory import GroupId
-from quire.router.errors import NoGroupAvailable
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -52,8 +51,8 @@ class PrefixAwareRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks: the table's choice, then two random others, of which the shorter queue wins.
 
-        A call that is cancelled before it was sent is never reported as completed; its reservation
-        runs out by time and its prefix by the table's bound.
+        A call that is cancelled before it was sent is never reported as completed; what is counted
+        of it runs out by time.
         """
         if pending_request is None:
             return [_two_of(candidate_replicas)]
@@ -90,10 +89,11 @@ class PrefixAwareRouter(RequestRouter):
                 exclude=frozenset(known - by_group.keys()),
                 client_id=pending_request.metadata.request_id,
                 moved_because="Serve asks again",
+                is_submitted=False,
             )
-        except (NoGroupAvailable, TypeError, ValueError, OverflowError):
-            # What is no list of token ids is for the replica to refuse: Serve only logs an
-            # exception from here, and the call would wait for ever.
+        except Exception:
+            # There is no group; or it is no list of token ids, which is for the replica to refuse.
+            # Serve only logs what is raised here, and the call would wait for ever.
             return []
         return [by_group[decision.group]] if decision.group in by_group else []
 

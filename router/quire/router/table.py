@@ -24,13 +24,7 @@ from quire.router.accuracy import Accuracy
 from quire.router.config import RoutingConfig
 from quire.router.decide import PolicyOfMany, decide, decide_among_many
 from quire.router.decision_log import DecisionLog, Explanation
-from quire.router.directory import (
-    Applied,
-    BlockDirectory,
-    GroupId,
-    NeedsResync,
-    Position,
-)
+from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.members import MANY, Members
 from quire.router.policies.catalog import POLICIES
@@ -98,19 +92,20 @@ class RoutingTable:
         exclude: frozenset[GroupId] = frozenset(),
         client_id: str = "",
         moved_because: str = "",
+        is_submitted: bool = True,
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request.
+        client gave the request. ``is_submitted``: it is one of those that `GroupLoad.num_shown`
+        counts, as all are that gateways send.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            if self._in_flight.get(request_id) is not None:
-                self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
+            self._take_back(request_id)
             hashes = BlockHashes.of(hashes)
             held = self._held(hashes)
             now_s = self._clock()
@@ -143,7 +138,9 @@ class RoutingTable:
                     hashes.data[HASH_BYTES * held[group.position] :] if use_directory else b""
                 ),
                 now_s=now_s,
+                is_submitted=is_submitted,
             )
+            self._log.ended(request_id, f"moved: {moved_because}" if moved_because else "moved")
             self._log.add(
                 request_id,
                 decision,
@@ -238,8 +235,11 @@ class RoutingTable:
         """
         with self._lock:
             now_s = self._clock()
+            timely_s = now_s - self._config.reservation_timeout_s
             for group in self._members.groups.values():
-                group.expire(routed_before_s=now_s - self._config.reservation_timeout_s)
+                group.expire(routed_before_s=timely_s)
+            for request_id in self._in_flight.overdue_calls(routed_before_s=timely_s):
+                self._take_back(request_id)  # The log still hears of its end, should there be one.
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
@@ -287,7 +287,10 @@ class RoutingTable:
         return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str, outcome: str) -> None:
+        self._take_back(request_id)
+        self._log.ended(request_id, outcome)
+
+    def _take_back(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)
         if request is not None:
             self._policy.finished(request.request, request.group.group_id)
-            self._log.ended(request_id, outcome)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,11 @@ def test_a_wrong_value_is_named_with_a_remedy(
         (["--cost", "b200"], "cost='b200': must be one of h100-8b"),
         (["--fit", "x.json"], "--fit needs --cache-tokens N"),
         (["--num-requests", "0"], "num_requests=0: must be 1 or more"),
+        (["--speed", "nan"], "speed=nan: must be above 0"),
+        (["--slow-factor", "nan"], "slow_factor=nan: must be above 0"),
+        (["--event-lag-s", "nan"], "event_lag_ms=nan: must not be negative"),
+        (["--spread-ms", "nan"], "log: a request arrives at nan ms; each must have a time"),
+        (["--ttft-target-s", "nan"], "ttft_target_s=nan: must be above 0"),
         (["--ttft-target-s", "0.000001"], "does not reach it at any speed"),
         (["--chunk-tokens", "0"], "chunk_tokens=0: must be 1 or more"),
         (["--num-groups", "4", "0"], "num_groups=0: must be above 0"),
@@ -163,6 +169,35 @@ def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
     assert cost.per_token == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="give the JSON of `quire bench step`"):
         fit_cost([tmp_path / "absent.json"], num_cache_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        '{"benchmark": "step"}',
+        '{"benchmark": "step", "rows": [{"kind": "1 decode"}]}',
+        '{"benchmark": "step", "rows": [{"kind": "1 decode", "is_async": false, "step": null}]}',
+    ],
+)
+def test_a_file_that_only_looks_like_a_benchmark_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"step\.json: .*; give the JSON of `quire bench step`"):
+        fit_cost([path], num_cache_tokens=1)
+
+
+def test_a_fit_by_which_long_prompts_take_negative_time_is_refused(tmp_path: Path) -> None:
+    runs = [
+        bench_step(tmp_path / f"{chunk}.json", chunk=chunk, chunk_ms=chunk_ms)
+        for chunk, chunk_ms in ((16, 12.0), (32, 11.9))
+    ]
+    # 12.1 ms less 0.00625 ms a token.
+    with pytest.raises(ConfigError, match=r"per_token=-0\.00625: must not be negative, .*; fit"):
+        fit_cost(runs, num_cache_tokens=100_000)
+    for decode_linear in (-5.0, -8.0):
+        with pytest.raises(ConfigError, match="decode_base=5, decode_linear=-"):
+            replace(PRESETS["cpu-125m"], decode_base=5.0, decode_linear=decode_linear)
 
 
 @pytest.mark.slow

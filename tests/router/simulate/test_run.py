@@ -67,6 +67,16 @@ def test_the_flat_gateway_decides_like_the_real_table(chats: MakeTrace, policy: 
     assert simulate(trace, config).digest == table.digest
 
 
+@pytest.mark.parametrize("policy", ["prefix_aware", "least_loaded"])
+def test_several_flat_gateways_know_of_each_other_what_real_tables_do(
+    chats: MakeTrace, policy: str
+) -> None:
+    config = replace(CONFIG, policy=policy, num_gateways=3)
+    trace = chats()
+    table = simulate(trace, replace(config, use_table=True))
+    assert simulate(trace, config).digest == table.digest
+
+
 def test_the_flat_pool_finds_what_the_engines_pool_finds(chats: MakeTrace) -> None:
     config = replace(CONFIG, policy="round_robin")
     trace = chats(num_requests=2000)

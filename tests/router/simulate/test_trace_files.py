@@ -61,6 +61,11 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "t.jsonl", MOONCAKE + '{"timestamp": 1}\n')
     with pytest.raises(ConfigError, match=r"request 3, read as mooncake: it has no 'input_length'"):
         load_trace(path)
+    endless = '{"timestamp": 1, "input_length": Infinity, "output_length": 1, "hash_ids": []}\n'
+    with pytest.raises(ConfigError, match=r"request 1, read as mooncake: cannot convert .* infin"):
+        load_trace(write(tmp_path, "endless.jsonl", endless))
+    with pytest.raises(ConfigError, match="request 3, read as azure: field larger than"):
+        load_trace(write(tmp_path, "wide.csv", AZURE + '"' + "x" * 200_000 + '",3,4\n'))
     with pytest.raises(ConfigError, match="say its format, which is one of mooncake, azure, log"):
         load_trace(write(tmp_path, "t.txt", MOONCAKE))
     with pytest.raises(ConfigError, match="No such file or directory; give the path of a trace"):

@@ -49,8 +49,9 @@ class GroupClientConfig:
     """Off, the listener is told of no block events."""
 
     def __post_init__(self) -> None:
-        for name in ("silence_timeout_s", "step_deadline_s", "describe_timeout_s"):
-            if getattr(self, name) <= 0:
+        times = ("silence_timeout_s", "step_deadline_s", "describe_timeout_s")
+        for name in (*times, "min_backoff_s", "max_backoff_s"):
+            if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         if self.window_tokens < 2:
             raise ConfigError(f"window_tokens={self.window_tokens!r}: must be 2 or more")

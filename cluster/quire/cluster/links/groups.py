@@ -218,7 +218,7 @@ class Groups:
         ]
 
     def _retire(self, client: GroupClient) -> None:
-        if client.is_attached:
+        if client.is_attached and client not in self._retired:
             self._retired.add(client)
             self._update_members()
 

@@ -31,9 +31,9 @@ class Sweep:
 
     def __post_init__(self) -> None:
         for speed in self.speeds:
-            if speed <= 0:
+            if not speed > 0:  # Nor is what is not a number.
                 raise ConfigError(f"speed={speed}: must be above 0; 2 replays twice as fast")
-        if self.ttft_target_s is not None and self.ttft_target_s <= 0:
+        if self.ttft_target_s is not None and not self.ttft_target_s > 0:
             raise ConfigError(f"ttft_target_s={self.ttft_target_s}: must be above 0")
         for policy in self.policies:
             replace(self.base, policy=policy)

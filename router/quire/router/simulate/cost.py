@@ -22,7 +22,7 @@ class CostModel:
     """Milliseconds; see the module's docstring.
 
     Raises:
-        ConfigError: A step would take no time.
+        ConfigError: A step would take no time, or less time for more tokens.
     """
 
     base: float
@@ -36,7 +36,14 @@ class CostModel:
     """KV cache of a group of this kind."""
 
     def __post_init__(self) -> None:
-        if self.prefill_ms(1) <= 0 or self.decode_ms(1) <= 0:
+        for name in ("per_token", "per_token2", "per_context"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name):g}: must not be negative, a step would end "
+                    "before it began; fit costs to prompts that differ more in length"
+                )
+        decodes_ms = self.decode_ms(1), self.decode_ms(self.num_cache_tokens)
+        if not min(self.prefill_ms(1), *decodes_ms) > 0:
             raise ConfigError(
                 f"base={self.base:g}, per_token={self.per_token:g}, decode_base="
                 f"{self.decode_base:g}, decode_linear={self.decode_linear:g}: a step must take "

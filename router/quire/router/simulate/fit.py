@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,15 +23,20 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
     prefills: list[tuple[float, float]] = []
     decodes: list[tuple[float, float]] = []
     for path in paths:
-        report = _read(path)
-        rows = report["rows"]
-        for row in (row for row in rows if row["is_async"] == rows[0]["is_async"]):
-            median_ms = row["step"]["median_us"] / 1000
-            if prefill := re.fullmatch(r"prefill (\d+)", row["kind"]):
-                prefills.append((float(prefill[1]), median_ms))
-            elif decode := re.fullmatch(r"(\d+) decodes?", row["kind"]):
-                held = int(decode[1]) * (report["context"] + report["num_steps"] / 2)
-                decodes.append((held / num_cache_tokens, median_ms))
+        try:
+            report = json.loads(path.read_text())
+            if report["benchmark"] != "step":
+                raise ValueError(f"it is of {report['benchmark']!r}")
+            rows = report["rows"]
+            for row in (row for row in rows if row["is_async"] == rows[0]["is_async"]):
+                median_ms = row["step"]["median_us"] / 1000
+                if prefill := re.fullmatch(r"prefill (\d+)", row["kind"]):
+                    prefills.append((float(prefill[1]), median_ms))
+                elif decode := re.fullmatch(r"(\d+) decodes?", row["kind"]):
+                    held = int(decode[1]) * (report["context"] + report["num_steps"] / 2)
+                    decodes.append((held / num_cache_tokens, median_ms))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: {error}; give the JSON of `quire bench step`") from None
     if len({fill for fill, _ in decodes}) < 2 or not prefills:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: need a prefill and decodes of two batches at least; "
@@ -49,17 +53,6 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
         decode_linear=max(decode_linear, 0.0),
         num_cache_tokens=num_cache_tokens,
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        report: dict[str, Any] = json.loads(path.read_text())
-        kind = report["benchmark"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: {error}; give the JSON of `quire bench step`") from None
-    if kind != "step":
-        raise ConfigError(f"{path}: not of `quire bench step` but {kind!r}")
-    return report
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:

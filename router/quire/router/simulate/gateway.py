@@ -8,6 +8,7 @@ that the flat one leaves nothing out that matters.
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -170,8 +171,8 @@ class TableGateway:
         self._rng = random.Random(seed)
         self._logs = [log.parts if isinstance(log, ShardedLog) else (log,) for log in logs]
         self._index = {_name(i): i for i in range(len(logs))}
-        self._steps = [0] * len(logs)  # That each group's last frame told of.
         self._groups: dict[int, Group] = {}
+        self._loads: dict[int, GroupLoad] = {}  # Of each group's last frame.
         self._late: deque[tuple[float, int, Shard, int, BlockEvent]] = deque()
         config = RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8)
         self._sharded = None
@@ -200,9 +201,11 @@ class TableGateway:
         for index, group in self._groups.items():
             if group.is_in_run:
                 step, began_ms = group.last_step(now_ms)
-                if step > self._steps[index]:
+                load = self._loads[index]
+                if load.num_steps is not None and step > load.num_steps:
                     self._clock.now_ms = began_ms
-                    self._tell_load(index, group, step)
+                    # What has come since, from another gateway, only a later frame can show.
+                    self._tell_load(index, replace(load, num_steps=step))
         self._clock.now_ms = now_ms
         decision = self.table.route(
             str(request_id),
@@ -213,17 +216,17 @@ class TableGateway:
 
     def frame(self, index: int, group: Group) -> None:
         self._groups[index] = group
-        self._tell_load(index, group, group.num_steps)
-
-    def _tell_load(self, index: int, group: Group, step: int) -> None:
         load = GroupLoad(
             num_running=group.num_running,
             num_waiting=group.num_waiting,
             num_pending_prefill_tokens=group.num_pending,
             num_available_blocks=group.pool.num_available,
-            num_steps=step,
+            num_steps=group.num_steps,
         )
-        self._steps[index] = step
+        self._tell_load(index, load)
+
+    def _tell_load(self, index: int, load: GroupLoad) -> None:
+        self._loads[index] = load
         # Twice, for requests take no time to get to a group here: the first frame shows them.
         self.table.update_load(_name(index), load)
         self.table.update_load(_name(index), load)

@@ -72,10 +72,10 @@ class SimulationConfig:
             names = ", ".join(get_args(Eviction))
             raise ConfigError(f"eviction={self.eviction!r}: must be one of {names}")
         for name in ("num_groups", "num_gateways", "slow_factor", "num_directory_shards"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("event_lag_ms", "contention"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must not be negative")
         if not 0 <= self.event_loss < 1:
             raise ConfigError(f"event_loss={self.event_loss!r}: must be at least 0 and below 1")

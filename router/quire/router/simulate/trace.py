@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import NamedTuple
 
 from quire.worker.errors import ConfigError
@@ -35,10 +36,15 @@ class Trace:
         """Rows in any order; the first to arrive does so at 0.
 
         Raises:
-            ConfigError: There are none, or one has no tokens.
+            ConfigError: There are none, or one has no tokens or no time.
         """
         if not rows:
             raise ConfigError(f"{name}: no requests; one per line is needed")
+        for row in rows:
+            if not isfinite(row.arrival_ms):
+                raise ConfigError(
+                    f"{name}: a request arrives at {row.arrival_ms} ms; each must have a time"
+                )
         rows = sorted(rows, key=lambda row: row.arrival_ms)
         for row in rows:
             if row.num_input < 1 or row.num_output < 1:

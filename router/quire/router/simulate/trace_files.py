@@ -129,7 +129,7 @@ def _numbered(path: Path, rows: Iterator[Row], *, format: str) -> Iterator[Row]:
             row = next(rows)
         except StopIteration:
             return
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
                 f"{path}, request {number}, read as {format}: {reason}; formats are "
