@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deployments import Gateway
+from quire.cluster.gateway.server import new_table
 from quire.router.directory import Applied, GroupId, NeedsResync
 from quire.router.table import RoutingTable
 from quire.worker.events import BlockEvent, BlocksStored, EventBatch
@@ -68,6 +70,6 @@ def lossy_gateway(loss: Loss) -> type[Gateway]:
 
     class LossyGateway(Gateway):
         def make_table(self, config: ClusterConfig) -> RoutingTable:
-            return LossyTable(loss=loss, block_size=config.engine.block_size, config=config.routing)
+            return new_table(config, partial(LossyTable, loss=loss))
 
     return LossyGateway

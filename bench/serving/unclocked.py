@@ -11,6 +11,7 @@ from typing import Any, Generic
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deployments import Gateway
+from quire.cluster.gateway.server import new_table
 from quire.router.policies.prefix_aware import Load, N, PrefixAware
 from quire.router.table import RoutingTable
 
@@ -67,6 +68,6 @@ def unclocked_gateway() -> type[Gateway]:
 
     class UnclockedGateway(Gateway):
         def make_table(self, config: ClusterConfig) -> RoutingTable:
-            return UnclockedTable(block_size=config.engine.block_size, config=config.routing)
+            return new_table(config, UnclockedTable)
 
     return UnclockedGateway

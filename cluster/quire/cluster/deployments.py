@@ -22,7 +22,7 @@ from quire.cluster.autoscaling.demand import Demand
 from quire.cluster.autoscaling.serve import DEMAND_PREFIX
 from quire.cluster.autoscaling.worth import GroupWorth
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.gateway.server import GatewayServer, new_table
 from quire.cluster.group.server import GroupServer
 from quire.cluster.logs import log_beside_serve
 from quire.cluster.serve_port import keep_to_node_address
@@ -148,7 +148,7 @@ class Gateway:
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """What this gateway routes by; a seam for those that measure routing in trouble."""
-        return RoutingTable(block_size=config.engine.block_size, config=config.routing)
+        return new_table(config)
 
     def _take_members(self, members: Sequence[Member]) -> None:
         # Serve passes on what a replica said of itself, and nothing for one that could not say.

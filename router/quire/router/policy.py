@@ -42,7 +42,8 @@ class RouteRequest:
     exclude: frozenset[GroupId] = frozenset()
     """Groups that must not take it: they failed it before, or are draining."""
     ordinal: int = 0
-    """How many requests were routed before it; stands in for randomness and memory."""
+    """Of its gateway's requests, in the order of routing, from any number; stands in for randomness
+    and memory."""
     now_s: float = 0.0
 
 

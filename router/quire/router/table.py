@@ -52,13 +52,15 @@ class RoutingTable:
         look_up: LookUp | None = None,
         policy: Policy | None = None,
         many: int = MANY,
+        first_ordinal: int = 0,
     ) -> None:
         """``wall_clock`` dates explanations; all else goes by ``clock``.
 
         ``look_up`` is asked which groups hold a prompt instead of the table's own directory, which
         then needs no events: a directory in shards (`quire.router.sharding`). ``policy`` decides
         in place of the one that ``config`` names. ``many`` groups are looked at at once, where the
-        policy can; that changes no decision.
+        policy can; that changes no decision. ``first_ordinal`` numbers the first decision: gateways
+        that begin with the same one draw the same groups, one request after the other.
         """
         self._config = config = config or RoutingConfig()
         self._policy = policy = policy or POLICIES[config.policy]()
@@ -79,6 +81,7 @@ class RoutingTable:
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
         self._accuracy = Accuracy()
+        self._first_ordinal = first_ordinal
         self._num_decisions = 0
         self._num_routed: Counter[str] = Counter()
         self._num_unroutable = 0
@@ -114,7 +117,7 @@ class RoutingTable:
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self._block_size,
                 exclude=exclude,
-                ordinal=self._num_decisions,
+                ordinal=self._first_ordinal + self._num_decisions,
                 now_s=now_s,
             )
             try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -75,6 +76,18 @@ def test_several_flat_gateways_know_of_each_other_what_real_tables_do(
     trace = chats()
     table = simulate(trace, replace(config, use_table=True))
     assert simulate(trace, config).digest == table.digest
+
+
+@pytest.mark.parametrize("use_table", [False, True])
+@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
+def test_gateways_do_not_draw_the_same_lots_one_after_the_other(
+    chats: MakeTrace, policy: str, use_table: bool
+) -> None:
+    """Each group would get as many requests in a row as there are gateways."""
+    config = replace(CONFIG, policy=policy, num_gateways=4, num_groups=16, use_table=use_table)
+    group = simulate(chats(gap_ms=1e6), config).group  # None meets another one.
+    in_a_row = sum(a == b for a, b in pairwise(group))
+    assert in_a_row < 0.2 * len(group)
 
 
 def test_the_flat_pool_finds_what_the_engines_pool_finds(chats: MakeTrace) -> None:

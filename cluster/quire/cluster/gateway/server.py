@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import random
 import socket
+from collections.abc import Callable
 from typing import Self
 
 import uvicorn
@@ -23,6 +25,17 @@ from quire.worker.errors import ConfigError
 from quire.worker.text import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+
+def new_table(
+    config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
+) -> RoutingTable:
+    """Where policies draw lots, each gateway draws its own."""
+    return make(
+        block_size=config.engine.block_size,
+        config=config.routing,
+        first_ordinal=random.getrandbits(32),
+    )
 
 
 class GatewayServer:
@@ -80,7 +93,7 @@ class GatewayServer:
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
         if table is None:
-            table = RoutingTable(block_size=config.engine.block_size, config=config.routing)
+            table = new_table(config)
         self = cls(config, tokenizer, table=table)
         try:
             await self._listen(config)

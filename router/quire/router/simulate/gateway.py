@@ -45,7 +45,14 @@ class Gateway(Protocol):
 
 class FlatGateway:
     def __init__(
-        self, *, trace: Trace, clock: Clock, num_groups: int, policy: Policy, holders: Holders
+        self,
+        *,
+        trace: Trace,
+        clock: Clock,
+        num_groups: int,
+        policy: Policy,
+        holders: Holders,
+        first_ordinal: int = 0,
     ) -> None:
         self._trace = trace
         self._clock = clock
@@ -58,7 +65,7 @@ class FlatGateway:
         self._coming: dict[BlockHash, dict[int, int]] = {}  # By block and bit: requests in flight.
         self._blocks: dict[int, Sequence[BlockHash]] = {}  # By request, counted in `_coming`.
         self._requests: dict[int, RouteRequest] = {}
-        self._num_routed = 0
+        self._ordinal = first_ordinal
 
     def route(self, request_id: int) -> tuple[int, int]:
         trace, states = self._trace, self._states
@@ -74,10 +81,10 @@ class FlatGateway:
             hashes=chain,
             num_prompt_tokens=num_tokens,
             block_size=trace.block_size,
-            ordinal=self._num_routed,
+            ordinal=self._ordinal,
             now_s=self._clock.now_ms / 1000,
         )
-        self._num_routed += 1
+        self._ordinal += 1
         hits = usable_tokens(request, overlap)
         index = cheapest(request, states, hits, self._policy.costs(request, states, hits))
         state = states[index]
@@ -161,6 +168,7 @@ class TableGateway:
         lag_ms: float,
         loss: float,
         seed: int,
+        first_ordinal: int = 0,
         shard_map: ShardMap | None = None,
     ) -> None:
         """With a ``shard_map`` the directory is in shards, and ``logs`` are in parts."""
@@ -188,6 +196,7 @@ class TableGateway:
             config=config,
             clock=lambda: clock.now_ms / 1000,
             look_up=self._sharded.longest_prefix if self._sharded else None,
+            first_ordinal=first_ordinal,
         )
         self.table.update_members(self._index)
         for index, parts in enumerate(self._logs):

@@ -35,6 +35,8 @@ EVICTION_POLICIES: dict[str, PolicyFactory] = {
     "s3fifo": S3Fifo,
     "utility": LowestUtility,
 }
+_ORDINALS_APART = 1_000_003
+"""Of the first requests of two gateways, which so draw different lots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +219,7 @@ class _Simulation:
                     lag_ms=lag_ms,
                     loss=loss,
                     seed=seed + number,
+                    first_ordinal=number * _ORDINALS_APART,
                     shard_map=sharding.map if sharding else None,
                 )
                 for number in numbers
@@ -230,8 +233,9 @@ class _Simulation:
                 num_groups=config.num_groups,
                 policy=make_policy(),
                 holders=holders,
+                first_ordinal=number * _ORDINALS_APART,
             )
-            for _ in numbers
+            for number in numbers
         ], [holders.log_of(index) for index in range(config.num_groups)]
 
     def _build_gates(self, make_gate: MakeGate | None) -> list[Gate]:
