@@ -131,6 +131,10 @@ class Policy(Protocol):
     def finished(self, request: RouteRequest, group: GroupId) -> None:
         """The request ended there, however it did, or is about to be routed again."""
 
+    def left(self, group: GroupId) -> None:
+        """The group is gone; one that comes under its name knows nothing of what was sent to it.
+        What is under way there may still end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

@@ -207,6 +207,7 @@ class RoutingTable:
         with self._lock:
             for group_id in self._members.update(groups):
                 self._directory.drop(group_id)
+                self._policy.left(group_id)
 
     def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored."""

@@ -53,6 +53,9 @@ class SglangCacheAware(Forgetful):
         if self._approximate:
             self._sent.add(request.hashes, group)
 
+    def left(self, group: GroupId) -> None:
+        self._sent.drop(group)
+
 
 class RayPrefixAffinity(Forgetful):
     """Ray Serve LLM's ``PrefixCacheAffinityRouter`` with its defaults (ray.llm, 2.60).
@@ -83,6 +86,9 @@ class RayPrefixAffinity(Forgetful):
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         self._sent.add(request.hashes, group)
+
+    def left(self, group: GroupId) -> None:
+        self._sent.drop(group)
 
 
 class LlmdScorers(Forgetful):
@@ -152,6 +158,10 @@ class Preble(Forgetful):
         self._num_tokens += request.num_prompt_tokens
         self._num_hit_tokens += num_hit
 
+    def left(self, group: GroupId) -> None:
+        for kept in (self._sent, self._loads, self._hits):
+            kept.pop(group, None)
+
     def _load(self, group: GroupId, now_s: float) -> int:
         sent = self._sent[group]
         while sent and sent[0][0] < now_s - self._WINDOW_S:
@@ -219,3 +229,7 @@ class DynamoCost:
                 del active[block]
             else:
                 active[block] -= 1
+
+    def left(self, group: GroupId) -> None:
+        if not self._num_ends[group]:  # Else what is under way there still ends.
+            del self._num_ends[group], self._active[group]

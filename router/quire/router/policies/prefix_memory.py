@@ -18,6 +18,7 @@ class PrefixMemory:
         self._blocks: dict[GroupId, OrderedDict[BlockHash, None]] = {}
         self._bits: dict[GroupId, int] = {}
         self._holders: dict[BlockHash, int] = {}
+        self._free_bits: list[int] = []  # Of groups that were dropped.
 
     def lengths(self, hashes: Sequence[BlockHash], groups: Sequence[GroupId]) -> list[int]:
         """How many leading blocks were sent to each of ``groups``."""
@@ -43,7 +44,7 @@ class PrefixMemory:
 
     def add(self, hashes: Sequence[BlockHash], group: GroupId) -> None:
         if group not in self._bits:
-            self._bits[group] = 1 << len(self._bits)
+            self._bits[group] = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
             self._blocks[group] = OrderedDict()
         bit, blocks = self._bits[group], self._blocks[group]
         # The end of a chain first, so that it is also forgotten first.
@@ -52,7 +53,17 @@ class PrefixMemory:
             blocks.move_to_end(block)
             self._holders[block] = self._holders.get(block, 0) | bit
         while self._max_blocks is not None and len(blocks) > self._max_blocks:
-            block, _ = blocks.popitem(last=False)
-            self._holders[block] &= ~bit
-            if not self._holders[block]:
-                del self._holders[block]
+            self._forget(blocks.popitem(last=False)[0], bit)
+
+    def drop(self, group: GroupId) -> None:
+        """Forgets all that was sent to the group."""
+        bit = self._bits.pop(group, None)
+        if bit is not None:
+            self._free_bits.append(bit)
+            for block in self._blocks.pop(group):
+                self._forget(block, bit)
+
+    def _forget(self, block: BlockHash, bit: int) -> None:
+        self._holders[block] &= ~bit
+        if not self._holders[block]:
+            del self._holders[block]

@@ -26,6 +26,9 @@ class Forgetful:
     def finished(self, request: RouteRequest, group: GroupId) -> None:
         pass
 
+    def left(self, group: GroupId) -> None:
+        pass
+
 
 class RoundRobin(Forgetful):
     """The groups in turn, in the order of their names."""
