@@ -171,7 +171,7 @@ def _bounds(stats: RoutingStats) -> tuple[_Row, ...]:
         ),
         (
             "quire_routing_inflight_blocks",
-            "Blocks of prompts under way that the directory does not have yet.",
+            "Blocks of prompts under way that the directory lacked when they were routed.",
             stats.num_in_flight_blocks,
         ),
         (

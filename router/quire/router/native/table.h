@@ -38,7 +38,6 @@ class Segment {
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
 
-    uint32_t num_keys() const { return num_keys_; }
     size_t num_bytes() const { return num_buckets_ * sizeof(Bucket); }
 
     void prefetch(Key key) const { __builtin_prefetch(buckets_ + home(key)); }

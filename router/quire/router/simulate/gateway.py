@@ -164,7 +164,7 @@ class TableGateway:
         trace: Trace,
         clock: Clock,
         logs: Sequence[EventLog],
-        policy: str,
+        policy: Policy,
         lag_ms: float,
         loss: float,
         seed: int,
@@ -182,7 +182,7 @@ class TableGateway:
         self._groups: dict[int, Group] = {}
         self._loads: dict[int, GroupLoad] = {}  # Of each group's last frame.
         self._late: deque[tuple[float, int, Shard, int, BlockEvent]] = deque()
-        config = RoutingConfig(policy=policy, stale_after_s=1e9, max_in_flight_blocks=10**8)
+        config = RoutingConfig(stale_after_s=1e9, max_in_flight_blocks=10**8)
         self._sharded = None
         if shard_map is not None:
             new_shard = partial(
@@ -196,6 +196,7 @@ class TableGateway:
             config=config,
             clock=lambda: clock.now_ms / 1000,
             look_up=self._sharded.longest_prefix if self._sharded else None,
+            policy=policy,
             first_ordinal=first_ordinal,
         )
         self.table.update_members(self._index)

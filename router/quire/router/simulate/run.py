@@ -95,7 +95,7 @@ def simulate(
 ) -> Result:
     """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
 
-    ``make_policy``: one to try instead of the configuration's, at each flat gateway.
+    ``make_policy``: one to try instead of the configuration's, at each gateway.
 
     Raises:
         ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
@@ -215,7 +215,7 @@ class _Simulation:
                     trace=trace,
                     clock=clock,
                     logs=logs,
-                    policy=config.policy,
+                    policy=make_policy(),
                     lag_ms=lag_ms,
                     loss=loss,
                     seed=seed + number,
