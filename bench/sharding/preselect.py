@@ -44,8 +44,6 @@ class Preselected(PrefixAware):
         num_each, everyone = self._num_each, range(len(groups))
         draw = random.Random(request.ordinal)
         sample = draw.sample(everyone, min(num_each, len(groups)))
-        # Moves the average of how busy groups are; the second call, at the same time, does not.
-        super().costs(request, [groups[i] for i in sample], [hits[i] for i in sample])
         holders = nlargest(num_each, (i for i in everyone if hits[i]), key=hits.__getitem__)
         idle = nsmallest(num_each, everyone, key=[_work(state) for state in groups].__getitem__)
         chosen = sorted({*sample, *holders, *idle})

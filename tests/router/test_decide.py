@@ -67,14 +67,14 @@ routed = st.builds(
 
 
 def costs_written_out(
-    request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+    request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int], fresh: float
 ) -> list[float]:
     """Our policy's costs, in another notation."""
     costs = []
     for state, hit in zip(groups, hits, strict=True):
         missing = request.num_prompt_tokens - hit
         queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-        behind = min(queued / 3072 + missing / 16384, 12.0)
+        behind = min((queued + missing / 8) / fresh, 12.0)
         rest = 32.0 * (state.num_running + state.num_waiting)
         if state.step_s:
             share = (request.now_s - state.step_began_s) / state.step_s
@@ -107,13 +107,16 @@ def test_many_at_once_are_decided_as_one_by_one(
             decide_among_many(together, request, loads, held)
         assert str(in_turn.value) == str(at_once.value)
         return
-    expected = decide(each, request, groups, overlap)
-    decision = decide_among_many(together, request, loads, held)
-    assert_same(decision, expected)
-    assert together.pressure == each.pressure
-    assert list(expected.costs) == costs_written_out(
-        request, expected.groups, [int(hit) for hit in expected.hits]
-    )
+    fresh = 3072.0
+    for number_seen in (21, 22, 23):
+        expected = decide(each, request, groups, overlap)
+        decision = decide_among_many(together, request, loads, held)
+        assert_same(decision, expected)
+        assert together.pressure == each.pressure
+        hits = [int(hit) for hit in expected.hits]
+        assert list(expected.costs) == costs_written_out(request, expected.groups, hits, fresh)
+        fresh += (request.num_prompt_tokens - max(hits) - fresh) / number_seen
+        fresh = min(max(fresh, 512.0), 8192.0)
 
 
 def test_a_tie_of_all_groups_goes_where_the_name_of_the_prefix_says() -> None:

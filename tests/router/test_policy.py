@@ -11,7 +11,7 @@ from quire.router.decide import decide
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
 from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.router.policy import Decision, GroupState, Policy, RouteRequest
 from quire.worker.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
@@ -207,12 +207,30 @@ def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Block
         assert decision.group == "idle"
 
 
+def after_requests_that_bring(num_tokens: int) -> Policy:
+    """Ours, after many whose beginning is cached and whose end is new."""
+    policy = POLICIES["prefix_aware"]()
+    asked = RouteRequest(hashes=(), num_prompt_tokens=100_000, block_size=BLOCK_SIZE)
+    for _ in range(1000):
+        policy.costs(asked, idle("a", "b"), [0, 100_000 - num_tokens])
+    return policy
+
+
 def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: Blocks) -> None:
     """It would block another group for all that come until it is computed, short ones not."""
     for num_tokens, expected in ((1024, "b"), (16_384, "a")):
         prompt = request(blocks, "p", num_tokens=num_tokens)
-        overlap = {GroupId("a"): num_tokens // BLOCK_SIZE}
-        assert route(prompt, [queued("a", 2 * num_tokens), *idle("b")], overlap).group == expected
+        policy, cached = after_requests_that_bring(100), num_tokens // BLOCK_SIZE
+        groups = [queued("a", 2 * num_tokens), *idle("b")]
+        assert decide(policy, prompt, groups, [cached, 0]).group == expected
+
+
+def test_a_queue_is_of_more_requests_where_each_brings_less(blocks: Blocks) -> None:
+    """So what is computed twice keeps more of them waiting."""
+    prompt, groups = request(blocks, "p", num_tokens=1024), [queued("a", 7000), queued("b", 3000)]
+    for num_tokens, expected in ((100, "a"), (10_000, "b")):
+        policy = after_requests_that_bring(num_tokens)
+        assert decide(policy, prompt, groups, [64, 0]).group == expected
 
 
 def test_a_decision_explains_itself(blocks: Blocks) -> None:

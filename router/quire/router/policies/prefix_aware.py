@@ -11,21 +11,24 @@ all in tokens, the time in which a group prefills one, and all of one group:
               A quarter more than once, or waiting for a prefix that a group just computes would
               cost as much as computing it again elsewhere
     behind    what a token computed there costs others, later requests that start a token later:
-              pending / 3072 + missing / 16384, 12 at most, where pending is what the group must
+              (pending + missing / 8) / fresh, 12 at most, where pending is what the group must
               compute first, all of the present step included
+    fresh     prompt tokens that no group had cached, a request's on average of late
     requests  that share the step in which the prompt is computed
 
-``behind`` is the marginal cost of work in a queue with random arrivals, divided by how many come
-in a token's time: with work u it is u * missing + missing ** 2 / 2, for each new request waits for
-all work that is left. Of the square three eighths are counted: whoever shares the prefix will be
-glad of a second home. So a long prefix stays where it is, even if other groups are idle, as it
-blocks one for all that follow; a short one is copied to where nobody waits; and no queue elsewhere
-makes a copy on an idle group any dearer, or requests would stay behind the queue that they form.
+``behind`` is the marginal cost of work in a queue with random arrivals: with work u it is
+u * missing + missing ** 2 / 2, for each new request waits for all work that is left, times how many
+come in a token's time. A busy group computes one request in the time of the tokens that a request
+brings, so that is one in ``fresh``; what is computed more than once is not counted, or copies would
+bring copies. Of the square a quarter is counted: whoever shares the prefix will be glad of a second
+home. So a long prefix stays where it is, even if other groups are idle, as it blocks one for all
+that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
+idle group any dearer, or requests would stay behind the queue that they form.
 
-It needs no rates and remembers nothing: every term scales with the speed of the hardware, and how
-long a step takes is learned from the group's frames (`quire.router.step_clock`).
-docs/decisions/0014-simulator.md, 0018-policy.md, 0024-step-clock.md and 0025-work-behind.md say
-what else was tried.
+It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
+learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
+0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md and
+0029-fresh-tokens.md say what else was tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,23 +70,29 @@ class PrefixAwareConfig:
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 32.0
     """What a request slows others by, in tokens of prefill."""
-    tokens_per_arrival: float = 3072.0
-    """A group that has so many tokens to compute has, until it is through, one request more that
-    waits behind a token computed now."""
-    tokens_per_arrival_meanwhile: float = 16384.0
-    """So many missing tokens have one such request more, that comes while they are computed."""
+    meanwhile: float = 0.125
+    """Weight of the requests that come while the missing tokens are computed."""
     max_behind: float = 12.0
     """Of a very long queue, later requests go elsewhere."""
+    first_fresh: float = 3072.0
+    """What a request is thought to bring before any was seen; counts for `fresh_prior` requests."""
+    fresh_prior: int = 20
+    fresh_memory: int = 200
+    """Requests after which what one brought counts for a third (1/e)."""
+    min_fresh: float = 512.0
+    max_fresh: float = 8192.0
 
 
 class PrefixAware(Forgetful):
-    """See the module's docstring."""
+    """See the module's docstring. Each call of `costs` is taken for a request."""
 
     reason: Reason = "least_loaded"
     reads_steps = True
 
     def __init__(self, config: PrefixAwareConfig | None = None) -> None:
-        self._config = config or PrefixAwareConfig()
+        self._config = config = config or PrefixAwareConfig()
+        self._fresh = config.first_fresh
+        self._num_seen = config.fresh_prior
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
@@ -94,11 +103,13 @@ class PrefixAware(Forgetful):
             for state, hit in zip(groups, hits, strict=True)
         ]
         self.pressure = self._pressure(groups[costs.index(min(costs))])
+        self._see(num_tokens - max(hits))
         return costs
 
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
         costs = self._cost(loads, request.num_prompt_tokens - hits, request.now_s, np.minimum)
         self.pressure = self._pressure(loads.states[costs.argmin()])
+        self._see(request.num_prompt_tokens - float(hits.max()))
         return costs
 
     def _cost(self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]) -> N:
@@ -107,14 +118,16 @@ class PrefixAware(Forgetful):
         num_in_step = load.num_running + load.num_waiting
         rest = config.request_tokens * num_in_step
         rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
-        behind = lesser(
-            queued / config.tokens_per_arrival + missing / config.tokens_per_arrival_meanwhile,
-            config.max_behind,
-        )
+        behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         beside = config.request_tokens * (num_in_step + load.num_reserved_requests)
         return queued + rest + (config.missing + behind) * missing + beside
 
     def _pressure(self, state: GroupState) -> float:
-        return min(
-            state.num_queued_tokens / self._config.tokens_per_arrival, self._config.max_behind
-        )
+        return min(state.num_queued_tokens / self._fresh, self._config.max_behind)
+
+    def _see(self, num_fresh: float) -> None:
+        """A request brings so many tokens that no group has."""
+        config = self._config
+        self._num_seen = min(self._num_seen + 1, config.fresh_memory)
+        mean = self._fresh + (num_fresh - self._fresh) / self._num_seen
+        self._fresh = min(max(mean, config.min_fresh), config.max_fresh)
