@@ -7,7 +7,7 @@ import pytest
 
 from quire.router.config import RoutingConfig
 from quire.router.directory import GroupId
-from quire.router.errors import UnknownDecision
+from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.pace import MIN_OBSERVATIONS
 from quire.router.policies.catalog import POLICIES
 from quire.router.table import GroupLoad, RoutingTable
@@ -82,6 +82,19 @@ def test_a_request_that_was_moved_is_told_attempt_by_attempt() -> None:
     assert [candidate.group for candidate in attempts[1].decision.candidates] == [
         ({A, B} - {first}).pop()
     ]
+
+
+def test_a_request_that_found_no_other_group_has_not_moved() -> None:
+    table = table_of(A)
+    table.route("r-0", hashes=(), num_prompt_tokens=10)
+    with pytest.raises(NoGroupAvailable):
+        table.route(
+            "r-0", hashes=(), num_prompt_tokens=12, exclude=frozenset({A}), moved_because="it died"
+        )
+    (waiting,) = table.explain("r-0")
+    table.completed("r-0", outcome="error: it died")
+    (over,) = table.explain("r-0")
+    assert (waiting.outcome, over.outcome) == ("", "error: it died")
 
 
 def test_what_is_not_known_says_how_many_are_kept() -> None:

@@ -109,8 +109,7 @@ class RoutingTable:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            if self._in_flight.get(request_id) is not None:
-                self._forget(request_id, f"moved: {moved_because}" if moved_because else "moved")
+            self._forget(request_id)
             hashes = BlockHashes.of(hashes)
             held = self._held(hashes)
             now_s = self._clock()
@@ -131,7 +130,8 @@ class RoutingTable:
             self._num_routed[decision.reason] += 1
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
-                self._forget(oldest, "forgotten: too many are in flight")
+                self._forget(oldest)
+                self._log.ended(oldest, "forgotten: too many are in flight")
             group = self._members.groups[decision.group]
             use_directory = self._config.use_directory
             self._in_flight.add(
@@ -151,6 +151,7 @@ class RoutingTable:
                 decided_at_s=self._wall_clock(),
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
+                moved_because=moved_because,
             )
             return decision
 
@@ -182,7 +183,8 @@ class RoutingTable:
     def completed(self, request_id: str, *, outcome: str = "ended") -> None:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
-            self._forget(request_id, outcome)
+            self._forget(request_id)
+            self._log.ended(request_id, outcome)
 
     def explain(self, name: str) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
@@ -286,8 +288,7 @@ class RoutingTable:
         lengths = np.frombuffer(overlap, dtype=np.int64)
         return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
-    def _forget(self, request_id: str, outcome: str) -> None:
+    def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)
         if request is not None:
             self._policy.finished(request.request, request.group.group_id)
-            self._log.ended(request_id, outcome)
