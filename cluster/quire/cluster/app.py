@@ -83,7 +83,8 @@ def running_app(
     each other there. ``gateway`` and ``group`` as for `build_app`.
 
     Raises:
-        StartFailed: A group or gateway failed as it started.
+        ConfigError: A group or gateway cannot start with these settings.
+        StartFailed: One failed as it started.
     """
     from ray import serve
 

@@ -21,7 +21,10 @@ from quire.cluster.cli.help import (
     server_of,
 )
 from quire.cluster.cli.simulate import add_simulate_parser
-from quire.worker.errors import QuireError
+from quire.worker.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
+
+_BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
+"""What whoever typed the command can mend, as argparse's refusals, and with their exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, _BAD_USAGE) else 1
     except KeyboardInterrupt:
         return 130
     return status
