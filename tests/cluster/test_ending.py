@@ -76,9 +76,7 @@ async def test_what_failed_is_told_with_why_at_its_last_attempt(
 ) -> None:
     table = RoutingTable(block_size=4)
     groups = Refusing(table=table, expected=Expectation(model="m", block_size=4))
-    groups.error = group_pb2.GroupError(
-        code=group_pb2.GroupError.Code.Value(code), message="by the group"
-    )
+    groups.error = group_pb2.GroupError(code=code, message="by the group")
     groups.are_gone = are_gone
     table.update_members([GroupId("a"), GroupId("b")])
     ending = Ending()
