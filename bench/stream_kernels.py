@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.testing import paged_batch
 
@@ -144,7 +144,7 @@ def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Ite
         yield StreamCase(
             name=f"sample {num_rows}, {name}",
             kernel=partial(_in_tuple, partial(triton_sample.sample, logits, **parameters)),
-            twin=partial(_in_tuple, partial(reference.sample, logits, **parameters)),
+            twin=partial(_in_tuple, partial(reference_sampling.sample, logits, **parameters)),
             num_bytes=logits.nbytes,
         )
 
@@ -177,7 +177,7 @@ def adjust_case(*, num_rows: int, vocab_size: int, device: torch.device) -> Stre
     return StreamCase(
         name=f"adjust {num_rows} x 2000",
         kernel=call(triton_logits.adjust_logits, plain.clone()),
-        twin=call(reference.adjust_logits, plain.clone()),
+        twin=call(reference_sampling.adjust_logits, plain.clone()),
         num_bytes=(12 + 8) * len(places),
     )
 

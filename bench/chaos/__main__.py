@@ -26,7 +26,7 @@ from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
 
-from quire.cluster.local import ended_by_signal
+from quire.cluster.signals import ended_by_signal
 
 
 def main() -> None:

@@ -1,3 +1,7 @@
+import io
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -5,6 +9,8 @@ import pytest
 from quire.cluster import app
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
+from quire.cluster.errors import StartFailed
+from quire.worker.errors import ConfigError
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 
@@ -59,6 +65,12 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "prefix", "--block-size=8"], "--block-size=8 (is --block-sizes meant?); `quire"),
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
         (["simulate", "/nowhere"], "/nowhere: No such file or directory; give the path of a trace"),
+        (["simulate", "x", "--speed", "nan"], "argument --speed: 'nan' is no finite number"),
+        (["simulate", "x", "--event-lag-s", "-1"], "event_lag_s=-1.0: must not be negative"),
+        (["serve", "--step-deadline-s", "nan"], "step_deadline_s=nan: must be above 0"),
+        (["serve", "--drain-timeout-s", "inf"], "drain_timeout_s=inf: must be 0 or more, and fini"),
+        (["serve", "--max-groups", "2", "--target-ttft-s", "nan"], "target_ttft_s=nan: must be"),
+        (["generate", "hi", "--system", "a\udcff"], "system: is not UTF-8 at character 1"),
         (["bench", "step", "--output", "/nowhere/x"], "no folder /nowhere: make it"),
         (["simulate", "trace.jsonl", "--format", "foo"], "'foo' (choose from 'mooncake'"),
     ],
@@ -72,6 +84,46 @@ def test_bad_settings_are_refused_before_anything_starts(
         status = exited.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+def failing_with(error: Exception) -> Callable[..., int]:
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ConfigError("x=1: must be 2"), 2, "quire: x=1: must be 2\n"),
+        (StartFailed("it died"), 1, "quire: it died\n"),
+        (OSError(28, "No space left on device", "out.json"), 1, "quire: out.json: No space left"),
+        (BrokenPipeError(), 1, ""),
+    ],
+)
+def test_the_exit_status_tells_bad_usage_from_failure(
+    error: Exception,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(app, "serve_until_signal", failing_with(error))
+    with open(os.dup(1), "w") as stdout:  # The reader of a broken pipe is gone for good.
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["serve"]) == status
+    err = capfd.readouterr().err
+    assert err.startswith(said)
+    assert bool(err) == bool(said)
+
+
+def test_a_prompt_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["generate", "-"]) == 2
+    assert "quire: prompt: is not UTF-8 at character 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import openai
 import pytest
 
 from quire.cluster.cli import main as cli
@@ -153,6 +154,28 @@ async def test_a_client_that_goes_away_is_told_of_as_such(start_cluster: Any) ->
             await asyncio.sleep(0.01)
         (found,) = await explain(cluster, request_id=start.request_id)
     assert found.outcome == "cancelled"
+
+
+async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        cluster.take_steps_of(0.1)
+        stream = await cluster.openai.completions.create(
+            model="hash",
+            prompt=PROMPT,
+            max_tokens=300,
+            n=2,
+            stream=True,
+            extra_body={"ignore_eos": True, "timeout": 400},
+        )
+        first = await anext(stream)
+        cluster.clock.ahead_s = 1000
+        with pytest.raises(openai.APIError, match="deadline passed"):
+            async for _ in stream:
+                pass
+        found = await explain(cluster, request_id=first.id)
+        metrics = cluster.gateway.telemetry.render().decode()
+    assert [each.outcome for each in found] == ["deadline: passed before the end"] * 2
+    assert 'quire_completions_total{outcome="deadline"} 2.0' in metrics
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import DeploymentStatusOverview
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.start import check_nodes, check_room, obstacles
+from quire.cluster.start import check_nodes, check_room, is_hopeless, obstacles
 from quire.worker.config import EngineConfig
 from quire.worker.errors import ConfigError
 
@@ -40,6 +40,28 @@ def test_what_a_deployment_waits_for_is_told_in_one_line() -> None:
 def test_of_a_traceback_what_was_raised_is_told() -> None:
     told = obstacles({"ReplicaGroup": overview("DEPLOY_FAILED", TRACEBACK)})
     assert told == "ReplicaGroup: ConfigError: kv_cache_memory_bytes=10: too little"
+
+
+def test_what_failed_and_is_tried_again_is_told_without_what_is_told_at_the_end() -> None:
+    failed = {"ReplicaGroup": overview("UPDATING", TRACEBACK)}
+    assert obstacles(failed, is_over=False) == (
+        "ReplicaGroup: failed as it started, and is started again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "hopeless"),
+    [
+        ("UPDATING", TRACEBACK, True),
+        ("UPDATING", TRACEBACK.replace("ConfigError", "RankFailure"), False),
+        ("UPDATING", "1 replicas wait for resources", False),
+        ("HEALTHY", TRACEBACK, False),
+    ],
+)
+def test_a_start_ends_at_the_first_failure_that_would_come_again(
+    status: str, message: str, hopeless: bool
+) -> None:
+    assert is_hopeless({"ReplicaGroup": overview(status, message)}) == hopeless
 
 
 def config(**fields: object) -> ClusterConfig:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels import reference
+from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.launch import SPLIT_TOKENS
@@ -247,7 +247,7 @@ def test_sampled_tokens_are_those_of_the_twin(vocab_size: int) -> None:
     }
     on_gpu = {name: values.cuda() for name, values in parameters.items()}
     got = sample(logits.cuda(), **on_gpu)
-    assert got.tolist() == reference.sample(logits, **parameters).tolist()
+    assert got.tolist() == reference_sampling.sample(logits, **parameters).tolist()
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
@@ -280,7 +280,7 @@ def test_penalties_and_bans_have_the_bits_of_the_twin() -> None:
     }
     got = logits.cuda()
     adjust_logits(got, **{name: values.cuda() for name, values in arguments.items()})
-    reference.adjust_logits(logits, **arguments)
+    reference_sampling.adjust_logits(logits, **arguments)
     assert torch.equal(got.cpu(), logits)
 
 

@@ -1,6 +1,5 @@
 """The twins against PyTorch's and transformers' own implementations of the same thing."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -8,7 +7,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from quire.kernels import reference
 from quire.kernels.testing import paged_batch
-from quire.worker import sampler
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
@@ -96,54 +94,3 @@ def test_rotating_and_writing_at_once_is_one_after_the_other() -> None:
     rotated = reference.rotary_embedding(qkv[:, 6:8], cos, sin)
     assert torch.equal(k_cache.flatten(0, 1)[slots], rotated)
     assert torch.equal(v_cache.flatten(0, 1)[slots], qkv[:, 8:])
-
-
-def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_float32() -> None:
-    logits = torch.linspace(-30, 4, 5000)
-    for temperature in (0.5, 1.0, 3.0):
-        got = reference.sampling_weights(logits, temperature=torch.tensor(temperature))
-        want = 2.0**32 * torch.exp((logits.double() - 4) / temperature)
-        assert got[-1] == 2**32
-        # Half a rounding of the exponent, of up to 40, and a few of the polynomial.
-        assert torch.all((got - want).abs() <= want * 3e-6 + 1)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2**31])
-def test_the_random_number_is_that_of_the_sampler(position: int) -> None:
-    seeds = [0, 1, 2**40 + 7, 2**63 - 1]
-    want = sampler.uniforms(np.array(seeds), np.full(4, position))
-    assert [reference.random_uniform(seed, position) for seed in seeds] == want.tolist()
-
-
-def test_sampling_keeps_what_every_limit_allows() -> None:
-    draws = 2000
-    logits = torch.tensor([3.0, 1.0, 2.0, 2.0, 0.0]).expand(draws, -1)
-    ones, zeros = torch.ones(draws), torch.zeros(draws)
-    kept = {}
-    for name, limits in {
-        "none": (0, 1.0, 0.0),
-        "top-k 3": (3, 1.0, 0.0),
-        "top-k 2": (2, 1.0, 0.0),
-        "top-p": (0, 0.6, 0.0),
-        "min-p": (0, 1.0, 0.2),
-        "top-k, then top-p": (2, 0.7, 0.0),
-    }.items():
-        tokens = reference.sample(
-            logits,
-            temperature_S=ones,
-            top_k_S=zeros.int() + limits[0],
-            top_p_S=ones * limits[1],
-            min_p_S=ones * limits[2],
-            seed_S=zeros.long(),
-            position_S=torch.arange(draws),
-        )
-        kept[name] = set(tokens.tolist())
-    # Probabilities 0.53, 0.07, 0.20, 0.20, 0.03; of the two most probable 0.73 and 0.27.
-    assert kept == {
-        "none": {0, 1, 2, 3, 4},
-        "top-k 3": {0, 2, 3},
-        "top-k 2": {0, 2},
-        "top-p": {0, 2},
-        "min-p": {0, 2, 3},
-        "top-k, then top-p": {0},
-    }

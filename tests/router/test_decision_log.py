@@ -111,11 +111,15 @@ class LogMachine(RuleBasedStateMachine):
     @rule(request=st.integers(0, 4), num_groups=st.integers(1, 7))
     def add(self, request: int, num_groups: int) -> None:
         add(self.log, str(request), num_groups=num_groups)
+        self._last_ended(request, "moved")
         self.all.append((str(request), num_groups, []))
 
     @rule(request=st.integers(0, 4), outcome=st.sampled_from(["stop", "error"]))
     def end(self, request: int, outcome: str) -> None:
         self.log.ended(str(request), outcome)
+        self._last_ended(request, outcome)
+
+    def _last_ended(self, request: int, outcome: str) -> None:
         mine = [each for each in self.all if each[0] == str(request)]
         if mine and not mine[-1][2]:
             mine[-1][2].append(outcome)

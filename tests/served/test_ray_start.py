@@ -1,13 +1,17 @@
-"""A Ray node whose raylet is late, as one is that finds its port taken."""
+"""A Ray node that does not come up: its raylet is late, as one is that finds its port taken, or a
+signal ends us first."""
 
 import itertools
+import os
+import signal
+import tempfile
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray._private import node, services
+from ray._private import node, services, worker
 
 from quire.cluster.errors import StartFailed
 from quire.cluster.local import ray_session
@@ -56,3 +60,32 @@ def test_when_none_comes_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None
         ray_session(),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("number", "owner", "name", "happens"),
+    [(signal.SIGTERM, services, "get_node", False), (signal.SIGINT, worker, "connect", True)],
+)
+def test_a_signal_while_it_starts_leaves_nothing_behind(
+    number: signal.Signals, owner: Any, name: str, happens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = getattr(owner, name)
+    has_happened = []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(number)
+        result = step(*args, **options)
+        has_happened.append(True)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    before = signal.getsignal(number)
+    # Not pytest's own folder, whose name would make those of sockets too long.
+    with tempfile.TemporaryDirectory(prefix="q") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(KeyboardInterrupt), ray_session():
+            pass
+        assert os.listdir(folder) == []
+    assert signal.getsignal(number) is before
+    # Half a connection would crash this process at its end.
+    assert bool(has_happened) == happens

@@ -121,10 +121,12 @@ def serving(*flags: str, module: str = "quire") -> Iterator[tuple[subprocess.Pop
 
 
 @pytest.mark.usefixtures("no_process_is_left")
-def test_a_group_that_cannot_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_cannot_start_says_why_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", "1000"]
     assert main(["serve", *flags]) == 2
+    said = capsys.readouterr()
     assert re.search(
         r"quire: ReplicaGroup: ConfigError: .* 0 blocks .* kv_cache_memory_bytes=\d+ or more",
-        capsys.readouterr().err,
+        said.err,
     )
+    assert said.out.count("\n") == 1, "that it starts"

@@ -16,7 +16,7 @@ from quire.cluster.autoscaling.serve import ServePolicy
 from quire.cluster.autoscaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.config import ClusterConfig
 from quire.cluster.group.placement import placement_options
-from quire.cluster.local import check_ports, ended_by_signal, ray_session
+from quire.cluster.local import check_ports, ray_session
 from quire.cluster.settings import config_from
 from quire.cluster.start import Say, check_nodes, check_room, start_app
 from quire.cluster.tls import ServerTls
@@ -83,7 +83,8 @@ def running_app(
     each other there. ``gateway`` and ``group`` as for `build_app`.
 
     Raises:
-        StartFailed: A group or gateway failed as it started.
+        ConfigError: A group or gateway cannot start with these settings.
+        StartFailed: One failed as it started.
     """
     from ray import serve
 
@@ -99,8 +100,7 @@ def running_app(
 def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started."""
     cluster = running_cluster(config, ray_address=ray_address, say=partial(print, flush=True))
-    # A second time, since Ray has put a handler of its own in that place.
-    with ended_by_signal(), cluster as endpoints, ended_by_signal():
+    with cluster as endpoints:
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         scheme = "https" if config.tls_certificate else "http"

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from quire.cluster.admission.config import AdmissionConfig
@@ -128,11 +129,11 @@ class ClusterConfig:
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
             )
         for name in ("cpus_per_group", "drain_timeout_s", "handover_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more, and finite")
         for name in ("silence_timeout_s", "step_deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0, and finite")
         if self.max_group_deaths < 2:
             raise ConfigError(
                 f"max_group_deaths={self.max_group_deaths!r}: must be 2 or more, since 1 would "

@@ -8,22 +8,20 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
-import signal
 import socket
-import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.errors import StartFailed
+from quire.cluster.signals import ended_by_signal, ray_leaves_signals_alone
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
+    import psutil
     from ray._private.node import Node
 
 _log = logging.getLogger(__name__)
@@ -41,6 +39,7 @@ _ENVIRONMENT = {
 _CONNECT_S = 5.0
 _START_ATTEMPTS = 3
 _LAST_WORDS = 1000
+_KILLED_S = 10.0  # Until a killed process is gone, unless it hangs in the kernel.
 _OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
 
 
@@ -48,7 +47,8 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is
 def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
     """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end.
 
-    Yields where what Serve runs on one of its own logs.
+    Yields where what Serve runs on one of its own logs. SIGTERM and SIGHUP end the block as Ctrl-C
+    does, from before anything is started until all of it is gone.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -57,31 +57,35 @@ def ray_session(*, address: str | None = None) -> Iterator[Path | None]:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
-    if address is not None:
-        _check_address(address)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
-            raise ConfigError(
-                f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
-                "starts one, and without an address one is started for you"
-            ) from error
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signal())
+        if address is not None:
+            _check_address(address)
             stack.callback(ray.shutdown)
+            with ray_leaves_signals_alone():
+                _connect(address)
             yield None
-        return
-
-    # A folder of our own: short, for the sockets in it, and gone with the cluster.
-    folder = Path(tempfile.mkdtemp(prefix="quire-"))
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(ray.shutdown)
-            stack.enter_context(_on_the_loopback())
-            stack.enter_context(_apart_from_our_signals())
+            return
+        # A folder of our own: short, for the sockets in it, and gone with the cluster.
+        own = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(own))
+        stack.callback(ray.shutdown)
+        stack.enter_context(_on_the_loopback())
+        with ray_leaves_signals_alone():
             _start_node(folder)
-            yield folder / "session_latest" / "logs" / "serve"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield folder / "session_latest" / "logs" / "serve"
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
+        raise ConfigError(
+            f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
+            "starts one, and without an address one is started for you"
+        ) from error
 
 
 def _start_node(folder: Path) -> None:
@@ -90,9 +94,12 @@ def _start_node(folder: Path) -> None:
     A raylet has half a minute in which to say that it is there, and some never do, as when another
     process has taken a port that was found free for it. Ray then leaves what it had started behind.
     """
+    import psutil  # Ray brings it.
     import ray
 
+    us = psutil.Process()
     for attempt in range(_START_ATTEMPTS):
+        before = us.children()
         try:
             ray.init(
                 include_dashboard=False,
@@ -101,11 +108,16 @@ def _start_node(folder: Path) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-        except Exception as error:
+        except BaseException as error:
+            # Also where a signal came. What is still alive when the folder goes makes it anew.
+            started = [child for child in us.children() if child not in before]
+            ray.shutdown()  # In order, where all of it was there already.
+            _kill(started)
             node = _half_started(error)
-            if node is None:
+            if node is not None:
+                node.kill_all_processes(check_alive=False)  # Sees that they are gone.
+            if node is None or not isinstance(error, Exception):
                 raise
-            _kill(node)
             if attempt == _START_ATTEMPTS - 1:
                 raise StartFailed(
                     f"no Ray node of this machine's own started in {_START_ATTEMPTS} attempts "
@@ -128,21 +140,21 @@ def _half_started(error: BaseException) -> "Node | None":
     return None
 
 
-def _kill(node: "Node") -> None:
-    """Kills also what the node's raylet started, that notices a minute later that it is gone."""
-    import psutil  # Ray brings it.
+def _kill(started: "Iterable[psutil.Process]") -> None:
+    """Kills also what they started, which would notice a minute later that they are gone."""
+    import psutil
 
-    started = [
-        child
-        for infos in node.all_processes.values()
-        for info in infos
-        if psutil.pid_exists(info.process.pid)
-        for child in psutil.Process(info.process.pid).children(recursive=True)
-    ]
-    node.kill_all_processes(check_alive=False, wait=True)
-    for child in started:
+    found, unseen = [], list(started)
+    while unseen:
+        process = unseen.pop()
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            process.suspend()  # It starts nothing more behind our back.
+            unseen += process.children()
+            found.append(process)
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(found, timeout=_KILLED_S)
 
 
 def _last_words(folder: Path) -> str:
@@ -171,27 +183,6 @@ def _on_the_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = previous
-
-
-@contextlib.contextmanager
-def _apart_from_our_signals() -> Iterator[None]:
-    """Ray's processes get a process group each.
-
-    A terminal that closes and ``timeout`` signal the whole group of ours. Ray's head would be gone
-    at once, with nothing drained, and we would look for it for a minute.
-    """
-    from ray._private import services, utils
-
-    previous = services.ConsolePopen
-    # Where no process can be bound to the life of another, Ray ends them by their group.
-    if sys.platform == "linux" and utils.detect_fate_sharing_support():
-        services.ConsolePopen = partial(  # type: ignore[assignment,misc]
-            previous, process_group=0
-        )
-    try:
-        yield
-    finally:
-        services.ConsolePopen = previous  # type: ignore[misc]
 
 
 def _check_address(address: str) -> None:
@@ -229,23 +220,3 @@ def check_ports(config: ClusterConfig) -> None:
                     f"{name}={port}: cannot listen on {config.host}: {error.strerror}; take "
                     "another port, or 0 for any free one"
                 ) from error
-
-
-@contextlib.contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into KeyboardInterrupt, so that `with` blocks end as they do on
-    Ctrl-C; who is to survive a closing terminal (``nohup``) still does."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if previous[signal.SIGHUP] is signal.SIG_IGN:
-        del previous[signal.SIGHUP]
-    for number in previous:
-        signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt

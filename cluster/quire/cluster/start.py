@@ -24,6 +24,10 @@ Say = Callable[[str], object]
 _LOOK_EVERY_S = 0.1
 _GROUPS_TOLD_AFTER_S = 10.0
 _MAX_SHOWN_CHARS = 600
+_AGAIN = "failed as it started, and is started again"
+_OUR_ERRORS = "quire.worker.errors."
+# Which a second attempt would raise again.
+_HOPELESS = (f"{_OUR_ERRORS}ConfigError: ", f"{_OUR_ERRORS}CheckpointError: ")
 
 
 def start_app(
@@ -32,7 +36,8 @@ def start_app(
     """Runs ``app`` until it can route to ``num_groups`` groups; ``say`` hears what it waits for.
 
     Raises:
-        StartFailed: A group or gateway failed as it started.
+        ConfigError: A group or gateway cannot start with these settings.
+        StartFailed: One failed as it started.
     """
     from ray import serve
 
@@ -47,23 +52,32 @@ def start_app(
             say(f"  waiting: {reasons}")
 
     while (status := serve.status().applications[name]).status != "RUNNING":
-        reasons = obstacles(status.deployments)
+        if is_hopeless(status.deployments):
+            raise ConfigError(obstacles(status.deployments))
         if status.status == "DEPLOY_FAILED":
-            raise StartFailed(reasons or status.message)
-        tell(reasons)
+            raise StartFailed(obstacles(status.deployments) or status.message)
+        tell(obstacles(status.deployments, is_over=False))
         time.sleep(_LOOK_EVERY_S)
     while troubles := handle.wait_for_groups.remote(num_groups, _GROUPS_TOLD_AFTER_S).result():
         tell("; ".join(troubles))
     return handle
 
 
-def obstacles(deployments: "Mapping[str, DeploymentStatusOverview]") -> str:
-    """Why deployments do not run yet, as far as Serve has noticed."""
+def obstacles(
+    deployments: "Mapping[str, DeploymentStatusOverview]", *, is_over: bool = True
+) -> str:
+    """Why deployments do not run yet, as far as Serve has noticed. Unless the start ``is_over``,
+    an attempt that failed is told without its reason: Serve makes another, and the last one's will
+    be told."""
     return "; ".join(
-        f"{name}: {_in_short(deployment.message)}"
-        for name, deployment in deployments.items()
-        if deployment.message and deployment.status != "HEALTHY"
+        f"{name}: {_in_short(message) if is_over or not _raised(message) else _AGAIN}"
+        for name, message in _messages(deployments).items()
     )
+
+
+def is_hopeless(deployments: "Mapping[str, DeploymentStatusOverview]") -> bool:
+    """Whether one of them cannot start with its settings, however often Serve tries."""
+    return any(_raised(each).startswith(_HOPELESS) for each in _messages(deployments).values())
 
 
 def check_nodes(config: ClusterConfig) -> None:
@@ -97,10 +111,24 @@ def check_room(config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, flo
             )
 
 
+def _messages(deployments: "Mapping[str, DeploymentStatusOverview]") -> dict[str, str]:
+    return {
+        name: deployment.message
+        for name, deployment in deployments.items()
+        if deployment.message and deployment.status != "HEALTHY"
+    }
+
+
+def _raised(message: str) -> str:
+    """The last line of the traceback in ``message``; empty where there is none."""
+    if "Traceback" in message or "ray::" in message:
+        return message.strip().splitlines()[-1]
+    return ""
+
+
 def _in_short(message: str) -> str:
     """In one line; of a traceback, what was raised."""
-    if "Traceback" in message or "ray::" in message:
-        # Without the module that one of our own exceptions is from.
-        return message.strip().splitlines()[-1].removeprefix("quire.worker.errors.")
+    if raised := _raised(message):
+        return raised.removeprefix(_OUR_ERRORS)
     text = " ".join(message.split())
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"

@@ -26,7 +26,7 @@ def adjust_logits(
     frequency_S: Tensor,
     repetition_S: Tensor,
 ) -> None:
-    """`reference.adjust_logits`; rows of logits may lie apart."""
+    """`reference_sampling.adjust_logits`; rows of logits may lie apart."""
     num_pairs = len(rows_E)
     if num_pairs == 0:
         return

@@ -45,7 +45,7 @@ def sample(
     seed_S: Tensor,
     position_S: Tensor,
 ) -> Tensor:
-    """`reference.sample`: float32 logits, parameters on their device; int64 token ids there."""
+    """`reference_sampling.sample`: float32 logits, parameters on their device; int64 ids there."""
     num_rows, vocab_size = logits_SV.shape
     token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
     if num_rows == 0:

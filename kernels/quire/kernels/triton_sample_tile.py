@@ -46,7 +46,7 @@ def value_of(key):
 
 @triton.jit
 def weights_of(values, best_value, divisor):
-    """``reference.sampling_weights``, operation for operation."""
+    """``reference_sampling.sampling_weights``, operation for operation."""
     exponents = tl.maximum(tl.div_rn(values - best_value, divisor), -40.0)
     whole = tl.floor(exponents + 0.5)
     x = exponents - whole
@@ -63,7 +63,7 @@ def weights_of(values, best_value, divisor):
 
 @triton.jit
 def random_uniform(seed, position):
-    """``reference.random_uniform``."""
+    """``reference_sampling.random_uniform``."""
     state = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
     state += (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(state) >> 11).to(tl.int64).to(tl.float64) * (2.0**-53)

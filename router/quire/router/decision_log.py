@@ -36,7 +36,7 @@ class Explanation:
     waited_s: float | None = None
     """From the decision to the first token."""
     outcome: str = ""
-    """How the attempt ended; empty while it goes on."""
+    """How the attempt ended; empty while it goes on, or the request waits for another group."""
 
 
 class DecisionLog:
@@ -66,10 +66,14 @@ class DecisionLog:
         decided_at_s: float,
         policy: str,
         pressure: float | None,
+        moved_because: str = "",
     ) -> None:
+        """``moved_because``: why the attempt before this one ended, where there was one."""
         if not self.max_decisions:
             return
         former = self._latest.get(request_id)
+        if former is not None:  # Not before: a request that finds no other group has not moved.
+            self.ended(request_id, f"moved: {moved_because}" if moved_because else "moved")
         entry = Explanation(
             request_id=request_id,
             client_id=client_id,

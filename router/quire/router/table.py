@@ -108,7 +108,7 @@ class RoutingTable:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
         """
         with self._lock:
-            self._take_back(request_id)
+            self._forget(request_id)
             hashes = BlockHashes.of(hashes)
             held = self._held(hashes)
             now_s = self._clock()
@@ -129,7 +129,8 @@ class RoutingTable:
             self._num_routed[decision.reason] += 1
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
-                self._forget(oldest, "forgotten: too many are in flight")
+                self._forget(oldest)
+                self._log.ended(oldest, "forgotten: too many are in flight")
             group = self._members.groups[decision.group]
             use_directory = self._config.use_directory
             self._in_flight.add(
@@ -151,6 +152,7 @@ class RoutingTable:
                 decided_at_s=self._wall_clock(),
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
+                moved_because=moved_because,
             )
             return decision
 
@@ -182,7 +184,8 @@ class RoutingTable:
     def completed(self, request_id: str, *, outcome: str = "ended") -> None:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
-            self._forget(request_id, outcome)
+            self._forget(request_id)
+            self._log.ended(request_id, outcome)
 
     def explain(self, name: str) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
@@ -243,7 +246,7 @@ class RoutingTable:
             for group in self._members.groups.values():
                 group.expire(routed_before_s=timely_s)
             for request_id in self._in_flight.overdue_calls(routed_before_s=timely_s):
-                self._take_back(request_id)  # The log still hears of its end, should there be one.
+                self._forget(request_id)  # The log still hears of its end, should there be one.
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
@@ -290,11 +293,7 @@ class RoutingTable:
         lengths = np.frombuffer(overlap, dtype=np.int64)
         return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
-    def _forget(self, request_id: str, outcome: str) -> None:
-        self._take_back(request_id)
-        self._log.ended(request_id, outcome)
-
-    def _take_back(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)
         if request is not None:
             self._policy.finished(request.request, request.group.group_id)

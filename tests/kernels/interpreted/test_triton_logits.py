@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels import reference
+from quire.kernels import reference_sampling
 from quire.kernels.launch import ADJUST_BLOCK
 from quire.kernels.triton_logits import adjust_logits
 
@@ -38,6 +38,6 @@ def test_adjusting_touches_the_pairs_it_is_given_and_has_the_bits_of_the_twin(
     }
     got, want = wide.clone(), wide.clone()
     adjust_logits(got[:, :390], **arguments)
-    reference.adjust_logits(want[:, :390], **arguments)
+    reference_sampling.adjust_logits(want[:, :390], **arguments)
     assert torch.equal(got, want)
     assert (got != wide).sum() <= num_pairs

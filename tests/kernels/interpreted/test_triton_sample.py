@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels import reference
+from quire.kernels import reference_sampling
 from quire.kernels.launch import SAMPLE_BLOCK
 from quire.kernels.triton_sample import sample
 from quire.worker import sampler
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_twin_and_of_the_engine(vocab_size: int) -> None
     wide = torch.full((12, vocab_size + 7), 1e9)
     wide[:, :vocab_size] = rows
     got = sample(wide[:, :vocab_size], **params).tolist()
-    assert got == reference.sample(rows, **params).tolist()
+    assert got == reference_sampling.sample(rows, **params).tolist()
     assert got == by_engine(rows, params)
 
 
@@ -71,7 +71,7 @@ def test_logits_that_tie_are_kept_by_the_lowest_id() -> None:
     params = parameters(24, seed=5)
     params["temperature_S"].clamp_(min=0.5)
     got = sample(rows, **params).tolist()
-    assert got == reference.sample(rows, **params).tolist()
+    assert got == reference_sampling.sample(rows, **params).tolist()
     assert got == by_engine(rows, params)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import reference_sampling
 from quire.worker.staging import Array, stage
 from quire.worker.step import Floats, Ints, SamplingBatch, StepOutput, TokenLogprobs
 
@@ -26,8 +26,8 @@ class DeviceSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sample: Callable[..., Tensor] = reference.sample
-        self._adjust: Callable[..., None] = reference.adjust_logits
+        self._sample: Callable[..., Tensor] = reference_sampling.sample
+        self._adjust: Callable[..., None] = reference_sampling.adjust_logits
         if device.type == "cuda":
             from quire.kernels import triton_logits, triton_sample
 
@@ -144,7 +144,7 @@ def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, *, num_top: int) -> list[T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """The penalties and bans of a step, as `reference.adjust_logits` takes them."""
+    """The penalties and bans of a step, as `reference_sampling.adjust_logits` takes them."""
 
     rows_E: Ints
     token_ids_E: Ints

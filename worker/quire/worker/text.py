@@ -209,7 +209,10 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         except Exception as error:  # The library raises no narrower type.
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
     if not (folder / "tokenizer.model").is_file():
-        raise CheckpointError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+        raise CheckpointError(
+            f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
+            "checkpoint?"
+        )
     # Older checkpoints: transformers knows how to convert them, once, in seconds.
     from transformers import AutoTokenizer
 

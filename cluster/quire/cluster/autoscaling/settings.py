@@ -49,8 +49,9 @@ class AutoscalingSettings:
                 f"max_groups={self.max_groups!r}: must be 1 or more, and not below "
                 f"min_groups={self.min_groups!r}"
             )
+        # Said so that no comparison with NaN passes for a right value.
         for name in ("target_ttft_s", "recover_s", "start_wait_s"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("max_kv_use", "max_busy", "down_use"):
             if not 0 < getattr(self, name) <= 1:
@@ -58,10 +59,10 @@ class AutoscalingSettings:
                     f"{name}={getattr(self, name)!r}: must be a share above 0 and up to 1"
                 )
         for name in ("down_delay_s", "down_step_s"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
         # What Serve still remembers of a queue would wake the group again that has just gone.
-        if self.idle_delay_s < LOOK_BACK_S + 2 * METRICS_INTERVAL_S:
+        if not self.idle_delay_s >= LOOK_BACK_S + 2 * METRICS_INTERVAL_S:
             raise ConfigError(
                 f"idle_delay_s={self.idle_delay_s!r}: must be "
                 f"{LOOK_BACK_S + 2 * METRICS_INTERVAL_S:g} or more"

@@ -4,7 +4,9 @@ say which server is asked."""
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,6 +60,19 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
             shown = " ".join(map(str, default)).replace("%", "%%")
             return f"{action.help} (default: {shown})"
         return super()._get_help_string(action)
+
+
+def finite(text: str) -> float:
+    """The type of a flag: a number, but neither NaN nor infinite.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no such number.
+    """
+    with suppress(ValueError):
+        number = float(text)
+        if isfinite(number):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,10 @@ from quire.cluster.cli.help import (
     server_of,
 )
 from quire.cluster.cli.simulate import add_simulate_parser
-from quire.worker.errors import QuireError
+from quire.worker.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
+
+_BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
+"""What whoever typed the command can mend, as argparse's refusals, and with their exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, _BAD_USAGE) else 1
+    except BrokenPipeError:  # Whoever read it, such as `head`, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For what is left to write.
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # No file of the user's: our own mistake, or Ray's.
+        print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return status
@@ -110,17 +122,30 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from quire.cluster.client import generate_to_stdout
 
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     return generate_to_stdout(
-        prompt,
+        _text("prompt", _piped() if arguments.prompt == "-" else arguments.prompt),
         server=server_of(arguments),
-        system=arguments.system,
+        system=None if arguments.system is None else _text("system", arguments.system),
         chat=arguments.chat or arguments.system is not None,
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
+
+
+def _piped() -> str:
+    """Standard input, whatever the locale; like arguments, with stand-ins for what is no text."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape")
+
+
+def _text(name: str, given: str) -> str:
+    """Raises InvalidRequest: there are bytes in ``given`` that are no text."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name}: is not UTF-8 at character {error.start}") from error
+    return given
 
 
 def _version() -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
 from quire.worker.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--output-len", type=int, default=128, help="tokens generated where a request says nothing")
     add("--block-size", type=int, help="tokens that a block of the trace stands for")
     add("--num-requests", type=int, help="only the first so many")
-    add("--spread-ms", type=float, default=0.0, help="put off each arrival by up to so much")
+    add("--spread-ms", type=finite, default=0.0, help="put off each arrival by up to so much")
 
     add = parser.add_argument_group("what to compare").add_argument
     add("--policy", nargs="+", default=["prefix_aware"], help="routing policies; 'all' of them")
     add("--num-groups", type=int, nargs="+", default=[16], help="replica groups")
-    add("--speed", type=float, nargs="+", default=[1.0], help="times as fast as it was recorded")
+    add("--speed", type=finite, nargs="+", default=[1.0], help="times as fast as it was recorded")
     add(
         "--ttft-target-s",
-        type=float,
+        type=finite,
         help="instead of --speed, find the fastest one at which 99%% of requests wait no longer",
     )
 
@@ -72,12 +72,12 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--num-gateways", type=int, default=1, help="gateways that know nothing of each other")
-    add("--event-lag-s", type=float, default=0.0, help="block events arrive so late")
-    add("--event-loss", type=float, default=0.0, help="share of block events lost for good")
-    add("--slow-factor", type=float, default=1.0, help="every fourth group is so much slower")
+    add("--event-lag-s", type=finite, default=0.0, help="block events arrive so late")
+    add("--event-loss", type=finite, default=0.0, help="share of block events lost for good")
+    add("--slow-factor", type=finite, default=1.0, help="every fourth group is so much slower")
     add(
         "--contention",
-        type=float,
+        type=finite,
         default=0.0,
         help="groups that share cores: 0.2 makes a step a fifth longer for each other busy group",
     )
@@ -103,6 +103,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from quire.router.simulate.group import EngineConfig
     from quire.router.simulate.run import SimulationConfig
 
+    if arguments.event_lag_s < 0:
+        raise ConfigError(f"event_lag_s={arguments.event_lag_s}: must not be negative")
     sweep = Sweep(
         base=SimulationConfig(
             num_gateways=arguments.num_gateways,

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Resumes
 from quire.cluster.gateway.explanations import routing_message
 from quire.cluster.gateway.telemetry import Telemetry
@@ -45,9 +46,11 @@ class Completion:
         telemetry: Telemetry,
         config: CompletionConfig,
         resumes: Resumes | None = None,
+        ending: Ending | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``resumes``: what it shares with the gateway's other completions."""
+        """``resumes``: what it shares with the gateway's other completions. ``ending``: what with
+        those of its own request."""
         self._request = request
         self._attempts = Attempts(
             request,
@@ -58,6 +61,7 @@ class Completion:
             resumes=resumes or Resumes(config.resume, clock=clock),
             clock=clock,
         )
+        self._ending = ending or Ending()
         self._table = table
         self._telemetry = telemetry
         self._clock = clock
@@ -80,7 +84,7 @@ class Completion:
             Quarantined: Too many groups died under it.
             Unavailable: There is no group, or too many were lost on the way.
         """
-        outcome = "error"
+        outcome, detail = "error", ""
         try:
             while not self._finish_reason:
                 stream = await self._attempts.begin(self._token_ids)
@@ -99,17 +103,21 @@ class Completion:
                     self._attempts.lose(self._error)
             outcome = _OUTCOMES[self._finish_reason]
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
+            outcome, detail = self._ending.of_closed(now_s=self._clock(), lost=self._error)
             raise
-        except (Quarantined, Unavailable) as error:
-            name, known_as = self._request.request_id, self._request.client_id or "no name"
-            num_tokens = len(self._token_ids)
-            _log.warning("%s (%s) fails after %d tokens: %s", name, known_as, num_tokens, error)
+        except QuireError as error:
+            detail = str(error)
+            if isinstance(error, (Quarantined, Unavailable)):
+                name, known_as = self._request.request_id, self._request.client_id or "no name"
+                num_tokens = len(self._token_ids)
+                _log.warning("%s (%s) fails after %d tokens: %s", name, known_as, num_tokens, error)
             raise
         finally:
             self._attempts.is_over = True
-            detail = f": {self._error}" if outcome == "error" and self._error else ""
-            self._table.completed(self._request.request_id, outcome=outcome + detail)
+            if outcome == "error":
+                self._ending.is_failed = True
+            told = f"{outcome}: {detail}" if detail else outcome
+            self._table.completed(self._request.request_id, outcome=told)
             self._telemetry.completions.labels(outcome).inc()
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:

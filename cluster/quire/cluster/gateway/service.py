@@ -19,6 +19,7 @@ from quire.cluster.admission.ticket import Ticket
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Resumes
 from quire.cluster.gateway.deadline import late, until
 from quire.cluster.gateway.generation import Chat, Generation, GenerationRequest, numbered
@@ -252,9 +253,11 @@ class Gateway:
             priority=first.priority,
             deadline_s=first.deadline_s,
         )
+        ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
         with self._inflight.entered(num_completions):
             async with self.admission.admit(ticket):
-                chunks = merge([self.completion(each).stream() for each in numbered(generations)])
+                completions = [self.completion(each, ending) for each in numbered(generations)]
+                chunks = merge([completion.stream() for completion in completions])
                 if first.deadline_s < inf:
                     chunks = until(first.deadline_s, chunks, clock=self._clock)
                 self.admission.sending(ticket)
@@ -263,7 +266,7 @@ class Gateway:
                         self.admission.took(ticket, num_tokens=len(chunk.token_ids))
                         yield chunk
 
-    def completion(self, request: CompletionRequest) -> Completion:
+    def completion(self, request: CompletionRequest, ending: Ending) -> Completion:
         """One completion over this gateway's groups, not begun and not admitted."""
         return Completion(
             request,
@@ -273,6 +276,7 @@ class Gateway:
             telemetry=self.telemetry,
             config=self.config.completion,
             resumes=self._resumes,
+            ending=ending,
             clock=self._clock,
         )
 

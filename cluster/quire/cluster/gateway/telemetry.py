@@ -30,7 +30,7 @@ class Telemetry:
         histogram = partial(Histogram, registry=registry)
         self.completions = counter(
             "quire_completions",
-            "Completions that ended, by outcome: stop, length, cancelled or error.",
+            "Completions that ended, by outcome: stop, length, cancelled, deadline or error.",
             ["outcome"],
         )
         self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens of completions begun.")

@@ -110,7 +110,10 @@ def read_workload(
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"workload {file}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest(
+            f"workload {file}: {reason}; give a text file with one JSON object a line"
+        ) from None
     loaded: list[Tokenizer] = []
 
     def get_tokenizer() -> Tokenizer:

@@ -1,0 +1,111 @@
+"""What the kernels behind the logits must compute, in plain PyTorch: the oracle, as `reference` is.
+
+Runs on any device. Weights are integers and their exponential is one of our own, since sums and
+exponentials of devices differ in their last bits, which a token would show.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# S rows that sample   V vocabulary   E pairs of a row and a token
+
+
+def adjust_logits(
+    logits_SV: Tensor,
+    *,
+    rows_E: Tensor,
+    token_ids_E: Tensor,
+    counts_E: Tensor,
+    presence_S: Tensor,
+    frequency_S: Tensor,
+    repetition_S: Tensor,
+) -> None:
+    """Penalties and bans on distinct (row, token) pairs of float32 logits, in place.
+
+    A pair's token has been seen in the row's prompt or output, ``count`` times in its output; -1
+    bans it. The repetition penalty (Keskar et al. 2019) takes every seen token, the other two
+    those of the output. Pairs are int32, the penalties of the rows float32.
+    """
+    values_E = logits_SV[rows_E, token_ids_E]
+    repetition_E = repetition_S[rows_E]
+    values_E = torch.where(values_E > 0, values_E / repetition_E, values_E * repetition_E)
+    lowered_E = values_E - (frequency_S[rows_E] * counts_E + presence_S[rows_E])
+    values_E = torch.where(counts_E > 0, lowered_E, values_E)
+    logits_SV[rows_E, token_ids_E] = values_E.masked_fill(counts_E < 0, float("-inf"))
+
+
+def sample(
+    logits_SV: Tensor,
+    *,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    position_S: Tensor,
+) -> Tensor:
+    """Draws a token of each row of float32 logits; int64 ids, of the lowest id among equals.
+
+    ``temperature``, ``top_p`` and ``min_p`` are float32, ``top_k`` is int32, 0 for no limit,
+    ``seed`` and ``position`` are int64. Temperature 0 takes the greatest logit. Else top-k and
+    min-p limit the row, then top-p what they have left; the row's one random number, a hash of
+    (seed, position), picks among the rest in the order of their ids, by integer weights.
+    """
+    token_ids_S = logits_SV.argmax(dim=-1)
+    for row in torch.nonzero(temperature_S > 0)[:, 0].tolist():
+        logits_V, temperature = logits_SV[row], temperature_S[row]
+        values_V, ids_V = logits_V.sort(descending=True, stable=True)
+        floor = values_V[0].double() + temperature.double() * min_p_S[row].double().log()
+        size = min(int(top_k_S[row]) or len(ids_V), int((values_V.double() >= floor).sum()))
+        weights_V = sampling_weights(values_V[:size], temperature=temperature)
+        before_V = weights_V.cumsum(0) - weights_V
+        if top_p_S[row] < 1:
+            wanted = float(top_p_S[row]) * int(weights_V.sum())
+            weights_V = weights_V[before_V < wanted]
+        kept_V = torch.zeros_like(logits_V, dtype=torch.int64)
+        kept_V[ids_V[: len(weights_V)]] = weights_V
+        uniform = random_uniform(int(seed_S[row]), int(position_S[row]))
+        total = int(kept_V.sum())
+        target = min(int(uniform * total), total - 1)
+        token_ids_S[row] = torch.searchsorted(kept_V.cumsum(0), target, right=True)
+    return token_ids_S
+
+
+def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
+    """``floor(2**32 * exp((logit - greatest) / temperature))`` as int64, the same everywhere.
+
+    The exponential is a polynomial of its own, each operation rounded to float32: the ones that
+    devices bring differ in their last bits.
+    """
+    exponents_V = (logits_V - logits_V.max()) / (temperature * math.log(2))
+    exponents_V = exponents_V.clamp_min(-40.0)
+    whole_V = (exponents_V + 0.5).floor()
+    x_V = exponents_V - whole_V
+    power_V = torch.full_like(x_V, _EXP2[0])
+    for coefficient in _EXP2[1:]:
+        power_V = power_V * x_V
+        power_V = power_V + coefficient
+    scale_V = ((whole_V.int() + 159) << 23).view(torch.float32)
+    return (power_V * scale_V).long()
+
+
+_EXP2 = (
+    *(1.5252734e-05, 1.5403530e-04, 1.3333558e-03, 9.6181291e-03),
+    *(5.5504109e-02, 2.4022651e-01, 6.9314718e-01, 1.0),
+)
+"""``2**x`` from -1/2 to 1/2, ``ln(2)**n / n!`` for n from 7 to 0: wrong by 5e-9."""
+
+
+def random_uniform(seed: int, position: int) -> float:
+    """A number in [0, 1): SplitMix64 (Steele, Lea, Flood 2014), begun from the hashed seed."""
+    golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    state = mix((seed + golden) & mask)
+    return (mix((state + golden * (position + 1)) & mask) >> 11) * 2.0**-53

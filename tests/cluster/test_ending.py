@@ -1,0 +1,109 @@
+"""What is said of completions that ended otherwise than by themselves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cluster.errors import Unavailable
+from quire.cluster.failover.completion import Completion
+from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.ending import Ending
+from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.groups import Groups
+from quire.cluster.model_card import Expectation, ModelCard
+from quire.router.directory import GroupId
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2
+from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+LOST = QuireError("g0 died")
+
+
+@pytest.mark.parametrize(
+    ("ending", "now_s", "lost", "told"),
+    [
+        (Ending(), 1e9, None, ("cancelled", "")),
+        (Ending(arrival_s=100, deadline_s=110), 105, None, ("cancelled", "")),
+        (Ending(arrival_s=100, deadline_s=110), 110, None, ("deadline", "passed before the end")),
+        # A gRPC client with 1.001 s left says 1.01 s, and cancels when its own are over.
+        (Ending(arrival_s=100, deadline_s=101.01), 101.0, None, ("deadline", "passed before the")),
+        (Ending(deadline_s=10), 3, LOST, ("cancelled", "while it waited for another group (g0 d")),
+        (Ending(deadline_s=10), 12, LOST, ("deadline", "passed while it waited for another group")),
+        (Ending(deadline_s=10, is_failed=True), 12, None, ("cancelled", "another completion of t")),
+    ],
+)
+def test_what_is_closed_is_told_by_whom(
+    ending: Ending, now_s: float, lost: QuireError | None, told: tuple[str, str]
+) -> None:
+    outcome, detail = ending.of_closed(now_s=now_s, lost=lost)
+    assert outcome == told[0]
+    assert detail.startswith(told[1])
+    assert bool(detail) == bool(told[1])
+
+
+class Refusing(Groups):
+    """Groups of which each answers with ``error`` and, if it is to, is the last one seen."""
+
+    error: group_pb2.GroupError
+    are_gone = False
+
+    def submit(self, group_id: GroupId, submit: group_pb2.Submit, **_: Any) -> GroupStream:
+        stream = GroupStream(
+            submit, window=8, on_abort=lambda _: None, on_credit=lambda *_: None, epoch=1
+        )
+        stream.push(group_pb2.TokenDelta(error=self.error))
+        if self.are_gone:
+            self._table.update_members([])
+        return stream
+
+
+@pytest.mark.parametrize(
+    ("code", "are_gone", "raised", "outcomes"),
+    [
+        ("INVALID_REQUEST", False, InvalidRequest, ["error: by the group"]),
+        ("QUEUE_FULL", False, QueueFull, ["moved: by the group", "error: by the group"]),
+        # With nobody left to go to, it has not moved.
+        ("GROUP_FAILED", True, Unavailable, ["error: no replica group can take the request after"]),
+    ],
+)
+async def test_what_failed_is_told_with_why_at_its_last_attempt(
+    code: str, are_gone: bool, raised: type[Exception], outcomes: list[str], model: Any
+) -> None:
+    table = RoutingTable(block_size=4)
+    groups = Refusing(table=table, expected=Expectation(model="m", block_size=4))
+    groups.error = group_pb2.GroupError(code=code, message="by the group")
+    groups.are_gone = are_gone
+    table.update_members([GroupId("a"), GroupId("b")])
+    ending = Ending()
+    completion = Completion(
+        CompletionRequest(
+            request_id="r",
+            index=0,
+            model=ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4)),
+            prompt_token_ids=np.arange(5, dtype=np.uint32),
+            hashes=[],
+            params=SamplingParams(seed=1, max_tokens=2),
+            cache_salt="",
+            arrival_s=0.0,
+        ),
+        groups=groups,
+        table=table,
+        tokenizer=model.tokenizer,
+        telemetry=Telemetry(groups=groups, table=table),
+        config=CompletionConfig(group_wait_s=0, resume_wait_s=0),
+        ending=ending,
+    )
+    with pytest.raises(raised):
+        async for _ in completion.stream():
+            pass
+    await groups.close()
+    told = [each.outcome for each in table.explain("r")]
+    assert len(told) == len(outcomes)
+    assert all(map(str.startswith, told, outcomes)), told
+    assert "by the group" in told[-1]
+    assert ending.is_failed, "its siblings are told"

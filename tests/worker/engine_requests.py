@@ -1,0 +1,53 @@
+"""Requests for an engine of the conftest's model, and running them to their ends.
+
+Blocks have 4 tokens in these tests, and the end token is 1.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.worker.engine import Engine
+from quire.worker.hashing import as_token_ids
+from quire.worker.request import Request, TokenDelta
+from quire.worker.sampling_params import SamplingParams
+
+MakeEngine = Callable[..., tuple[Engine, Any]]
+Generate = Callable[..., tuple[list[int], str]]
+Tokens = dict[str, list[int]]
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int | None = 4,
+    resumed: Sequence[int] = (),
+    salt: str = "",
+    **params: Any,
+) -> Request:
+    defaults: dict[str, Any] = {"seed": 0, "ignore_eos": True}
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=as_token_ids(prompt),
+        params=SamplingParams(max_tokens=max_tokens, **{**defaults, **params}),
+        resumed_token_ids=as_token_ids(resumed),
+        cache_salt=salt,
+    )
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, TokenDelta]:
+    """Runs to the end; returns each request's last output, with all of its tokens."""
+    for one in requests:
+        engine.add_request(one)
+    ended: dict[str, TokenDelta] = {}
+    tokens: dict[str, tuple[int, ...]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
+            if output.finish_reason:
+                ended[output.request_id] = output._replace(token_ids=tokens[output.request_id])
+    return ended
+
+
+def range_prompt(length: int, *, first: int = 2) -> list[int]:
+    return [(first + index) % 50 for index in range(length)]
