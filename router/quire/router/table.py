@@ -144,7 +144,6 @@ class RoutingTable:
                 now_s=now_s,
                 is_submitted=is_submitted,
             )
-            self._log.ended(request_id, f"moved: {moved_because}" if moved_because else "moved")
             self._log.add(
                 request_id,
                 decision,
