@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.routing import held_out, synthetic
+from bench.routing import held_out, synthetic, synthetic_more
 from bench.routing.made_up import made_up_trace
 
 from quire.router.simulate.capacity import find_capacity
@@ -39,13 +39,14 @@ class Source(NamedTuple):
     """How coarse its clock is: seeds differ in where in between a request arrives."""
 
 
-MADE_UP = {**synthetic.WORKLOADS, **held_out.WORKLOADS}
+MADE_UP = {**synthetic.WORKLOADS, **synthetic_more.WORKLOADS, **held_out.WORKLOADS}
 SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
     **{name: Source(None, 2.0, 0.0) for name in MADE_UP},
-    "contrast": Source(None, 20.0, 0.0),
+    # Where prompts take seconds each.
+    **dict.fromkeys(("contrast", "huge"), Source(None, 20.0, 0.0)),
 }
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},

@@ -1,157 +1,99 @@
-"""More workloads made up from a seed, written after the policy's last change to examine it.
+"""Workloads made up from a seed, written when the policy of docs/decisions/0029 was final, to
+examine it: to be run last, and not to be tuned on.
 
-    rollouts   a question asked 4 to 16 times at once, behind one of three instructions
-    branches   searches in a tree: each node goes on in two or three of the answers before it
-    editor     completions in a file of 1,000 to 12,000 tokens that changes somewhere before the
-               end from one keystroke to the next; few tokens, 40 files in a repository
-    one        the same 3,000 tokens before everything, and texts that share nothing behind them
-    shifting   40 of 800 tenants have nearly all of the load, other ones every three minutes
-    contrast   chats beside prompts of 30,000 to 100,000 tokens that nobody else has
-    reasoning  short questions of two or three turns, answers of 1,000 to 6,000 tokens
-    mixture    chats, answers from a store of documents, agents and jobs in turn, on one cluster
-
-As with `bench.routing.synthetic` the sizes are guesses; what is found here is not to be tuned on.
+    support   one tenant has more than half of the chats, thirty small ones the rest; in waves
+    voice     10 to 40 short turns, seconds apart
+    extract   every minute 200 documents that share nothing, behind one of three schemas
+    judge     answers to be judged, each by five of 40 rubrics of 1,000 to 5,000 tokens before it
+    codebase  questions on 25 texts of 20,000 to 60,000 tokens that many share
+    profiles  a prompt for each of 40 firms, behind it one of 2,000 users, behind that a message
 """
 
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
+from math import pi, sin
 from random import Random
 
-from bench.routing.made_up import NUM_REQUESTS, Chain, Workload, blocks, popular, row
+from bench.routing.made_up import Workload, begun, blocks, popular, row
 
 from quire.router.simulate.trace import Row
 
 
-def _rollouts(rng: Random) -> Iterator[Row]:
-    instructions = [blocks(("instruction", i), rng.randint(500, 4_000)) for i in range(3)]
-    at_ms = 0.0
-    for question in count():
-        at_ms += rng.expovariate(1 / 800)
-        chain = rng.choice(instructions) + blocks(question, rng.randint(100, 3_000))
-        for _ in range(rng.choice((4, 8, 16))):
-            yield row(at_ms, chain, rng.randint(200, 2_000), rng)
+def _support(rng: Random) -> Iterator[Row]:
+    small = [blocks(("tenant", i), rng.randint(500, 4_000)) for i in range(30)]
+    main, at_ms = blocks("main", 6_000), 0.0
+    for number in count():
+        wave = 1 + 0.7 * sin(2 * pi * at_ms / 120_000)
+        at_ms += rng.expovariate(wave / 400)
+        chain = main if rng.random() < 0.6 else rng.choice(small)
+        turn_ms = at_ms
+        for turn in range(rng.randint(2, 6)):
+            chain += blocks((number, turn), rng.randint(30, 700))
+            yield row(turn_ms, chain, rng.randint(80, 300), rng)
+            turn_ms += 8_000 + rng.expovariate(1 / 15_000)
 
 
-def _branches(rng: Random) -> Iterator[Row]:
-    """A level of a search is asked when the one before it has been answered."""
-    start_ms = 0.0
-    for search in count():
-        start_ms += rng.expovariate(1 / 5_000)
-        at_ms, level = start_ms, [blocks(search, rng.randint(1_000, 8_000))]
-        for depth in range(rng.randint(2, 6)):
-            for chain in level:
-                yield row(at_ms, chain, rng.randint(100, 500), rng)
-            kept = rng.sample(level, min(len(level), 3))
-            level = [
-                chain + blocks((search, depth, parent, child), rng.randint(150, 600))
-                for parent, chain in enumerate(kept)
-                for child in range(rng.randint(2, 3))
-            ]
-            at_ms += 4_000 + rng.expovariate(1 / 2_000)
-
-
-def _editor(rng: Random) -> Iterator[Row]:
-    repositories = [blocks(("repository", i), rng.randint(500, 3_000)) for i in range(40)]
-    start_ms = 0.0
-    for session in count():
-        start_ms += rng.expovariate(1 / 3_000)
-        at_ms = start_ms
-        shared = repositories[popular(rng, len(repositories))]
-        file = blocks(("file", session), rng.randint(1_000, 12_000))
-        for keystroke in range(rng.randint(5, 60)):
-            # What stands behind a change has other blocks from then on.
-            begin = rng.randint(len(file) // 2, len(file))
-            file = file[:begin] + blocks((session, keystroke), 128 * (len(file) - begin))
-            yield row(at_ms, shared + file, rng.randint(5, 60), rng)
-            at_ms += 300 + rng.expovariate(1 / 1_500)
-
-
-def _one(rng: Random) -> Iterator[Row]:
-    beginning = blocks("one", 3_000)
+def _voice(rng: Random) -> Iterator[Row]:
+    systems = [blocks(("system", i), rng.randint(800, 1_600)) for i in range(10)]
     at_ms = 0.0
     for number in count():
-        at_ms += rng.expovariate(1 / 100)
-        chain = beginning + blocks(number, rng.randint(0, 4_000))
-        yield row(at_ms, chain, rng.randint(5, 400), rng)
+        at_ms += rng.expovariate(1 / 1_500)
+        chain, turn_ms = systems[popular(rng, len(systems))], at_ms
+        for turn in range(rng.randint(10, 40)):
+            chain += blocks((number, turn), rng.randint(40, 260))
+            yield row(turn_ms, chain, rng.randint(20, 80), rng)
+            turn_ms += 2_000 + rng.expovariate(1 / 3_000)
 
 
-def _shifting(rng: Random) -> Iterator[Row]:
-    tenants = [blocks(("tenant", i), rng.randint(1_000, 8_000)) for i in range(800)]
-    at_ms, shift_ms = 0.0, 180_000.0
+def _extract(rng: Random) -> Iterator[Row]:
+    schemas = [blocks(("schema", i), rng.randint(1_000, 3_000)) for i in range(3)]
+    for batch in count():
+        schema = rng.choice(schemas)
+        for number in range(200):
+            chain = schema + blocks((batch, number), rng.randint(2_000, 10_000))
+            yield row(batch * 60_000 + rng.random() * 20_000, chain, rng.randint(50, 300), rng)
+
+
+def _judge(rng: Random) -> Iterator[Row]:
+    rubrics = [blocks(("rubric", i), rng.randint(1_000, 5_000)) for i in range(40)]
+    at_ms = 0.0
+    for number in count():
+        at_ms += rng.expovariate(1 / 700)
+        num_tokens = rng.randint(500, 4_000)
+        for rubric in rng.sample(range(len(rubrics)), 5):
+            chain = rubrics[rubric] + blocks((number, rubric), num_tokens)
+            yield row(at_ms, chain, rng.randint(5, 120), rng)
+
+
+def _codebase(rng: Random) -> Iterator[Row]:
+    texts = [blocks(("text", i), rng.randint(20_000, 60_000)) for i in range(25)]
+    at_ms = 0.0
+    for number in count():
+        at_ms += rng.expovariate(1 / 1_200)
+        chain, turn_ms = texts[popular(rng, len(texts))], at_ms
+        for turn in range(rng.randint(1, 5)):
+            chain += blocks((number, turn), rng.randint(50, 1_500))
+            yield row(turn_ms, chain, rng.randint(100, 700), rng)
+            turn_ms += 10_000 + rng.expovariate(1 / 20_000)
+
+
+def _profiles(rng: Random) -> Iterator[Row]:
+    firms = [blocks(("firm", i), rng.randint(1_000, 3_000)) for i in range(40)]
+    users = [(popular(rng, len(firms)), rng.randint(200, 2_000)) for _ in range(2_000)]
+    at_ms = 0.0
     for number in count():
         at_ms += rng.expovariate(1 / 150)
-        now = int(at_ms // shift_ms) * 40
-        tenant = (now + popular(rng, 40)) if rng.random() < 0.95 else rng.randrange(len(tenants))
-        chain = tenants[tenant % len(tenants)] + blocks(number, rng.randint(20, 1_000))
-        yield row(at_ms, chain, rng.randint(20, 300), rng)
-
-
-def _contrast(rng: Random) -> Iterator[Row]:
-    at_ms = 0.0
-    for number in count():
-        at_ms += rng.expovariate(1 / 2_500)
-        if rng.random() < 0.2:
-            chain = blocks(("long", number), rng.randint(30_000, 100_000))
-            yield row(at_ms, chain, rng.randint(100, 800), rng)
-            continue
-        yield from _chat(rng, at_ms, ("short", number), blocks(("system", number % 20), 800))
-
-
-def _reasoning(rng: Random) -> Iterator[Row]:
-    at_ms = 0.0
-    for number in count():
-        at_ms += rng.expovariate(1 / 1_000)
-        chain, turn_ms = blocks("system", 600), at_ms
-        for turn in range(rng.randint(1, 3)):
-            chain += blocks((number, turn), rng.randint(30, 800))
-            yield row(turn_ms, chain, rng.randint(1_000, 6_000), rng)
-            turn_ms += 40_000 + rng.expovariate(1 / 30_000)
-
-
-def _mixture(rng: Random) -> Iterator[Row]:
-    systems = [blocks(("system", i), rng.randint(300, 3_000)) for i in range(30)]
-    documents = [rng.randint(500, 2_000) for _ in range(500)]
-    tools = [blocks(("tools", i), rng.randint(3_000, 12_000)) for i in range(6)]
-    at_ms = 0.0
-    for number in count():
-        at_ms += rng.expovariate(1 / 900)
-        kind = rng.choices(("chat", "store", "agent", "job"), (40, 45, 10, 5))[0]
-        if kind == "chat":
-            yield from _chat(rng, at_ms, number, systems[popular(rng, len(systems))])
-        elif kind == "store":
-            path = [popular(rng, len(documents)) for _ in range(3)]
-            chain = blocks("store", 600)
-            for i, document in enumerate(path):
-                chain += blocks(("store", *path[: i + 1]), documents[document])
-            yield row(at_ms, chain, rng.randint(50, 400), rng)
-        elif kind == "agent":
-            yield from _chat(rng, at_ms, number, tools[popular(rng, len(tools))], think_ms=3_000)
-        else:
-            examples = blocks(("job", number), rng.randint(4_000, 16_000))
-            for _ in range(rng.randint(10, 60)):
-                yield row(at_ms + rng.random() * 8_000, examples, rng.randint(2, 60), rng)
-
-
-def _chat(
-    rng: Random, at_ms: float, name: object, chain: Chain, *, think_ms: float = 25_000
-) -> Iterator[Row]:
-    for turn in range(rng.randint(1, 10)):
-        chain += blocks((name, turn), rng.randint(50, 1_500))
-        yield row(at_ms, chain, rng.randint(30, 600), rng)
-        at_ms += think_ms / 5 + rng.expovariate(1 / think_ms)
-
-
-def _begun(endless: Workload) -> Workload:
-    return lambda rng: islice(endless(rng), NUM_REQUESTS)
+        user = popular(rng, len(users))
+        firm, num_tokens = users[user]
+        chain = firms[firm] + blocks(("user", user), num_tokens)
+        yield row(at_ms, chain + blocks(number, rng.randint(50, 1_000)), rng.randint(30, 400), rng)
 
 
 WORKLOADS: dict[str, Workload] = {
-    "rollouts": _begun(_rollouts),
-    "branches": _begun(_branches),
-    "editor": _begun(_editor),
-    "one": _begun(_one),
-    "shifting": _begun(_shifting),
-    "contrast": _begun(_contrast),
-    "reasoning": _begun(_reasoning),
-    "mixture": _begun(_mixture),
+    "support": begun(_support),
+    "voice": begun(_voice),
+    "extract": begun(_extract),
+    "judge": begun(_judge),
+    "codebase": begun(_codebase),
+    "profiles": begun(_profiles),
 }

@@ -1,6 +1,7 @@
 """What made-up workloads are made with."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from random import Random
 from typing import TypeAlias
 
@@ -14,6 +15,11 @@ NUM_REQUESTS = 8_000
 Chain: TypeAlias = tuple[BlockHash, ...]
 Workload: TypeAlias = Callable[[Random], Iterator[Row]]
 """`NUM_REQUESTS` in any order, or a few more."""
+
+
+def begun(endless: Workload, num_requests: int = NUM_REQUESTS) -> Workload:
+    """The first requests of a workload without end."""
+    return lambda rng: islice(endless(rng), num_requests)
 
 
 def made_up_trace(name: str, workload: Workload, *, seed: int) -> Trace:

@@ -11,7 +11,7 @@ few_shot decided between its last variants (docs/decisions/0028), tides and burs
                many short prompts that share nothing
 
 The sizes are guesses of what such programs send; what matters is that they differ from each other
-and from the recorded traces. Those of `bench.routing.held_out` were not looked at before.
+and from the recorded traces.
 """
 
 from collections.abc import Iterator

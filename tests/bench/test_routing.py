@@ -72,6 +72,8 @@ def test_a_trace_that_is_not_there_is_skipped_with_its_path(
         ("documents", 0.35),
         *(("rollouts", 0.8), ("branches", 0.8), ("editor", 0.9), ("one", 0.9)),
         *(("shifting", 0.9), ("contrast", 0.8), ("reasoning", 0.9), ("mixture", 0.9)),
+        *(("tiny", 0.9), ("huge", 0.6), ("support", 0.9), ("voice", 0.9), ("extract", 0.9)),
+        *(("judge", 0.9), ("codebase", 0.9), ("profiles", 0.9)),
     ],
 )
 def test_a_made_up_trace_depends_on_its_seed_only_and_shares_prefixes(
