@@ -1,5 +1,5 @@
-"""Workloads made up from a seed, written when the policy of docs/decisions/0029 was final, to
-examine it: to be run last, and not to be tuned on.
+"""Workloads made up from a seed, to examine the policy of docs/decisions/0029, which was final but
+for the least that a request may bring: to be run last, and not to be tuned on.
 
     support   one tenant has more than half of the chats, thirty small ones the rest; in waves
     voice     10 to 40 short turns, seconds apart
@@ -7,6 +7,10 @@ examine it: to be run last, and not to be tuned on.
     judge     answers to be judged, each by five of 40 rubrics of 1,000 to 5,000 tokens before it
     codebase  questions on 25 texts of 20,000 to 60,000 tokens that many share
     profiles  a prompt for each of 40 firms, behind it one of 2,000 users, behind that a message
+
+Where there are turns, as many sessions begin as four groups can take, so that a replay hardly
+changes the time between turns: compressed a hundred times, a session is over before its first
+answer.
 """
 
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ from itertools import count
 from math import pi, sin
 from random import Random
 
-from bench.routing.made_up import Workload, begun, blocks, popular, row
+from bench.routing.made_up import NUM_REQUESTS, Workload, begun, blocks, popular, row
 
 from quire.router.simulate.trace import Row
 
@@ -24,7 +28,7 @@ def _support(rng: Random) -> Iterator[Row]:
     main, at_ms = blocks("main", 6_000), 0.0
     for number in count():
         wave = 1 + 0.7 * sin(2 * pi * at_ms / 120_000)
-        at_ms += rng.expovariate(wave / 400)
+        at_ms += rng.expovariate(wave / 20)
         chain = main if rng.random() < 0.6 else rng.choice(small)
         turn_ms = at_ms
         for turn in range(rng.randint(2, 6)):
@@ -37,7 +41,7 @@ def _voice(rng: Random) -> Iterator[Row]:
     systems = [blocks(("system", i), rng.randint(800, 1_600)) for i in range(10)]
     at_ms = 0.0
     for number in count():
-        at_ms += rng.expovariate(1 / 1_500)
+        at_ms += rng.expovariate(1 / 100)
         chain, turn_ms = systems[popular(rng, len(systems))], at_ms
         for turn in range(rng.randint(10, 40)):
             chain += blocks((number, turn), rng.randint(40, 260))
@@ -69,7 +73,7 @@ def _codebase(rng: Random) -> Iterator[Row]:
     texts = [blocks(("text", i), rng.randint(20_000, 60_000)) for i in range(25)]
     at_ms = 0.0
     for number in count():
-        at_ms += rng.expovariate(1 / 1_200)
+        at_ms += rng.expovariate(1 / 60)
         chain, turn_ms = texts[popular(rng, len(texts))], at_ms
         for turn in range(rng.randint(1, 5)):
             chain += blocks((number, turn), rng.randint(50, 1_500))
@@ -90,8 +94,8 @@ def _profiles(rng: Random) -> Iterator[Row]:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "support": begun(_support),
-    "voice": begun(_voice),
+    "support": begun(_support, 5 * NUM_REQUESTS),
+    "voice": begun(_voice, 5 * NUM_REQUESTS),
     "extract": begun(_extract),
     "judge": begun(_judge),
     "codebase": begun(_codebase),

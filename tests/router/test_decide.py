@@ -116,7 +116,7 @@ def test_many_at_once_are_decided_as_one_by_one(
         hits = [int(hit) for hit in expected.hits]
         assert list(expected.costs) == costs_written_out(request, expected.groups, hits, fresh)
         fresh += (request.num_prompt_tokens - max(hits) - fresh) / number_seen
-        fresh = min(max(fresh, 512.0), 8192.0)
+        fresh = min(max(fresh, 128.0), 8192.0)
 
 
 def test_a_tie_of_all_groups_goes_where_the_name_of_the_prefix_says() -> None:

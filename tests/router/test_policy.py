@@ -220,7 +220,7 @@ def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: B
     """It would block another group for all that come until it is computed, short ones not."""
     for num_tokens, expected in ((1024, "b"), (16_384, "a")):
         prompt = request(blocks, "p", num_tokens=num_tokens)
-        policy, cached = after_requests_that_bring(100), num_tokens // BLOCK_SIZE
+        policy, cached = after_requests_that_bring(500), num_tokens // BLOCK_SIZE
         groups = [queued("a", 2 * num_tokens), *idle("b")]
         assert decide(policy, prompt, groups, [cached, 0]).group == expected
 

@@ -79,7 +79,7 @@ class PrefixAwareConfig:
     fresh_prior: int = 20
     fresh_memory: int = 200
     """Requests after which what one brought counts for a third (1/e)."""
-    min_fresh: float = 512.0
+    min_fresh: float = 128.0
     max_fresh: float = 8192.0
 
 
