@@ -10,10 +10,10 @@ first, as our engine does. The first tenth of the requests warms caches up and i
 
 A *load* is a share of the capacity of Dynamo's default: the fastest replay at which 99 % of
 requests wait no longer than the trace's target. Beside the recorded traces, which are the default,
-there are made-up ones: `bench.routing.synthetic`, `synthetic_more`, and `held_out`, on which nothing
-was tuned and which is for 4 groups. More than 16 groups serve copies of the trace that share
-nothing. Each cell is written to the state file when it is done, and not computed again: to stop and
-go on is to run the same command again. ``--report`` only prints what is there.
+there are made-up ones: `bench.routing.synthetic`, `synthetic_more`, and `held_out`, which is for 4
+groups. More than 16 groups serve copies of the trace that share nothing. Each cell is written to
+the state file when it is done, and not computed again: to stop and go on is to run the same command
+again. ``--report`` only prints what is there.
 """
 
 import argparse

@@ -74,7 +74,7 @@ def costs_written_out(
     for state, hit in zip(groups, hits, strict=True):
         missing = request.num_prompt_tokens - hit
         queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-        behind = min((queued + missing / 8) / fresh, 12.0)
+        behind = min((queued + missing / 16) / fresh, 12.0)
         rest = 32.0 * (state.num_running + state.num_waiting)
         if state.step_s:
             share = (request.now_s - state.step_began_s) / state.step_s

@@ -11,7 +11,7 @@ all in tokens, the time in which a group prefills one, and all of one group:
               A quarter more than once, or waiting for a prefix that a group just computes would
               cost as much as computing it again elsewhere
     behind    what a token computed there costs others, later requests that start a token later:
-              (pending + missing / 8) / fresh, 12 at most, where pending is what the group must
+              (pending + missing / 16) / fresh, 12 at most, where pending is what the group must
               compute first, all of the present step included
     fresh     prompt tokens that no group had cached, a request's on average of late
     requests  that share the step in which the prompt is computed
@@ -20,7 +20,7 @@ all in tokens, the time in which a group prefills one, and all of one group:
 u * missing + missing ** 2 / 2, for each new request waits for all work that is left, times how many
 come in a token's time. A busy group computes one request in the time of the tokens that a request
 brings, so that is one in ``fresh``; what is computed more than once is not counted, or copies would
-bring copies. Of the square a quarter is counted: whoever shares the prefix will be glad of a second
+bring copies. Of the square an eighth is counted: whoever shares the prefix will be glad of a second
 home. So a long prefix stays where it is, even if other groups are idle, as it blocks one for all
 that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
 idle group any dearer, or requests would stay behind the queue that they form.
@@ -70,7 +70,7 @@ class PrefixAwareConfig:
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 32.0
     """What a request slows others by, in tokens of prefill."""
-    meanwhile: float = 0.125
+    meanwhile: float = 0.0625
     """Weight of the requests that come while the missing tokens are computed."""
     max_behind: float = 12.0
     """Of a very long queue, later requests go elsewhere."""
