@@ -146,7 +146,8 @@ def test_without_its_clock_the_policy_takes_no_step_to_be_under_way(
     state = GroupState(group=A, num_running=10, num_waiting=2, num_reserved_requests=1)
     busy = replace(state, step_began_s=9.9, step_s=0.2, num_step_tokens=64)
     costs = unclocked.Unclocked().costs(request, [busy, GroupState(group=GroupId("b"))], [100, 0])
-    expected = [(1.25 + 200 / 16384) * 200 + 32 * 13, (1.25 + 300 / 16384) * 300]
+    behind_each = 1 / 16 / 3072
+    expected = [(1.25 + 200 * behind_each) * 200 + 32 * 13, (1.25 + 300 * behind_each) * 300]
     assert costs == pytest.approx(expected)
 
 

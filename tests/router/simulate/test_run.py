@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import get_args
+from math import nan
+from typing import Any, get_args
 
 import pytest
 
 from quire.router.policies.catalog import POLICIES
+from quire.router.simulate.command import Sweep
 from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.run import Eviction, SimulationConfig, simulate
-from quire.router.simulate.trace import Trace
+from quire.router.simulate.trace import Row, Trace
 from quire.worker.errors import ConfigError
 
 SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
@@ -122,6 +124,17 @@ def test_values_that_cannot_work_name_themselves(chats: MakeTrace) -> None:
         SimulationConfig(event_loss=1.5)
     with pytest.raises(ConfigError, match="num_groups=0: must be above 0"):
         SimulationConfig(num_groups=0)
+    with pytest.raises(ConfigError, match="slow_factor=nan: must be above 0"):
+        SimulationConfig(slow_factor=nan)
+    with pytest.raises(ConfigError, match="event_lag_ms=nan: must not be negative"):
+        SimulationConfig(event_lag_ms=nan)
+    with pytest.raises(ConfigError, match="a request arrives at nan ms; each must have a time"):
+        Trace.of([Row(nan, 1, 1, ())], name="x", block_size=16)
+    sweep: dict[str, Any] = {"base": CONFIG, "policies": [], "group_counts": []}
+    with pytest.raises(ConfigError, match="speed=nan: must be above 0"):
+        Sweep(**sweep, speeds=[nan])
+    with pytest.raises(ConfigError, match="ttft_target_s=nan: must be above 0"):
+        Sweep(**sweep, speeds=[], ttft_target_s=nan)
     tiny = replace(SMALL, num_cache_tokens=64)
     with pytest.raises(ConfigError, match=r"request \d+ of chats has .* room for 64: give groups"):
         simulate(chats(), replace(CONFIG, cost=tiny))
