@@ -18,7 +18,7 @@ from itertools import count
 from math import pi, sin
 from random import Random
 
-from bench.routing.made_up import NUM_REQUESTS, Workload, begun, blocks, popular, row
+from bench.routing.made_up import NUM_REQUESTS, Workload, begun, blocks, popular, row, turns
 
 from quire.router.simulate.trace import Row
 
@@ -30,11 +30,17 @@ def _support(rng: Random) -> Iterator[Row]:
         wave = 1 + 0.7 * sin(2 * pi * at_ms / 120_000)
         at_ms += rng.expovariate(wave / 20)
         chain = main if rng.random() < 0.6 else rng.choice(small)
-        turn_ms = at_ms
-        for turn in range(rng.randint(2, 6)):
-            chain += blocks((number, turn), rng.randint(30, 700))
-            yield row(turn_ms, chain, rng.randint(80, 300), rng)
-            turn_ms += 8_000 + rng.expovariate(1 / 15_000)
+        yield from turns(
+            rng,
+            at_ms,
+            number,
+            chain,
+            num_turns=rng.randint(2, 6),
+            asked=(30, 700),
+            answered=(80, 300),
+            pause_ms=8_000,
+            think_ms=15_000,
+        )
 
 
 def _voice(rng: Random) -> Iterator[Row]:
@@ -42,11 +48,17 @@ def _voice(rng: Random) -> Iterator[Row]:
     at_ms = 0.0
     for number in count():
         at_ms += rng.expovariate(1 / 100)
-        chain, turn_ms = systems[popular(rng, len(systems))], at_ms
-        for turn in range(rng.randint(10, 40)):
-            chain += blocks((number, turn), rng.randint(40, 260))
-            yield row(turn_ms, chain, rng.randint(20, 80), rng)
-            turn_ms += 2_000 + rng.expovariate(1 / 3_000)
+        yield from turns(
+            rng,
+            at_ms,
+            number,
+            systems[popular(rng, len(systems))],
+            num_turns=rng.randint(10, 40),
+            asked=(40, 260),
+            answered=(20, 80),
+            pause_ms=2_000,
+            think_ms=3_000,
+        )
 
 
 def _extract(rng: Random) -> Iterator[Row]:
@@ -74,11 +86,17 @@ def _codebase(rng: Random) -> Iterator[Row]:
     at_ms = 0.0
     for number in count():
         at_ms += rng.expovariate(1 / 60)
-        chain, turn_ms = texts[popular(rng, len(texts))], at_ms
-        for turn in range(rng.randint(1, 5)):
-            chain += blocks((number, turn), rng.randint(50, 1_500))
-            yield row(turn_ms, chain, rng.randint(100, 700), rng)
-            turn_ms += 10_000 + rng.expovariate(1 / 20_000)
+        yield from turns(
+            rng,
+            at_ms,
+            number,
+            texts[popular(rng, len(texts))],
+            num_turns=rng.randint(1, 5),
+            asked=(50, 1_500),
+            answered=(100, 700),
+            pause_ms=10_000,
+            think_ms=20_000,
+        )
 
 
 def _profiles(rng: Random) -> Iterator[Row]:

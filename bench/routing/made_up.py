@@ -41,3 +41,23 @@ def blocks(name: object, num_tokens: int) -> Chain:
 def row(at_ms: float, chain: Chain, num_output: int, rng: Random) -> Row:
     """A prompt of ``chain`` and a few tokens of its own."""
     return Row(at_ms, len(chain) * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE - 1), num_output, chain)
+
+
+def turns(
+    rng: Random,
+    at_ms: float,
+    name: object,
+    chain: Chain,
+    *,
+    num_turns: int,
+    asked: tuple[int, int],
+    answered: tuple[int, int],
+    pause_ms: float,
+    think_ms: float,
+) -> Iterator[Row]:
+    """A conversation behind ``chain``: tokens between two bounds are asked and answered in each
+    turn, and the next comes after a pause and some thinking."""
+    for turn in range(num_turns):
+        chain += blocks((name, turn), rng.randint(*asked))
+        yield row(at_ms, chain, rng.randint(*answered), rng)
+        at_ms += pause_ms + rng.expovariate(1 / think_ms)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import count
 from random import Random
 
-from bench.routing.made_up import NUM_REQUESTS, Chain, Workload, begun, blocks, popular, row
+from bench.routing.made_up import NUM_REQUESTS, Chain, Workload, begun, blocks, popular, row, turns
 
 from quire.router.simulate.trace import Row
 
@@ -103,11 +103,17 @@ def _reasoning(rng: Random) -> Iterator[Row]:
     at_ms = 0.0
     for number in count():
         at_ms += rng.expovariate(1 / 1_000)
-        chain, turn_ms = blocks("system", 600), at_ms
-        for turn in range(rng.randint(1, 3)):
-            chain += blocks((number, turn), rng.randint(30, 800))
-            yield row(turn_ms, chain, rng.randint(1_000, 6_000), rng)
-            turn_ms += 40_000 + rng.expovariate(1 / 30_000)
+        yield from turns(
+            rng,
+            at_ms,
+            number,
+            blocks("system", 600),
+            num_turns=rng.randint(1, 3),
+            asked=(30, 800),
+            answered=(1_000, 6_000),
+            pause_ms=40_000,
+            think_ms=30_000,
+        )
 
 
 def _mixture(rng: Random) -> Iterator[Row]:
@@ -137,10 +143,17 @@ def _mixture(rng: Random) -> Iterator[Row]:
 def _chat(
     rng: Random, at_ms: float, name: object, chain: Chain, *, think_ms: float = 25_000
 ) -> Iterator[Row]:
-    for turn in range(rng.randint(1, 10)):
-        chain += blocks((name, turn), rng.randint(50, 1_500))
-        yield row(at_ms, chain, rng.randint(30, 600), rng)
-        at_ms += think_ms / 5 + rng.expovariate(1 / think_ms)
+    return turns(
+        rng,
+        at_ms,
+        name,
+        chain,
+        num_turns=rng.randint(1, 10),
+        asked=(50, 1_500),
+        answered=(30, 600),
+        pause_ms=think_ms / 5,
+        think_ms=think_ms,
+    )
 
 
 def _tiny(rng: Random) -> Iterator[Row]:
