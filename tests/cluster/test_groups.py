@@ -61,7 +61,7 @@ async def test_what_is_closed_attaches_to_no_group_any_more() -> None:
     assert not groups.troubles()
 
 
-async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
+def with_one_group() -> tuple[Groups, GroupClient]:
     groups = Groups(
         table=RoutingTable(block_size=4),
         expected=Expectation(model="m", block_size=4),
@@ -70,6 +70,11 @@ async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
     groups.set_addresses(["host:1"])
     (client, _), *_ = groups._clients.values()
     attach(groups, client, epoch=1)
+    return groups, client
+
+
+async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
+    groups, client = with_one_group()
     seen: list[int] = []
     groups.watch_loads(lambda description, load: seen.append(load.num_output_tokens))
     for step in (7, 8, 7, 8, 9):
@@ -80,14 +85,7 @@ async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
 
 
 async def test_a_group_that_hands_back_all_it_has_is_no_news_each_time() -> None:
-    groups = Groups(
-        table=RoutingTable(block_size=4),
-        expected=Expectation(model="m", block_size=4),
-        connect=unreachable,
-    )
-    groups.set_addresses(["host:1"])
-    (client, _), *_ = groups._clients.values()
-    attach(groups, client, epoch=1)
+    groups, client = with_one_group()
     seen: list[int] = []
     groups.watch(lambda: seen.append(groups.num_ready))
     error = group_pb2.GroupError(code=group_pb2.GroupError.DRAINING)
