@@ -1,6 +1,7 @@
 """Whose prompt is computed next, and who gives up blocks."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -205,7 +206,37 @@ def test_what_is_computed_meanwhile_no_longer_counts(make_engine: MakeEngine) ->
         engine.step()
     # The first computes 16 tokens a step for all three. A single token that is left to one that has
     # begun does not count, as that of a decode does not.
-    assert pending == [195, 147, 99, 51, 2]
+    assert pending == [67, 51, 35, 19, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_pending_is_what_is_computed_until_all_decode(
+    make_engine: MakeEngine, policy: str, seed: int
+) -> None:
+    engine, executor = make_engine(
+        num_blocks=2000, block_size=4, max_num_batched_tokens=24, scheduling_policy=policy
+    )
+    rng = Random(seed)
+    chats = [prompt(rng.randint(1, 80), seed=i) for i in range(3)]
+    for number in range(12):
+        chat = rng.choice(chats)
+        tokens = [*chat[: rng.randint(1, len(chat))], *prompt(rng.randint(1, 40), seed=number // 2)]
+        if len(tokens) % 4 == 0:
+            tokens.append(1)  # Of a full block at its end a prompt computes the last token again.
+        engine.add_request(request(str(number), tokens))
+        if rng.random() < 0.3:
+            engine.step()
+        if rng.random() < 0.3:
+            engine.abort(str(rng.randint(0, number)))
+    seen = []
+    while engine.has_work:
+        stats = engine.stats()
+        seen.append((stats.num_pending_prefill_tokens, stats.num_running, num_computed(executor)))
+        engine.step()
+    for num_pending, num_running, num_before in seen:
+        # Each prompt's last token counts, but for one that has nothing else left to compute.
+        assert 0 <= num_computed(executor) - num_before - num_pending <= num_running
 
 
 def test_an_unknown_policy_is_refused_by_name(make_engine: MakeEngine) -> None:

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from quire.worker.blocks import BlockId, BlockPool
 from quire.worker.config import SchedulingPolicy
 from quire.worker.hashing import BlockHash
+from quire.worker.pending import PendingPrefill
 from quire.worker.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.sequence import Sequence, Status
 from quire.worker.tables import BlockTables
@@ -42,15 +43,14 @@ class Scheduler:
         self.num_prompt_tokens = 0
         """Of the requests that began to run, each counted once; so are the hits among them."""
         self.num_hit_tokens = 0
-        self._num_queued_tokens = 0
+        self._pending = PendingPrefill(block_size=pool.block_size)
         self._num_added = 0
         self._num_computed = 0  # Tokens of all requests together, in the steps so far.
 
     @property
     def num_pending_prefill_tokens(self) -> int:
-        """Tokens to compute before all requests at hand decode; for waiting ones an estimate."""
-        pending = (seq.num_uncomputed for seq in self.running)
-        return self._num_queued_tokens + sum(num_tokens for num_tokens in pending if num_tokens > 1)
+        """Tokens to compute before all requests decode, shared ones once; an estimate."""
+        return self._pending.num_tokens(self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queues a new request. The pool must be large enough for all of its tokens."""
@@ -64,10 +64,9 @@ class Scheduler:
         step that uses them has run."""
         if seq.status is Status.WAITING:
             self._unqueue(seq)
-        else:
-            if seq.status is Status.RUNNING:
-                self.running.remove(seq)
-            self._tables.release(seq)
+        elif seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        self._release(seq)
         seq.status = Status.FINISHED
 
     def schedule(self) -> Schedule:
@@ -99,7 +98,7 @@ class Scheduler:
                     enough_blocks = False
                     if not self._make_room(seq, 1, chosen):
                         break
-                self._tables.extend(seq, 1)
+                self._extend(seq, 1)
             chosen.append((seq, 1))
         if begun or self.waiting:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
@@ -151,9 +150,10 @@ class Scheduler:
                 turn, head = self.waiting.head()
                 if seq is None or turn < self._turn(seq):
                     hits = self._tables.find_prefix(head)
-                    if head.num_tokens - len(hits) * self._block_size > head.num_queued:
-                        self._unqueue(head)  # What it would have found is gone.
-                        self._queue(head)
+                    gone = head.hashes[len(hits) : head.num_queued_hits]
+                    if gone:
+                        self._pending.lost(gone)
+                        self._push(head, len(hits))
                         continue
                     seq = self._leader(head, len(hits), begun)
                     if seq is None:
@@ -174,11 +174,8 @@ class Scheduler:
                 if not self._make_room(seq, num_tokens, chosen):
                     continue
             budget -= num_tokens
-            begin = seq.num_registered
-            self._tables.extend(seq, num_tokens)
+            self._extend(seq, num_tokens)
             chosen.append((seq, num_tokens))
-            if seq.num_registered > begin and self.waiting:
-                self._tell_followers(seq, begin)
 
     def _turn(self, seq: Sequence) -> Turn:
         lacks = self._first_missing(seq, seq.num_registered)
@@ -187,18 +184,19 @@ class Scheduler:
 
     def _first_missing(self, seq: Sequence, num_hits: int) -> BlockHash | None:
         """The first block that somebody else might compute for ``seq``."""
-        return seq.hashes[num_hits] if num_hits < self._most_hits(seq) else None
+        return seq.hashes[num_hits] if num_hits < seq.num_shareable else None
 
-    def _most_hits(self, seq: Sequence) -> int:
-        """Its last token is computed in any case: the next one comes of it."""
-        return min(len(seq.hashes), (seq.num_tokens - 1) // self._block_size)
-
-    def _tell_followers(self, seq: Sequence, begin: int) -> None:
-        """Who waits for what ``seq`` computes from its block ``begin`` on has less to compute."""
+    def _extend(self, seq: Sequence, num_tokens: int) -> None:
+        """Gives ``seq`` the blocks for its next tokens. Who waits for one that they fill has less
+        to compute."""
+        begin = seq.num_registered
+        self._tables.extend(seq, num_tokens)
+        if seq.num_registered == begin:
+            return
+        self._pending.computed(seq.hashes[begin : seq.num_registered])
         for other in self.waiting.take_lacking(seq.hashes[begin]):
-            both = range(begin, min(seq.num_registered, self._most_hits(other)))
+            both = range(begin, min(seq.num_registered, other.num_shareable))
             num_same = bisect_left(both, True, key=lambda i: other.hashes[i] != seq.hashes[i])
-            self._num_queued_tokens -= other.num_queued
             self._push(other, begin + num_same)
 
     def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
@@ -235,6 +233,7 @@ class Scheduler:
         if num_blocks + num_promised + len(self.running) > num_available:
             return False
         self._unqueue(seq)
+        self._pending.computed(seq.hashes[seq.num_queued_hits : len(hits)])
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_rank)
         self._tables.acquire(seq, hits)
@@ -269,7 +268,7 @@ class Scheduler:
                 return False
             self.running.pop()
             # Its full blocks stay cached: it may find them again when its turn comes.
-            self._tables.release(victim)
+            self._release(victim)
             victim.status = Status.WAITING
             self._queue(victim)
             self.num_preemptions += 1
@@ -277,10 +276,10 @@ class Scheduler:
 
     def _queue(self, seq: Sequence) -> None:
         self._push(seq, len(self._tables.find_prefix(seq)))
+        self._pending.queued(seq)
 
     def _push(self, seq: Sequence, num_hits: int) -> None:
         seq.num_queued = seq.num_tokens - num_hits * self._block_size
-        self._num_queued_tokens += seq.num_queued
         lacks = self._first_missing(seq, num_hits)
         self.waiting.push(seq, turn_of(seq, seq.num_queued, self._policy), lacks=lacks)
         first = self.waiting.first_lacking(lacks)
@@ -291,7 +290,11 @@ class Scheduler:
 
     def _unqueue(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
-        self._num_queued_tokens -= seq.num_queued
+        self._pending.unqueued(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self._pending.gone(seq)
+        self._tables.release(seq)
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -124,6 +124,35 @@ class Sequence:
         return self.num_tokens + self.num_in_flight - self.num_computed
 
     @property
+    def num_queued_hits(self) -> int:
+        """Blocks that were cached for it, as it seemed when it was queued."""
+        return (self.num_tokens - self.num_queued) // self._block_size
+
+    @property
+    def num_shareable(self) -> int:
+        """Blocks that others may compute for it. Its last token it computes in any case: the next
+        one comes of it."""
+        return min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
+
+    @property
+    def num_end_tokens(self) -> int:
+        """Tokens behind those."""
+        return self.num_tokens - self.num_shareable * self._block_size
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that it or another one has to compute, behind those found or computed so far."""
+        return max(self.num_shareable - self._num_found, 0)
+
+    @property
+    def missing_blocks(self) -> list[BlockHash]:
+        return self.hashes[self._num_found : self.num_shareable]
+
+    @property
+    def _num_found(self) -> int:
+        return self.num_queued_hits if self.status is Status.WAITING else self.num_registered
+
+    @property
     def is_last_in_flight(self) -> bool:
         """Whether no token may follow those in flight."""
         return self.num_tokens + self.num_in_flight >= self._last_end

@@ -28,7 +28,7 @@ class BlockTables:
 
     def find_prefix(self, seq: Sequence) -> list[BlockId]:
         """Cached blocks to begin with, less the last token's: its logits must be computed."""
-        return self.pool.match(seq.hashes[: (seq.num_tokens - 1) // self.pool.block_size])
+        return self.pool.match(seq.hashes[: seq.num_shareable])
 
     def acquire(self, seq: Sequence, hits: list[BlockId]) -> None:
         """Begins the empty table of ``seq`` with cached blocks."""

@@ -78,8 +78,9 @@ class Group:
         self._step_ms = 0.0
         self._num_chunk_tokens = 0
         self._num_context_products = 0
-        self.num_pending = 0
-        """Prompt tokens neither cached nor computed."""
+        # Blocks that prompts at hand lack, and tokens behind the last one of each.
+        self._lacked: set[BlockHash] = set()
+        self._num_end_tokens = 0
         self.num_prompt_tokens = 0
         """Of requests that began to run; so are the hits among them."""
         self.num_hit_tokens = 0
@@ -107,6 +108,11 @@ class Group:
         return self._num_steps > 1
 
     @property
+    def num_pending(self) -> int:
+        """Prompt tokens neither cached nor computed, what several requests lack once."""
+        return len(self._lacked) * self._block_size + self._num_end_tokens
+
+    @property
     def num_running(self) -> int:
         return len(self._decodes) + len(self._begun) + len(self._chunks)
 
@@ -115,13 +121,12 @@ class Group:
         return len(self._missing) if self._is_srpf else len(self._waiting)
 
     def add(self, request_id: int, now: float) -> None:
-        num_input = self._num_input[request_id]
-        size = self._block_size
-        missing = num_input - size * self.pool.match(
-            self._chains[request_id], (num_input - 1) // size
-        )
-        self.num_pending += missing
-        self._queue(request_id, missing)
+        num_input, chain = self._num_input[request_id], self._chains[request_id]
+        most_hits = self._most_hits(request_id)
+        num_hits = self.pool.match(chain, most_hits)
+        self._lacked.update(chain[num_hits:most_hits])
+        self._num_end_tokens += num_input - most_hits * self._block_size
+        self._queue(request_id, num_input - num_hits * self._block_size)
         if self.wake_at is None:
             self.begin(now)
         elif self._num_steps > 1:
@@ -161,7 +166,6 @@ class Group:
                 both = range(begin, min(end, self._most_hits(request_id)))
                 num_same = bisect_left(both, True, key=lambda i: own[i] != chain[i])
                 missing = self._num_input[request_id] - (begin + num_same) * self._block_size
-                self.num_pending += missing - self._missing[request_id]
                 self._queue(request_id, missing)
 
     def _num_followers(self, request_id: int, num_computed: int) -> int:
@@ -184,7 +188,6 @@ class Group:
             self._finish(heappop(decodes)[1])
 
     def _end_chunks(self) -> None:
-        self.num_pending -= self._num_chunk_tokens
         self._num_chunk_tokens = 0
         for request_id, computed, num_hits in self._chunks:
             num_input = self._num_input[request_id]
@@ -193,6 +196,7 @@ class Group:
                 key = self._key(left, request_id, self._arrival_ms[request_id])
                 heappush(self._begun, (key, request_id, computed, num_hits))
                 continue
+            self._num_end_tokens -= num_input - self._most_hits(request_id) * self._block_size
             self._on_first_token(request_id, num_hits * self._block_size)
             self.num_output_tokens += 1
             num_output = self._num_output[request_id]
@@ -246,7 +250,10 @@ class Group:
                 if is_srpf:
                     del self._missing[request_id]
                 computed = num_hits * size
-                self.num_pending += self._num_input[request_id] - computed - missing
+                seemed_computed = self._num_input[request_id] - missing
+                if computed < seemed_computed:  # What it would have found is gone.
+                    gone = self._chains[request_id][num_hits : seemed_computed // size]
+                    self._lacked.update(gone)
             elif begun:
                 _, request_id, computed, num_hits = heappop(begun)
             else:
@@ -259,9 +266,11 @@ class Group:
             total += num_tokens
             context += num_tokens * computed
             done = computed + num_tokens
-            pool.register(request_id, self._chains[request_id], computed // size, done // size)
-            if is_srpf and done // size > computed // size:
-                self._tell_followers(self._chains[request_id], computed // size, done // size)
+            chain, first, end = self._chains[request_id], computed // size, done // size
+            pool.register(request_id, chain, first, end)
+            self._lacked.difference_update(chain[first:end])
+            if is_srpf and end > first:
+                self._tell_followers(chain, first, end)
             self._chunks.append((request_id, done, num_hits))
         self._num_chunk_tokens = total
         self._num_context_products = context
