@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp, log2
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,19 @@ routed = st.builds(
     now_s=st.just(10.0),
 )
 
+NO_BLOCK = BlockHash(bytes(32))
+
 
 def costs_written_out(
-    request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int], fresh: float
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    hits: Sequence[int],
+    fresh: float,
+    paid: list[tuple[BlockHash, float]],
 ) -> list[float]:
-    """Our policy's costs, in another notation."""
-    costs = []
+    """Our policy's costs, in another notation; ``paid`` is what each request before it paid, and
+    for which prefix."""
+    costs, own = [], []
     for state, hit in zip(groups, hits, strict=True):
         missing = request.num_prompt_tokens - hit
         queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
@@ -81,6 +89,20 @@ def costs_written_out(
             if 0 < share < 2:
                 rest -= min(share, 1.0) * (rest + state.num_step_tokens)
         costs.append(queued + rest + (1.25 + behind) * missing + 32.0 * state.num_requests)
+        own.append(costs[-1] - behind * missing)
+    home, sooner = np.argmin(costs), np.argmin(own)
+    blocks = request.hashes[hits[sooner] // 16 : hits[home] // 16]
+    key, amount = NO_BLOCK, 0.0
+    if blocks:
+        key, amount = blocks[2 ** int(log2(len(blocks))) - 1], own[home] - own[sooner]
+    paid.append((key, amount))
+    fading = exp(-1 / (50 * len(groups)))
+    ages = range(len(paid) - 1, -1, -1)
+    total = sum(a * fading**age for age, (k, a) in zip(ages, paid, strict=True) if k == key)
+    price = (costs[sooner] - own[sooner]) - (costs[home] - own[home])
+    if blocks and total >= 2 * price:
+        costs[sooner] = own[sooner]
+        paid[:] = [(NO_BLOCK, 0.0) if k == key else (k, a) for k, a in paid]
     return costs
 
 
@@ -107,14 +129,15 @@ def test_many_at_once_are_decided_as_one_by_one(
             decide_among_many(together, request, loads, held)
         assert str(in_turn.value) == str(at_once.value)
         return
-    fresh = 3072.0
-    for number_seen in (21, 22, 23):
+    fresh, paid = 3072.0, list[tuple[BlockHash, float]]()
+    for number_seen in range(21, 27):
         expected = decide(each, request, groups, overlap)
         decision = decide_among_many(together, request, loads, held)
         assert_same(decision, expected)
         assert together.pressure == each.pressure
         hits = [int(hit) for hit in expected.hits]
-        assert list(expected.costs) == costs_written_out(request, expected.groups, hits, fresh)
+        written_out = costs_written_out(request, expected.groups, hits, fresh, paid)
+        assert list(expected.costs) == written_out
         fresh += (request.num_prompt_tokens - max(hits) - fresh) / number_seen
         fresh = min(max(fresh, 128.0), 8192.0)
 

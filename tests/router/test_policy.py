@@ -233,6 +233,41 @@ def test_a_queue_is_of_more_requests_where_each_brings_less(blocks: Blocks) -> N
         assert decide(policy, prompt, groups, [64, 0]).group == expected
 
 
+def test_a_prefix_that_its_group_cannot_keep_up_with_is_copied_in_the_end(blocks: Blocks) -> None:
+    policy, home, other = POLICIES["prefix_aware"](), GroupId("home"), GroupId("other")
+    # Alone the request would go at once: computing 16,000 tokens more would serve it sooner.
+    groups = [
+        GroupState(group=home, num_pending_prefill_tokens=25_000),
+        GroupState(group=other, num_pending_prefill_tokens=1_000),
+    ]
+    text = blocks(range(1000))
+
+    def goes_to(hashes: tuple[BlockHash, ...]) -> GroupId:
+        asked = RouteRequest(
+            hashes=hashes, num_prompt_tokens=16 * len(hashes) + 10, block_size=BLOCK_SIZE
+        )
+        return decide(policy, asked, groups, [1000, 0]).group
+
+    questions = [(*text, *blocks([("question", number)])) for number in range(40)]
+    went = [goes_to(question) for question in questions]
+    first = went.index(other)
+    assert 2 <= first <= 20
+    # What was paid is paid back then, and the next copy has to be earned again.
+    assert went[first + 1 : 2 * first] == [home] * (first - 1)
+
+
+def test_what_is_paid_for_other_prefixes_makes_no_copy(blocks: Blocks) -> None:
+    policy = POLICIES["prefix_aware"]()
+    groups = [
+        GroupState(group=GroupId("home"), num_pending_prefill_tokens=25_000),
+        GroupState(group=GroupId("other"), num_pending_prefill_tokens=1_000),
+    ]
+    for number in range(40):
+        session = blocks([(number, index) for index in range(1000)])
+        asked = RouteRequest(hashes=session, num_prompt_tokens=16_010, block_size=BLOCK_SIZE)
+        assert decide(policy, asked, groups, [1000, 0]).group == "home"
+
+
 def test_a_decision_explains_itself(blocks: Blocks) -> None:
     prompt = request(blocks, "p", num_tokens=1024)
     groups = [GroupState(group=GroupId("a"), num_reserved_tokens=100), *idle("b")]

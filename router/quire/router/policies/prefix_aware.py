@@ -25,10 +25,17 @@ home. So a long prefix stays where it is, even if other groups are idle, as it b
 that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
 idle group any dearer, or requests would stay behind the queue that they form.
 
+Not for ever, though: a prefix may be asked for more than one group can answer. A request that
+another group would serve sooner, computing the prefix anew, and that does not go there because of
+``behind``, pays for others. What requests for one prefix have paid so of late is added up, and when
+it is twice what the copy costs others (``patience``), the next one makes it: the rule of who rents
+skis until the rent would have bought them. A prefix has the name of a block in the half behind the
+middle of what the other group lacks; whoever has it in common has at least half of that in common.
+
 It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
 learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
-0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md and
-0029-fresh-tokens.md say what else was tried.
+0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md, 0029-fresh-tokens.md
+and 0030-patience.md say what else was tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +45,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from quire.router.loads import Loads
+from quire.router.policies.regret import Regrets
 from quire.router.policies.simple import Forgetful
 from quire.router.policy import Column, GroupState, Reason, RouteRequest
 
@@ -81,6 +89,10 @@ class PrefixAwareConfig:
     """Requests after which what one brought counts for a third (1/e)."""
     min_fresh: float = 128.0
     max_fresh: float = 8192.0
+    patience: float = 2.0
+    """Times what a copy costs others: as much may be paid in all by those who do without it."""
+    patience_memory: int = 50
+    """Requests for each group after which what was paid counts for a third (1/e)."""
 
 
 class PrefixAware(Forgetful):
@@ -93,26 +105,40 @@ class PrefixAware(Forgetful):
         self._config = config = config or PrefixAwareConfig()
         self._fresh = config.first_fresh
         self._num_seen = config.fresh_prior
+        self._regrets = Regrets()
+        self._memory_age = 0.0
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
-        num_tokens, now_s, cost = request.num_prompt_tokens, request.now_s, self._cost
-        costs = [
-            cost(state, num_tokens - hit, now_s, min)
+        num_tokens, now_s = request.num_prompt_tokens, request.now_s
+        both = [
+            self._costs(state, num_tokens - hit, now_s, min)
             for state, hit in zip(groups, hits, strict=True)
         ]
-        self.pressure = self._pressure(groups[costs.index(min(costs))])
-        self._see(num_tokens - max(hits))
+        costs, own = [cost for cost, _ in both], [cost - others for cost, others in both]
+        home, sooner = costs.index(min(costs)), own.index(min(own))
+        self.pressure = self._pressure(groups[home])
+        if sooner != home and self._is_paid(request, hits, costs, own, home, sooner):
+            costs[sooner] = own[sooner]
+        self._see(num_tokens - max(hits), len(groups))
         return costs
 
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
-        costs = self._cost(loads, request.num_prompt_tokens - hits, request.now_s, np.minimum)
-        self.pressure = self._pressure(loads.states[costs.argmin()])
-        self._see(request.num_prompt_tokens - float(hits.max()))
+        missing = request.num_prompt_tokens - hits
+        costs, others = self._costs(loads, missing, request.now_s, np.minimum)
+        own = costs - others
+        home, sooner = int(costs.argmin()), int(own.argmin())
+        self.pressure = self._pressure(loads.states[home])
+        if sooner != home and self._is_paid(request, hits, costs, own, home, sooner):
+            costs[sooner] = own[sooner]
+        self._see(request.num_prompt_tokens - float(hits.max()), len(loads))
         return costs
 
-    def _cost(self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]) -> N:
+    def _costs(
+        self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]
+    ) -> tuple[N, N]:
+        """All of it, and of that what those behind the request pay."""
         config = self._config
         queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
         num_in_step = load.num_running + load.num_waiting
@@ -120,14 +146,39 @@ class PrefixAware(Forgetful):
         rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
         behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         beside = config.request_tokens * (num_in_step + load.num_reserved_requests)
-        return queued + rest + (config.missing + behind) * missing + beside
+        return queued + rest + (config.missing + behind) * missing + beside, behind * missing
+
+    def _is_paid(
+        self,
+        request: RouteRequest,
+        hits: Sequence[int] | Column,
+        costs: Sequence[float] | Column,
+        own: Sequence[float] | Column,
+        home: int,
+        sooner: int,
+    ) -> bool:
+        """Whether group ``sooner`` may copy at last what group ``home`` has, where those who come
+        behind leave the request."""
+        size, hashes = request.block_size, request.hashes
+        begin, end = int(hits[sooner]) // size, min(int(hits[home]) // size, len(hashes))
+        if end <= begin:
+            return False
+        middle = 1 << ((end - begin).bit_length() - 1)
+        key = hashes[begin + middle - 1]
+        paid = self._regrets.add(key, float(own[home] - own[sooner]), at=self._memory_age)
+        price = (costs[sooner] - own[sooner]) - (costs[home] - own[home])
+        if paid < self._config.patience * price:
+            return False
+        self._regrets.forget(key)
+        return True
 
     def _pressure(self, state: GroupState) -> float:
         return min(state.num_queued_tokens / self._fresh, self._config.max_behind)
 
-    def _see(self, num_fresh: float) -> None:
+    def _see(self, num_fresh: float, num_groups: int) -> None:
         """A request brings so many tokens that no group has."""
         config = self._config
         self._num_seen = min(self._num_seen + 1, config.fresh_memory)
+        self._memory_age += 1 / (config.patience_memory * num_groups)
         mean = self._fresh + (num_fresh - self._fresh) / self._num_seen
         self._fresh = min(max(mean, config.min_fresh), config.max_fresh)
