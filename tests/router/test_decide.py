@@ -90,7 +90,7 @@ def costs_written_out(
                 rest -= min(share, 1.0) * (rest + state.num_step_tokens)
         costs.append(queued + rest + (1.25 + behind) * missing + 32.0 * state.num_requests)
         own.append(costs[-1] - behind * missing)
-    home, sooner = np.argmin(costs), np.argmin(own)
+    home, sooner = costs.index(min(costs)), own.index(min(own))
     blocks = request.hashes[hits[sooner] // 16 : hits[home] // 16]
     key, amount = NO_BLOCK, 0.0
     if blocks:
