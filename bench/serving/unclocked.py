@@ -21,8 +21,10 @@ class Unclocked(PrefixAware):
 
     reads_steps = False
 
-    def _cost(self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]) -> N:
-        return super()._cost(_NoStep(load), missing, now_s, lesser)
+    def _costs(
+        self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]
+    ) -> tuple[N, N]:
+        return super()._costs(_NoStep(load), missing, now_s, lesser)
 
 
 @dataclass(slots=True)
