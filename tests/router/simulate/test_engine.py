@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from quire.router.simulate.cost import CostModel
-from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.group import EngineConfig, Group, Order
+from quire.router.simulate.pool import LruPool
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name
 from quire.worker.errors import ConfigError
+from quire.worker.events import EventLog
 
 COST = CostModel(
     base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200
@@ -38,6 +40,29 @@ def test_two_prompts_that_share_two_blocks() -> None:
     assert result.first_token_ms == pytest.approx([20.0, 20 + 10 + 3.6 + 5])
     assert result.last_token_ms == pytest.approx([43.6, 38.6])
     assert result.hit == [0, 64]
+
+
+@pytest.mark.parametrize("order", ["fcfs", "srpf"])
+def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> None:
+    trace = trace_of(row(0, 100, 3, "ABC"), row(0, 110, 3, "ABC"), row(0, 70, 3, "AB"))
+    group = Group(
+        trace=trace,
+        cost=COST,
+        config=EngineConfig(chunk_tokens=64, order=order),
+        pool=LruPool(num_blocks=100, log=EventLog(epoch=1)),
+        on_first_token=lambda request_id, num_hit_tokens: None,
+        on_finish=lambda request_id: None,
+    )
+    for request_id in range(3):
+        group.add(request_id, 0.0)
+    # Three blocks of 32 in all, and what is behind them: 4, 14 and 6 tokens.
+    pending = [group.num_pending]
+    while group.wake_at is not None:
+        now = group.wake_at
+        group.end(now)
+        pending.append(group.num_pending)
+        group.begin(now)
+    assert pending[:3] == [3 * 32 + 24, 3 * 32 + 24 - 64, 0]
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_which_others_decode() -> None:

@@ -78,8 +78,9 @@ class Group:
         self._step_ms = 0.0
         self._num_chunk_tokens = 0
         self._num_context_products = 0
-        # Blocks that prompts at hand lack, and tokens behind the last one of each.
+        # Blocks that prompts at hand lack, the step's too, and the tokens behind each one's last.
         self._lacked: set[BlockHash] = set()
+        self._blocks_of_step: list[BlockHash] = []
         self._num_end_tokens = 0
         self.num_prompt_tokens = 0
         """Of requests that began to run; so are the hits among them."""
@@ -109,7 +110,8 @@ class Group:
 
     @property
     def num_pending(self) -> int:
-        """Prompt tokens neither cached nor computed, what several requests lack once."""
+        """Prompt tokens neither cached nor computed before this step, what several requests lack
+        once."""
         return len(self._lacked) * self._block_size + self._num_end_tokens
 
     @property
@@ -189,6 +191,8 @@ class Group:
 
     def _end_chunks(self) -> None:
         self._num_chunk_tokens = 0
+        self._lacked.difference_update(self._blocks_of_step)
+        self._blocks_of_step.clear()
         for request_id, computed, num_hits in self._chunks:
             num_input = self._num_input[request_id]
             if computed < num_input:
@@ -268,7 +272,7 @@ class Group:
             done = computed + num_tokens
             chain, first, end = self._chains[request_id], computed // size, done // size
             pool.register(request_id, chain, first, end)
-            self._lacked.difference_update(chain[first:end])
+            self._blocks_of_step += chain[first:end]
             if is_srpf and end > first:
                 self._tell_followers(chain, first, end)
             self._chunks.append((request_id, done, num_hits))
