@@ -1,11 +1,10 @@
 """Gateways that route as if there were no step clock, to compare: see docs/decisions/0024.
 
-    cost = queued + (1.25 + behind) * missing + 32 * requests
+    cost = queued + (1.25 + behind) * missing + 24 * requests
 
 What a group has to do is what its last frame said, however long ago that was.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -21,10 +20,8 @@ class Unclocked(PrefixAware):
 
     reads_steps = False
 
-    def _costs(
-        self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]
-    ) -> tuple[N, N]:
-        return super()._costs(_NoStep(load), missing, now_s, lesser)
+    def _work(self, load: Load[N], now_s: float) -> tuple[N, N]:
+        return super()._work(_NoStep(load), now_s)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class Preselected(PrefixAware):
     def __init__(self, *, num_each: int) -> None:
         super().__init__()
         self._num_each = num_each
+        self._chosen: list[int] = []
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
@@ -46,12 +47,25 @@ class Preselected(PrefixAware):
         sample = draw.sample(everyone, min(num_each, len(groups)))
         holders = nlargest(num_each, (i for i in everyone if hits[i]), key=hits.__getitem__)
         idle = nsmallest(num_each, everyone, key=[_work(state) for state in groups].__getitem__)
-        chosen = sorted({*sample, *holders, *idle})
+        self._chosen = chosen = sorted({*sample, *holders, *idle})
         costs = super().costs(request, [groups[i] for i in chosen], [hits[i] for i in chosen])
         all_costs = [inf] * len(groups)
         for index, cost in zip(chosen, costs, strict=True):
             all_costs[index] = cost
         return all_costs
+
+    def second_home(
+        self,
+        request: RouteRequest,
+        groups: Sequence[GroupState],
+        hits: Sequence[int],
+        home: int,
+        num_coming: int,
+    ) -> int:
+        chosen = self._chosen
+        few, few_hits = [groups[i] for i in chosen], [hits[i] for i in chosen]
+        index = super().second_home(request, few, few_hits, chosen.index(home), num_coming)
+        return chosen[index]
 
 
 def measure(folder: Path, *, group_counts: Sequence[int]) -> Iterator[dict[str, float | str]]:

@@ -147,7 +147,7 @@ def test_without_its_clock_the_policy_takes_no_step_to_be_under_way(
     busy = replace(state, step_began_s=9.9, step_s=0.2, num_step_tokens=64)
     costs = unclocked.Unclocked().costs(request, [busy, GroupState(group=GroupId("b"))], [100, 0])
     behind_each = 1 / 16 / 3072
-    expected = [(1.25 + 200 * behind_each) * 200 + 32 * 13, (1.25 + 300 * behind_each) * 300]
+    expected = [(1.25 + 200 * behind_each) * 200 + 24 * 13, (1.25 + 300 * behind_each) * 300]
     assert costs == pytest.approx(expected)
 
 

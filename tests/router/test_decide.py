@@ -2,23 +2,23 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import exp, log2
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.router.config import RoutingConfig
-from quire.router.decide import decide, decide_among_many
+from quire.router.decide import TIE_TOKENS, decide, decide_among_many
 from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
 from quire.router.loads import Loads
 from quire.router.pace import Pace
-from quire.router.policies.prefix_aware import PrefixAware
+from quire.router.policies.prefix_aware import PrefixAware, PrefixAwareConfig
 from quire.router.policy import Decision, GroupState, RouteRequest
 from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch
@@ -66,44 +66,84 @@ routed = st.builds(
     now_s=st.just(10.0),
 )
 
-NO_BLOCK = BlockHash(bytes(32))
+@dataclass
+class WrittenOut:
+    """Our policy in another notation, which remembers all that it saw."""
+
+    fresh: float = 3072.0
+    num_seen: int = 20
+    regrets: list[tuple[BlockHash, float]] = field(default_factory=list)
+    last_costs: list[float] = field(default_factory=list)
+
+    def cost(self, state: GroupState, missing: float, now_s: float) -> float:
+        queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
+        behind = min((queued + missing / 16) / self.fresh, 12.0)
+        rest = 24.0 * (state.num_running + state.num_waiting)
+        beside = rest + 24.0 * state.num_reserved_requests
+        if state.step_s:
+            share = (now_s - state.step_began_s) / state.step_s
+            if 0 < share < 2:
+                rest -= min(share, 1.0) * (rest + state.num_step_tokens)
+        return queued + (rest + beside) + (1.25 + behind) * missing
+
+    def costs(
+        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+    ) -> list[float]:
+        num_tokens = request.num_prompt_tokens
+        self.last_costs = [
+            self.cost(state, num_tokens - hit, request.now_s)
+            for state, hit in zip(groups, hits, strict=True)
+        ]
+        self.num_seen += 1
+        self.fresh += (num_tokens - max(hits) - self.fresh) / self.num_seen
+        self.fresh = min(max(self.fresh, 128.0), 8192.0)
+        return self.last_costs
+
+    def chosen(
+        self,
+        request: RouteRequest,
+        groups: Sequence[GroupState],
+        hits: Sequence[int],
+        held: Sequence[int],
+    ) -> int:
+        home = first_of(request, groups, hits, self.costs(request, groups, hits))
+        missing = request.num_prompt_tokens - hits[home]
+        costs = [self.cost(state, missing, request.now_s) for state in groups]
+        other = first_of(request, groups, hits, costs)
+        blocks = request.hashes[hits[other] // 16 : hits[home] // 16]
+        if not blocks:
+            self.regrets.append((BlockHash(b""), 0.0))
+            return home
+        total = 0.0
+        for cost in costs:
+            total += cost
+        regret = costs[home] - (total - costs[home]) / (len(costs) - 1)
+        key = blocks[2 ** int(log2(len(blocks))) - 1]
+        self.regrets.append((key, regret - max(hits[home] - 16 * held[home], 0)))
+        paid, fading = 0.0, exp(-1 / (100 * len(groups)))
+        for name, amount in self.regrets:
+            paid = max(paid * fading + amount * (name == key), 0.0)
+        missing = request.num_prompt_tokens - hits[other]
+        if paid < 4 * (self.cost(groups[other], missing, request.now_s) - costs[other]):
+            return home
+        self.regrets = [(BlockHash(b"") if n == key else n, amount) for n, amount in self.regrets]
+        return other
 
 
-def costs_written_out(
+def first_of(
     request: RouteRequest,
     groups: Sequence[GroupState],
     hits: Sequence[int],
-    fresh: float,
-    paid: list[tuple[BlockHash, float]],
-) -> list[float]:
-    """Our policy's costs, in another notation; ``paid`` is what each request before it paid, and
-    for which prefix."""
-    costs, own = [], []
-    for state, hit in zip(groups, hits, strict=True):
-        missing = request.num_prompt_tokens - hit
-        queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-        behind = min((queued + missing / 16) / fresh, 12.0)
-        rest = 32.0 * (state.num_running + state.num_waiting)
-        if state.step_s:
-            share = (request.now_s - state.step_began_s) / state.step_s
-            if 0 < share < 2:
-                rest -= min(share, 1.0) * (rest + state.num_step_tokens)
-        costs.append(queued + rest + (1.25 + behind) * missing + 32.0 * state.num_requests)
-        own.append(costs[-1] - behind * missing)
-    home, sooner = costs.index(min(costs)), own.index(min(own))
-    blocks = request.hashes[hits[sooner] // 16 : hits[home] // 16]
-    key, amount = NO_BLOCK, 0.0
-    if blocks:
-        key, amount = blocks[2 ** int(log2(len(blocks))) - 1], own[home] - own[sooner]
-    paid.append((key, amount))
-    fading = exp(-1 / (50 * len(groups)))
-    ages = range(len(paid) - 1, -1, -1)
-    total = sum(a * fading**age for age, (k, a) in zip(ages, paid, strict=True) if k == key)
-    price = (costs[sooner] - own[sooner]) - (costs[home] - own[home])
-    if blocks and total >= 2 * price:
-        costs[sooner] = own[sooner]
-        paid[:] = [(NO_BLOCK, 0.0) if k == key else (k, a) for k, a in paid]
-    return costs
+    costs: Sequence[float],
+) -> int:
+    """By cost in steps of a tie, the longest hit, and the name of the prefix."""
+    name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
+
+    def place(index: int) -> tuple[bool, int, bytes]:
+        digest = hashlib.blake2b(groups[index].group.encode(), key=name, digest_size=8).digest()
+        return costs[index] > min(costs) + 32, -hits[index], digest
+
+    return min(range(len(groups)), key=place)
 
 
 def assert_same(one: Decision, other: Decision) -> None:
@@ -120,26 +160,28 @@ def test_many_at_once_are_decided_as_one_by_one(
 ) -> None:
     lengths = st.sampled_from([0, 0, 1, 2, 3, 8]) | st.integers(0, 600)
     overlap = data.draw(st.lists(lengths, min_size=len(groups), max_size=len(groups)))
-    each, together = PrefixAware(), PrefixAware()
-    loads, held = Loads(groups), np.array(overlap, dtype=np.int64)
+    held = [min(data.draw(lengths), length) for length in overlap]
+    each, together, plain = PrefixAware(), PrefixAware(), WrittenOut()
+    loads, array = Loads(groups), np.array(overlap, dtype=np.int64)
     if {state.group for state in groups} <= request.exclude:
         with pytest.raises(NoGroupAvailable) as in_turn:
-            decide(each, request, groups, overlap)
+            decide(each, request, groups, overlap, held)
         with pytest.raises(NoGroupAvailable) as at_once:
-            decide_among_many(together, request, loads, held)
+            decide_among_many(together, request, loads, array, held)
         assert str(in_turn.value) == str(at_once.value)
         return
-    fresh, paid = 3072.0, list[tuple[BlockHash, float]]()
-    for number_seen in range(21, 27):
-        expected = decide(each, request, groups, overlap)
-        decision = decide_among_many(together, request, loads, held)
+    allowed = [length for state, length in zip(groups, held, strict=True) if state.group not in request.exclude]
+    reasons = set()
+    for _ in range(data.draw(st.sampled_from([6, 60]))):
+        expected = decide(each, request, groups, overlap, held)
+        decision = decide_among_many(together, request, loads, array, held)
         assert_same(decision, expected)
         assert together.pressure == each.pressure
         hits = [int(hit) for hit in expected.hits]
-        written_out = costs_written_out(request, expected.groups, hits, fresh, paid)
-        assert list(expected.costs) == written_out
-        fresh += (request.num_prompt_tokens - max(hits) - fresh) / number_seen
-        fresh = min(max(fresh, 128.0), 8192.0)
+        assert expected.index == plain.chosen(request, expected.groups, hits, allowed)
+        assert list(expected.costs) == plain.last_costs
+        reasons.add(expected.reason)
+    event(f"copied: {'copied_prefix' in reasons}")
 
 
 def test_a_tie_of_all_groups_goes_where_the_name_of_the_prefix_says() -> None:
@@ -155,6 +197,9 @@ def test_a_tie_of_all_groups_goes_where_the_name_of_the_prefix_says() -> None:
     assert decision.group == min(GROUPS, key=distance)
 
 
+WIDE = PrefixAwareConfig(request_tokens=TIE_TOKENS)
+
+
 def test_costs_that_are_just_as_wide_as_a_tie_apart_are_tied() -> None:
     a, b = (GroupState(group=group) for group in GROUPS[:2])
     for number in range(16):
@@ -163,7 +208,7 @@ def test_costs_that_are_just_as_wide_as_a_tie_apart_are_tied() -> None:
         tied = Loads([a, replace(b, num_reserved_requests=1)])
         equal, held = Loads([a, b]), np.zeros(2, dtype=np.int64)
         first, second = (
-            decide_among_many(PrefixAware(), request, loads, held) for loads in (equal, tied)
+            decide_among_many(PrefixAware(WIDE), request, loads, held) for loads in (equal, tied)
         )
         assert first.group == second.group
         assert abs(second.costs[0] - second.costs[1]) == 32

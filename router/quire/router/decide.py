@@ -27,11 +27,21 @@ class PolicyOfMany(Policy, Protocol):
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
         """What `costs` says of the same groups, to the last bit."""
 
+    def second_home_of_many(
+        self, request: RouteRequest, loads: Loads, hits: Column, home: int, num_coming: int
+    ) -> int:
+        """What `second_home` says of them."""
+
 
 def decide(
-    policy: Policy, request: RouteRequest, groups: Sequence[GroupState], overlap: Sequence[int]
+    policy: Policy,
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    overlap: Sequence[int],
+    held: Sequence[int] | None = None,
 ) -> Decision:
-    """Takes one of ``groups``, whose ``overlap`` is the prompt's leading blocks that each holds.
+    """Takes one of ``groups``, whose ``overlap`` is the prompt's leading blocks that each has or
+    computes; ``held`` are those that it has, all of them where it is not given.
 
     Raises:
         NoGroupAvailable: Every group is excluded, or there is none.
@@ -40,17 +50,25 @@ def decide(
     if request.exclude:
         allowed = [i for i, state in enumerate(groups) if state.group not in request.exclude]
         groups, overlap = [groups[i] for i in allowed], [overlap[i] for i in allowed]
+        held = held and [held[i] for i in allowed]
     if not groups:
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = usable_tokens(request, overlap)
     costs = policy.costs(request, groups, hits)
-    index = cheapest(request, groups, hits, costs)
-    is_longest = 0 < hits[index] == max(hits)
-    return taken(policy, request, groups, hits, costs, index, is_longest)
+    home = index = cheapest(request, groups, hits, costs)
+    longest = max(hits)
+    if hits[home] > min(hits):
+        num_coming = num_not_held(request, hits[home], held[home] if held else None)
+        index = policy.second_home(request, groups, hits, home, num_coming)
+    return taken(policy, request, groups, hits, costs, index, home, longest)
 
 
 def decide_among_many(
-    policy: PolicyOfMany, request: RouteRequest, loads: Loads, overlap: npt.NDArray[np.int64]
+    policy: PolicyOfMany,
+    request: RouteRequest,
+    loads: Loads,
+    overlap: npt.NDArray[np.int64],
+    held: Sequence[int] | None = None,
 ) -> Decision:
     """`decide`, in a time that hardly grows with the number of groups.
 
@@ -62,19 +80,19 @@ def decide_among_many(
         states = loads.states
         allowed = [i for i, state in enumerate(states) if state.group not in request.exclude]
         loads, overlap = loads.only(allowed), overlap[allowed]
+        held = held and [held[i] for i in allowed]
     if not len(loads):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
     costs = policy.costs_of_many(request, loads, hits)
-    tied = np.flatnonzero(costs <= costs.min() + TIE_TOKENS)
-    if len(tied) > 1:
-        tied_hits = hits[tied]
-        tied = tied[tied_hits == tied_hits.max()]
-    index = nearest(request, loads.states, tied.tolist())
-    is_longest = 0 < hits[index] == hits.max()
+    home = index = cheapest_of_many(request, loads, hits, costs)
+    hit, longest = float(hits[home]), float(hits.max())
+    if hit > hits.min():
+        num_coming = num_not_held(request, int(hit), held[home] if held else None)
+        index = policy.second_home_of_many(request, loads, hits, home, num_coming)
     # The list goes on to change, the states in it do not.
     states = loads.states.copy()
-    return taken(policy, request, states, hits, costs, index, is_longest)
+    return taken(policy, request, states, hits, costs, index, home, longest)
 
 
 def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
@@ -90,6 +108,11 @@ def usable_blocks(request: RouteRequest) -> int:
     ends with it is never one.
     """
     return max(request.num_prompt_tokens - 1, 0) // request.block_size
+
+
+def num_not_held(request: RouteRequest, num_hit_tokens: int, held: int | None) -> int:
+    """How many tokens of a hit are not in the cache yet."""
+    return 0 if held is None else max(num_hit_tokens - held * request.block_size, 0)
 
 
 def cheapest(
@@ -109,6 +132,15 @@ def cheapest(
         return tied[0]
     longest = max([hits[i] for i in tied])
     return nearest(request, groups, [i for i in tied if hits[i] == longest])
+
+
+def cheapest_of_many(request: RouteRequest, loads: Loads, hits: Column, costs: Column) -> int:
+    """`cheapest`, of arrays."""
+    tied = np.flatnonzero(costs <= costs.min() + TIE_TOKENS)
+    if len(tied) > 1:
+        tied_hits = hits[tied]
+        tied = tied[tied_hits == tied_hits.max()]
+    return nearest(request, loads.states, tied.tolist())
 
 
 def nearest(request: RouteRequest, groups: Sequence[GroupState], indices: Sequence[int]) -> int:
@@ -141,16 +173,22 @@ def taken(
     hits: Sequence[int] | Column,
     costs: Sequence[float] | Column,
     index: int,
-    is_longest: bool,
+    home: int,
+    longest: float,
 ) -> Decision:
-    """The decision for the group at ``index``, whose hit is, or is not, the longest there is."""
+    """The decision for the group at ``index`` where that at ``home`` was the cheapest."""
     state, num_hit_tokens = groups[index], int(hits[index])
+    reason = policy.reason
+    if len(groups) == 1:
+        reason = "only_group"
+    elif index != home:
+        reason = "copied_prefix"
+    elif 0 < num_hit_tokens == longest:
+        reason = "cached_prefix"
     policy.routed(request, state.group)
     return Decision(
         group=state.group,
-        reason=(
-            "only_group" if len(groups) == 1 else "cached_prefix" if is_longest else policy.reason
-        ),
+        reason=reason,
         predicted_cached_tokens=num_hit_tokens,
         num_prompt_tokens=request.num_prompt_tokens,
         groups=groups,

@@ -185,7 +185,7 @@ class Mooncake(Forgetful):
         ]
 
 
-class DynamoCost:
+class DynamoCost(Forgetful):
     """NVIDIA Dynamo's KV router: ``weight * prefill blocks + decode blocks``, temperature 0.
 
     Prefill counts what is queued and what this request lacks; decode counts the different blocks
@@ -194,8 +194,6 @@ class DynamoCost:
     """
 
     reason: Reason = "least_loaded"
-    pressure: float | None = None
-    reads_steps = False
 
     def __init__(self, *, weight: float) -> None:
         self._weight = weight

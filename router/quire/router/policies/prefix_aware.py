@@ -1,11 +1,11 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost = queued + rest + (1.25 + behind) * missing + 32 * requests
+    cost = queued + rest + (1.25 + behind) * missing + 24 * requests
 
 all in tokens, the time in which a group prefills one, and all of one group:
 
     queued    prompt tokens that it must compute first, but for what is over of its present step
-    rest      what else is left of that step: 32 for each request in it, but for what is over. A
+    rest      what else is left of that step: 24 for each request in it, but for what is over. A
               prompt waits for its end, for nearly all of it in one group and no time in another
     missing   the prompt's own tokens that it has not cached, and will not have when it gets there
               A quarter more than once, or waiting for a prefix that a group just computes would
@@ -25,29 +25,35 @@ home. So a long prefix stays where it is, even if other groups are idle, as it b
 that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
 idle group any dearer, or requests would stay behind the queue that they form.
 
-Not for ever, though: a prefix may be asked for more than one group can answer. A request that
-another group would serve sooner, computing the prefix anew, and that does not go there because of
-``behind``, pays for others. What requests for one prefix have paid so of late is added up, and when
-it is twice what the copy costs others (``patience``), the next one makes it: the rule of who rents
-skis until the rent would have bought them. A prefix has the name of a block in the half behind the
-middle of what the other group lacks; whoever has it in common has at least half of that in common.
+Not for ever, though: a prefix may be asked for more than one group can answer. A request that the
+prefix keeps at a group which is slower than the others are on average, if they all had the prefix,
+regrets the difference, and in a faster one makes up for as much. What is left of it by prefix, of
+late, is what a second home would have saved; when it is four times what a copy costs
+(``patience``), the next request makes the copy: the rule of who rents skis until the rent would
+have bought them. Nobody regrets to wait for the prefix itself, which another group would compute no
+sooner. A prefix has the name of a block in the half behind the middle of what the other group
+lacks; whoever has it in common has at least half of that in common.
 
 It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
 learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
-0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md, 0029-fresh-tokens.md
-and 0030-patience.md say what else was tried.
+0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md, 0029-fresh-tokens.md,
+0030-patience.md and 0031-regret.md say what else was tried.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Protocol, TypeVar
 
 import numpy as np
 
+from quire.router.decide import cheapest, cheapest_of_many
 from quire.router.loads import Loads
-from quire.router.policies.regret import Regrets
+from quire.router.policies.second_home import Regrets
 from quire.router.policies.simple import Forgetful
 from quire.router.policy import Column, GroupState, Reason, RouteRequest
+from quire.worker.hashing import BlockHash
 
 N = TypeVar("N", float, Column)
 """A number of one group, or one for each of many."""
@@ -76,7 +82,7 @@ class Load(Protocol[N_co]):
 class PrefixAwareConfig:
     missing: float = 1.25
     """Weight of a missing token where nobody waits."""
-    request_tokens: float = 32.0
+    request_tokens: float = 24.0
     """What a request slows others by, in tokens of prefill."""
     meanwhile: float = 0.0625
     """Weight of the requests that come while the missing tokens are computed."""
@@ -89,10 +95,10 @@ class PrefixAwareConfig:
     """Requests after which what one brought counts for a third (1/e)."""
     min_fresh: float = 128.0
     max_fresh: float = 8192.0
-    patience: float = 2.0
-    """Times what a copy costs others: as much may be paid in all by those who do without it."""
-    patience_memory: int = 50
-    """Requests for each group after which what was paid counts for a third (1/e)."""
+    patience: float = 4.0
+    """Times what a copy costs: as much is regretted in all before it is made."""
+    patience_memory: int = 100
+    """Requests for each group after which what was regretted counts for a third (1/e)."""
 
 
 class PrefixAware(Forgetful):
@@ -112,61 +118,76 @@ class PrefixAware(Forgetful):
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
-        both = [
-            self._costs(state, num_tokens - hit, now_s, min)
+        costs = [
+            self._cost(*self._work(state, now_s), num_tokens - hit, min)
             for state, hit in zip(groups, hits, strict=True)
         ]
-        costs, own = [cost for cost, _ in both], [cost - others for cost, others in both]
-        home, sooner = costs.index(min(costs)), own.index(min(own))
-        self.pressure = self._pressure(groups[home])
-        if sooner != home and self._is_paid(request, hits, costs, own, home, sooner):
-            costs[sooner] = own[sooner]
+        self.pressure = self._pressure(groups[costs.index(min(costs))])
         self._see(num_tokens - max(hits), len(groups))
         return costs
 
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
-        missing = request.num_prompt_tokens - hits
-        costs, others = self._costs(loads, missing, request.now_s, np.minimum)
-        own = costs - others
-        home, sooner = int(costs.argmin()), int(own.argmin())
-        self.pressure = self._pressure(loads.states[home])
-        if sooner != home and self._is_paid(request, hits, costs, own, home, sooner):
-            costs[sooner] = own[sooner]
+        work, missing = self._work(loads, request.now_s), request.num_prompt_tokens - hits
+        costs = self._cost(*work, missing, np.minimum)
+        self.pressure = self._pressure(loads.states[int(costs.argmin())])
         self._see(request.num_prompt_tokens - float(hits.max()), len(loads))
         return costs
 
-    def _costs(
-        self, load: Load[N], missing: N, now_s: float, lesser: Callable[[N, float], N]
-    ) -> tuple[N, N]:
-        """All of it, and of that what those behind the request pay."""
-        config = self._config
-        queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
-        num_in_step = load.num_running + load.num_waiting
-        rest = config.request_tokens * num_in_step
-        rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
-        behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
-        beside = config.request_tokens * (num_in_step + load.num_reserved_requests)
-        return queued + rest + (config.missing + behind) * missing + beside, behind * missing
-
-    def _is_paid(
+    def second_home(
         self,
         request: RouteRequest,
-        hits: Sequence[int] | Column,
-        costs: Sequence[float] | Column,
-        own: Sequence[float] | Column,
+        groups: Sequence[GroupState],
+        hits: Sequence[int],
         home: int,
-        sooner: int,
-    ) -> bool:
-        """Whether group ``sooner`` may copy at last what group ``home`` has, where those who come
-        behind leave the request."""
-        size, hashes = request.block_size, request.hashes
-        begin, end = int(hits[sooner]) // size, min(int(hits[home]) // size, len(hashes))
-        if end <= begin:
+        num_coming: int,
+    ) -> int:
+        num_missing = request.num_prompt_tokens - hits[home]
+        work = [self._work(state, request.now_s) for state in groups]
+        costs = [self._cost(*each, num_missing, min) for each in work]
+        sooner = cheapest(request, groups, hits, costs)
+        if hits[sooner] >= hits[home]:
+            return home
+        total = reduce(add, costs)  # `sum` does not only add, since Python 3.12.
+        regret = costs[home] - (total - costs[home]) / (len(costs) - 1) - num_coming
+        copied = self._cost(*work[sooner], request.num_prompt_tokens - hits[sooner], min)
+        key = _name(request, hits[sooner], hits[home])
+        return sooner if self._is_paid(key, regret, price=copied - costs[sooner]) else home
+
+    def second_home_of_many(
+        self, request: RouteRequest, loads: Loads, hits: Column, home: int, num_coming: int
+    ) -> int:
+        num_missing = request.num_prompt_tokens - float(hits[home])
+        queued, other = self._work(loads, request.now_s)
+        costs = self._cost(queued, other, num_missing, np.minimum)
+        sooner = cheapest_of_many(request, loads, hits, costs)
+        if hits[sooner] >= hits[home]:
+            return home
+        total, cost = float(costs.cumsum()[-1]), float(costs[home])  # `np.sum` adds in pairs.
+        regret = cost - (total - cost) / (len(costs) - 1) - num_coming
+        work = float(queued[sooner]), float(other[sooner])
+        copied = self._cost(*work, request.num_prompt_tokens - float(hits[sooner]), min)
+        key = _name(request, int(hits[sooner]), int(hits[home]))
+        is_paid = self._is_paid(key, regret, price=copied - float(costs[sooner]))
+        return sooner if is_paid else home
+
+    def _work(self, load: Load[N], now_s: float) -> tuple[N, N]:
+        """What is queued, and all else that does not depend on the request."""
+        queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
+        num_in_step = load.num_running + load.num_waiting
+        rest = self._config.request_tokens * num_in_step
+        rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
+        beside = self._config.request_tokens * (num_in_step + load.num_reserved_requests)
+        return queued, rest + beside
+
+    def _cost(self, queued: N, other: N, missing: N, lesser: Callable[[N, float], N]) -> N:
+        config = self._config
+        behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
+        return queued + other + (config.missing + behind) * missing
+
+    def _is_paid(self, key: BlockHash | None, regret: float, *, price: float) -> bool:
+        if key is None:
             return False
-        middle = 1 << ((end - begin).bit_length() - 1)
-        key = hashes[begin + middle - 1]
-        paid = self._regrets.add(key, float(own[home] - own[sooner]), at=self._memory_age)
-        price = (costs[sooner] - own[sooner]) - (costs[home] - own[home])
+        paid = self._regrets.add(key, regret, at=self._memory_age)
         if paid < self._config.patience * price:
             return False
         self._regrets.forget(key)
@@ -182,3 +203,12 @@ class PrefixAware(Forgetful):
         self._memory_age += 1 / (config.patience_memory * num_groups)
         mean = self._fresh + (num_fresh - self._fresh) / self._num_seen
         self._fresh = min(max(mean, config.min_fresh), config.max_fresh)
+
+
+def _name(request: RouteRequest, num_held: int, num_wanted: int) -> BlockHash | None:
+    """Of what a group lacks that holds so many tokens of a prompt."""
+    begin = num_held // request.block_size
+    end = min(num_wanted // request.block_size, len(request.hashes))
+    if end <= begin:
+        return None
+    return request.hashes[begin + (1 << ((end - begin).bit_length() - 1)) - 1]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from quire.router.config import RoutingConfig
-from quire.router.decide import cheapest, usable_tokens
+from quire.router.decide import cheapest, num_not_held, usable_tokens
 from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
 from quire.router.policy import GroupState, Policy, RouteRequest
 from quire.router.sharding import Shard, ShardedDirectory, ShardMap
@@ -87,6 +87,9 @@ class FlatGateway:
         self._ordinal += 1
         hits = usable_tokens(request, overlap)
         index = cheapest(request, states, hits, self._policy.costs(request, states, hits))
+        if hits[index] > min(hits):
+            num_coming = num_not_held(request, hits[index], held.get(1 << index, 0))
+            index = self._policy.second_home(request, states, hits, index, num_coming)
         state = states[index]
         self._policy.routed(request, state.group)
         state.num_reserved_requests += 1

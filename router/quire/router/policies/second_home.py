@@ -1,11 +1,14 @@
-"""What it has cost of late, by prefix, that requests went where the prefix is and not elsewhere."""
+"""Sums of what it costs, of late, that a prefix has no second home."""
 
 from collections.abc import Hashable
 from math import exp
 
 
 class Regrets:
-    """Sums that fade. Remembers the ``max_keys`` that were added to last; O(1)."""
+    """A sum for each key, which fades and never falls below 0.
+
+    Remembers the ``max_keys`` that were added to last; O(1).
+    """
 
     def __init__(self, *, max_keys: int = 10_000) -> None:
         self._max_keys = max_keys
@@ -17,7 +20,7 @@ class Regrets:
     def add(self, key: Hashable, regret: float, *, at: float) -> float:
         """The sum with ``regret``. ``at`` never goes back; after 1 of it a third (1/e) is left."""
         before, then = self._sums.pop(key, (0.0, at))
-        total = before * exp(then - at) + regret
+        total = max(before * exp(then - at) + regret, 0.0)
         self._sums[key] = total, at
         if len(self._sums) > self._max_keys:
             del self._sums[next(iter(self._sums))]
