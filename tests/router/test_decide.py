@@ -66,6 +66,7 @@ routed = st.builds(
     now_s=st.just(10.0),
 )
 
+
 @dataclass
 class WrittenOut:
     """Our policy in another notation, which remembers all that it saw."""
@@ -170,7 +171,11 @@ def test_many_at_once_are_decided_as_one_by_one(
             decide_among_many(together, request, loads, array, held)
         assert str(in_turn.value) == str(at_once.value)
         return
-    allowed = [length for state, length in zip(groups, held, strict=True) if state.group not in request.exclude]
+    allowed = [
+        length
+        for state, length in zip(groups, held, strict=True)
+        if state.group not in request.exclude
+    ]
     reasons = set()
     for _ in range(data.draw(st.sampled_from([6, 60]))):
         expected = decide(each, request, groups, overlap, held)

@@ -36,8 +36,8 @@ lacks; whoever has it in common has at least half of that in common.
 
 It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
 learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
-0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md, 0029-fresh-tokens.md,
-0030-patience.md and 0031-regret.md say what else was tried.
+0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md,
+0029-fresh-tokens.md, 0030-patience.md and 0031-regret.md say what else was tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,22 +113,26 @@ class PrefixAware(Forgetful):
         self._num_seen = config.fresh_prior
         self._regrets = Regrets()
         self._memory_age = 0.0
+        # Of the request that was asked for last, for `second_home`.
+        self._work_each: list[tuple[float, float]] = []
+        self._work_all: tuple[Column, Column] = np.empty(0), np.empty(0)
 
     def costs(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
+        self._work_each = [self._work(state, now_s) for state in groups]
         costs = [
-            self._cost(*self._work(state, now_s), num_tokens - hit, min)
-            for state, hit in zip(groups, hits, strict=True)
+            self._cost(*work, num_tokens - hit, min)
+            for work, hit in zip(self._work_each, hits, strict=True)
         ]
         self.pressure = self._pressure(groups[costs.index(min(costs))])
         self._see(num_tokens - max(hits), len(groups))
         return costs
 
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
-        work, missing = self._work(loads, request.now_s), request.num_prompt_tokens - hits
-        costs = self._cost(*work, missing, np.minimum)
+        self._work_all = self._work(loads, request.now_s)
+        costs = self._cost(*self._work_all, request.num_prompt_tokens - hits, np.minimum)
         self.pressure = self._pressure(loads.states[int(costs.argmin())])
         self._see(request.num_prompt_tokens - float(hits.max()), len(loads))
         return costs
@@ -141,8 +145,7 @@ class PrefixAware(Forgetful):
         home: int,
         num_coming: int,
     ) -> int:
-        num_missing = request.num_prompt_tokens - hits[home]
-        work = [self._work(state, request.now_s) for state in groups]
+        num_missing, work = request.num_prompt_tokens - hits[home], self._work_each
         costs = [self._cost(*each, num_missing, min) for each in work]
         sooner = cheapest(request, groups, hits, costs)
         if hits[sooner] >= hits[home]:
@@ -157,7 +160,7 @@ class PrefixAware(Forgetful):
         self, request: RouteRequest, loads: Loads, hits: Column, home: int, num_coming: int
     ) -> int:
         num_missing = request.num_prompt_tokens - float(hits[home])
-        queued, other = self._work(loads, request.now_s)
+        queued, other = self._work_all
         costs = self._cost(queued, other, num_missing, np.minimum)
         sooner = cheapest_of_many(request, loads, hits, costs)
         if hits[sooner] >= hits[home]:
@@ -179,7 +182,7 @@ class PrefixAware(Forgetful):
         beside = self._config.request_tokens * (num_in_step + load.num_reserved_requests)
         return queued, rest + beside
 
-    def _cost(self, queued: N, other: N, missing: N, lesser: Callable[[N, float], N]) -> N:
+    def _cost(self, queued: N, other: N, missing: N | float, lesser: Callable[[N, float], N]) -> N:
         config = self._config
         behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         return queued + other + (config.missing + behind) * missing
