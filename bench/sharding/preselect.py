@@ -14,7 +14,8 @@ from math import inf
 from pathlib import Path
 
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import GroupState, RouteRequest
+from quire.router.policies.simple import Forgetful
+from quire.router.policy import GroupState, Reason, RouteRequest
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name, load_trace
@@ -31,11 +32,14 @@ WARM_UP = 0.2
 CANDIDATES = (4, 16)
 
 
-class Preselected(PrefixAware):
+class Preselected(Forgetful):
     """Our policy over ``num_each`` holders, as many idle groups and as many at random."""
 
+    reason: Reason = "least_loaded"
+    reads_steps = True
+
     def __init__(self, *, num_each: int) -> None:
-        super().__init__()
+        self._ours = PrefixAware()
         self._num_each = num_each
         self._chosen: list[int] = []
 
@@ -48,7 +52,7 @@ class Preselected(PrefixAware):
         holders = nlargest(num_each, (i for i in everyone if hits[i]), key=hits.__getitem__)
         idle = nsmallest(num_each, everyone, key=[_work(state) for state in groups].__getitem__)
         self._chosen = chosen = sorted({*sample, *holders, *idle})
-        costs = super().costs(request, [groups[i] for i in chosen], [hits[i] for i in chosen])
+        costs = self._ours.costs(request, [groups[i] for i in chosen], [hits[i] for i in chosen])
         all_costs = [inf] * len(groups)
         for index, cost in zip(chosen, costs, strict=True):
             all_costs[index] = cost
@@ -64,7 +68,7 @@ class Preselected(PrefixAware):
     ) -> int:
         chosen = self._chosen
         few, few_hits = [groups[i] for i in chosen], [hits[i] for i in chosen]
-        index = super().second_home(request, few, few_hits, chosen.index(home), num_coming)
+        index = self._ours.second_home(request, few, few_hits, chosen.index(home), num_coming)
         return chosen[index]
 
 

@@ -33,6 +33,10 @@ class PolicyOfMany(Policy, Protocol):
         """What `second_home` says of them."""
 
 
+NumHeld = Callable[[int], int]
+"""How many of a prompt's leading blocks the group at an index has cached."""
+
+
 def decide(
     policy: Policy,
     request: RouteRequest,
@@ -54,13 +58,9 @@ def decide(
     if not groups:
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = usable_tokens(request, overlap)
-    costs = policy.costs(request, groups, hits)
-    home = index = cheapest(request, groups, hits, costs)
-    longest = max(hits)
-    if hits[home] > min(hits):
-        num_coming = num_not_held(request, hits[home], held[home] if held else None)
-        index = policy.second_home(request, groups, hits, home, num_coming)
-    return taken(policy, request, groups, hits, costs, index, home, longest)
+    num_held = (held or overlap).__getitem__
+    index, home, costs = choose(policy, request, groups, hits, num_held)
+    return _taken(policy, request, groups, hits, costs, index, home, max(hits))
 
 
 def decide_among_many(
@@ -84,15 +84,39 @@ def decide_among_many(
     if not len(loads):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
-    costs = policy.costs_of_many(request, loads, hits)
-    home = index = cheapest_of_many(request, loads, hits, costs)
-    hit, longest = float(hits[home]), float(hits.max())
-    if hit > hits.min():
-        num_coming = num_not_held(request, int(hit), held[home] if held else None)
-        index = policy.second_home_of_many(request, loads, hits, home, num_coming)
+    num_held = (held or overlap).__getitem__
+    index, home, costs = choose_among_many(policy, request, loads, hits, num_held)
     # The list goes on to change, the states in it do not.
     states = loads.states.copy()
-    return taken(policy, request, states, hits, costs, index, home, longest)
+    return _taken(policy, request, states, hits, costs, index, home, hits.max())
+
+
+def choose(
+    policy: Policy,
+    request: RouteRequest,
+    groups: Sequence[GroupState],
+    hits: Sequence[int],
+    num_held: NumHeld,
+) -> tuple[int, int, list[float]]:
+    """The index of the group that takes the request, that of the cheapest, and all costs."""
+    costs = policy.costs(request, groups, hits)
+    home = index = cheapest(request, groups, hits, costs)
+    if hits[home] > min(hits):
+        num_coming = max(hits[home] - num_held(home) * request.block_size, 0)
+        index = policy.second_home(request, groups, hits, home, num_coming)
+    return index, home, costs
+
+
+def choose_among_many(
+    policy: PolicyOfMany, request: RouteRequest, loads: Loads, hits: Column, num_held: NumHeld
+) -> tuple[int, int, Column]:
+    """`choose`, of arrays."""
+    costs = policy.costs_of_many(request, loads, hits)
+    home = index = cheapest_of_many(request, loads, hits, costs)
+    if hits[home] > hits.min():
+        num_coming = max(int(hits[home]) - int(num_held(home)) * request.block_size, 0)
+        index = policy.second_home_of_many(request, loads, hits, home, num_coming)
+    return index, home, costs
 
 
 def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
@@ -108,11 +132,6 @@ def usable_blocks(request: RouteRequest) -> int:
     ends with it is never one.
     """
     return max(request.num_prompt_tokens - 1, 0) // request.block_size
-
-
-def num_not_held(request: RouteRequest, num_hit_tokens: int, held: int | None) -> int:
-    """How many tokens of a hit are not in the cache yet."""
-    return 0 if held is None else max(num_hit_tokens - held * request.block_size, 0)
 
 
 def cheapest(
@@ -166,7 +185,7 @@ def distance_from(request: RouteRequest) -> Callable[[GroupId], bytes]:
     return distance
 
 
-def taken(
+def _taken(
     policy: Policy,
     request: RouteRequest,
     groups: Sequence[GroupState],

@@ -122,10 +122,7 @@ class PrefixAware(Forgetful):
     ) -> list[float]:
         num_tokens, now_s = request.num_prompt_tokens, request.now_s
         self._work_each = [self._work(state, now_s) for state in groups]
-        costs = [
-            self._cost(*work, num_tokens - hit, min)
-            for work, hit in zip(self._work_each, hits, strict=True)
-        ]
+        costs = self._costs(self._work_each, [num_tokens - hit for hit in hits])
         self.pressure = self._pressure(groups[costs.index(min(costs))])
         self._see(num_tokens - max(hits), len(groups))
         return costs
@@ -146,7 +143,7 @@ class PrefixAware(Forgetful):
         num_coming: int,
     ) -> int:
         num_missing, work = request.num_prompt_tokens - hits[home], self._work_each
-        costs = [self._cost(*each, num_missing, min) for each in work]
+        costs = self._costs(work, [num_missing] * len(work))
         sooner = cheapest(request, groups, hits, costs)
         if hits[sooner] >= hits[home]:
             return home
@@ -186,6 +183,17 @@ class PrefixAware(Forgetful):
         config = self._config
         behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         return queued + other + (config.missing + behind) * missing
+
+    def _costs(self, work: Sequence[tuple[float, float]], missing: Sequence[float]) -> list[float]:
+        """`_cost` of each group: written out, for calls would take most of the time."""
+        config, fresh, most = self._config, self._fresh, self._config.max_behind
+        weight, meanwhile = config.missing, config.meanwhile
+        return [
+            queued
+            + other
+            + (weight + (b if (b := (queued + meanwhile * num) / fresh) < most else most)) * num
+            for (queued, other), num in zip(work, missing, strict=True)
+        ]
 
     def _is_paid(self, key: BlockHash | None, regret: float, *, price: float) -> bool:
         if key is None:

@@ -12,9 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from quire.router.config import RoutingConfig
-from quire.router.decide import cheapest, num_not_held, usable_tokens
+from quire.router.decide import PolicyOfMany, choose, choose_among_many, usable_tokens
 from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
+from quire.router.loads import Loads
+from quire.router.members import MANY
 from quire.router.policy import GroupState, Policy, RouteRequest
 from quire.router.sharding import Shard, ShardedDirectory, ShardMap
 from quire.router.simulate.clock import Clock
@@ -53,12 +57,17 @@ class FlatGateway:
         policy: Policy,
         holders: Holders,
         first_ordinal: int = 0,
+        many: int = MANY,
     ) -> None:
+        """``many`` groups are looked at at once, where the policy can: as in `RoutingTable`."""
         self._trace = trace
         self._clock = clock
         self._policy = policy
         self._holders = holders
         self._states = [GroupState(group=_name(i)) for i in range(num_groups)]
+        self._at_once: tuple[PolicyOfMany, Loads] | None = None
+        if num_groups >= many and isinstance(policy, PolicyOfMany):
+            self._at_once = policy, Loads(self._states)
         self._clocks = [StepClock() for _ in range(num_groups)]
         self._groups: dict[int, Group] = {}
         self._no_overlap = [0] * num_groups
@@ -73,6 +82,7 @@ class FlatGateway:
             for index, group in self._groups.items():
                 if group.is_in_run:
                     self._see_step(index, *group.last_step(self._clock.now_ms))
+                    self._changed(index)
         chain = trace.chains[request_id]
         num_tokens = trace.num_input[request_id]
         held = self._holders.lengths(chain)
@@ -86,14 +96,21 @@ class FlatGateway:
         )
         self._ordinal += 1
         hits = usable_tokens(request, overlap)
-        index = cheapest(request, states, hits, self._policy.costs(request, states, hits))
-        if hits[index] > min(hits):
-            num_coming = num_not_held(request, hits[index], held.get(1 << index, 0))
-            index = self._policy.second_home(request, states, hits, index, num_coming)
+
+        def num_held(index: int) -> int:
+            return held.get(1 << index, 0)
+
+        if self._at_once:
+            array = np.array(hits, dtype=float)
+            policy, loads = self._at_once
+            index, _, _ = choose_among_many(policy, request, loads, array, num_held)
+        else:
+            index, _, _ = choose(self._policy, request, states, hits, num_held)
         state = states[index]
         self._policy.routed(request, state.group)
         state.num_reserved_requests += 1
         state.num_reserved_tokens += num_tokens - hits[index]
+        self._changed(index)
         self._requests[request_id] = request
         self._remember(request_id, chain[held.get(1 << index, 0) :], 1 << index)
         return index, hits[index]
@@ -120,6 +137,11 @@ class FlatGateway:
         self._groups[index] = group
         if self._policy.reads_steps:
             self._see_step(index, group.num_steps, self._clock.now_ms)
+        self._changed(index)
+
+    def _changed(self, index: int) -> None:
+        if self._at_once:
+            self._at_once[1].put(index, self._states[index])
 
     def _see_step(self, index: int, step: int, at_ms: float) -> None:
         state, clock = self._states[index], self._clocks[index]
