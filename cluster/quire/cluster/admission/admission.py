@@ -60,7 +60,8 @@ class Admission:
         self._set_bound(states, now_s)
         ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
         displaced: list[Ticket] = []
-        if self._ahead_of(ticket).num_requests or not self._can_begin(ticket, states):
+        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        if not begins:
             displaced = self._make_room(ticket, states, now_s)
             for victim in displaced:
                 self.leave(victim)
@@ -70,7 +71,7 @@ class Admission:
         ticket.stage = Stage.QUEUED
         insort(self._queue, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if self._queue[0] is ticket and self._can_begin(ticket, states):
+        if begins and self._queue[0] is ticket:
             self._release(ticket)
         return displaced
 
@@ -121,15 +122,18 @@ class Admission:
 
     def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
         config = self._config
+        self._wait_bound_s = config.max_queue_wait_s
+        if config.standing_wait_s >= config.max_queue_wait_s:
+            return  # The bound is the same, be groups free or not.
+        if self._free_s is None or (not self._queue and self._is_free(states)):
+            self._free_s = now_s
+        if now_s - self._free_s > config.standing_wait_s:
+            self._wait_bound_s = config.standing_wait_s
+
+    def _is_free(self, states: Sequence[GroupState]) -> bool:
         # Room for one is what each departure leaves for a moment, and all gateways see it.
         enough = self._capacity.num_gateways + self._unrouted.num_requests
-        room = self._capacity.room(states, wait_s=0, tokens_each=1, enough=enough)
-        is_free = room >= enough
-        if self._free_s is None or (is_free and not self._queue):
-            self._free_s = now_s
-        self._wait_bound_s = config.max_queue_wait_s
-        if now_s - self._free_s > config.standing_wait_s:
-            self._wait_bound_s = min(config.standing_wait_s, config.max_queue_wait_s)
+        return self._capacity.room(states, wait_s=0, tokens_each=1, enough=enough) >= enough
 
     def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
         """Whether a group begins it soon, after all that was released but is in no state yet."""
@@ -175,8 +179,7 @@ class Admission:
     ) -> bool:
         """Whether one request behind ``ahead`` waits for no longer than the bound."""
         config = self._config
-        num_reserved = sum(state.num_reserved_requests for state in states)
-        num_waiting = sum(state.num_waiting for state in states)
+        num_waiting, num_reserved = self._capacity.num_queued(states)
         num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
         if num_waiting < len(states) * config.min_queued_per_group:
             return True

@@ -1,0 +1,99 @@
+"""Admission that keeps nothing of the groups: each question goes through all of them anew, in turn.
+
+What it takes from the code is how fast a group is (`quire.cluster.admission.speeds`).
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from quire.cluster.admission.admission import Admission
+from quire.cluster.admission.capacity import Capacity
+from quire.cluster.admission.speeds import GroupPace
+from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad, order
+from quire.router.policy import GroupState
+from quire.v1 import group_pb2 as pb
+
+
+class PlainCapacity(Capacity):
+    def room(
+        self,
+        states: Sequence[GroupState],
+        *,
+        wait_s: float,
+        tokens_each: float,
+        enough: float = inf,
+    ) -> float:
+        each = [self.room_in(state, wait_s, max(tokens_each, 1.0)) for state in states]
+        sums = list(accumulate(each, initial=0.0))
+        return next((so_far for so_far in sums[1:] if so_far >= enough), sums[-1])
+
+    def room_in(self, state: GroupState, wait_s: float, tokens_each: float) -> float:
+        pace, mean, gateways = self.pace(state), self._outputs.mean, self.num_gateways
+        limits = []
+        sent = state.num_reserved_tokens * gateways
+        spare_tokens = pace.prefill_per_s * wait_s - (state.num_pending_prefill_tokens + sent)
+        limits.append(0.0 if spare_tokens < 0 else spare_tokens / tokens_each + 1)
+        if pace.max_num_seqs:
+            busy = state.num_running + state.num_waiting + state.num_reserved_requests * gateways
+            limits.append(pace.max_num_seqs - busy + pace.output_per_s / mean * wait_s)
+        elif state.num_waiting > 0:
+            limits.append(0.0)
+        if state.num_running and state.num_available_blocks is not None:
+            free, size = state.num_available_blocks, pace.block_size
+            held = max((state.num_blocks or 0) - free, 0)
+            let_go = pace.short_output_per_s / mean * wait_s * held / state.num_running
+            tokens = state.num_pending_prefill_tokens + state.num_reserved_tokens
+            free_then = free + let_go - (tokens / size + state.num_running)
+            limits.append(free_then / (tokens_each / size + 1))
+        is_idle = state.num_running == state.num_waiting == state.num_reserved_requests == 0
+        return max(min(limits), 1.0 if is_idle else 0.0)
+
+    def begun_per_s(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
+        per_s = []
+        for pace in map(self.pace, states):
+            prefills = pace.prefill_per_s / max(tokens_each, 1.0)
+            per_s.append(min(prefills, pace.output_per_s / self._outputs.mean))
+        return sum(per_s)
+
+    def num_queued(self, states: Sequence[GroupState]) -> tuple[int, int]:
+        waiting = reserved = 0
+        for state in states:
+            waiting, reserved = (
+                waiting + state.num_waiting,
+                reserved + state.num_reserved_requests,
+            )
+        return waiting, reserved
+
+    def pace(self, state: GroupState) -> GroupPace:
+        return self._groups.get(state.group) or GroupPace(pb.GroupDescription(), self._all)
+
+
+class PlainAdmission(Admission):
+    def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
+        self._set_bound(states, now_s)
+        ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
+        displaced: list[Ticket] = []
+        if self._ahead_of(ticket).num_requests or not self._can_begin(ticket, states):
+            displaced = self._make_room(ticket, states, now_s)
+            for victim in displaced:
+                self.leave(victim)
+        self._num_offered += 1
+        ticket.number = self._num_offered
+        self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
+        ticket.stage = Stage.QUEUED
+        insort(self._queue, ticket, key=order)
+        self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
+        if self._queue[0] is ticket and self._can_begin(ticket, states):
+            self._release(ticket)
+        return displaced
+
+    def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
+        enough = self._capacity.num_gateways + self._unrouted.num_requests
+        is_free = self._capacity.room(states, wait_s=0, tokens_each=1) >= enough
+        if self._free_s is None or (is_free and not self._queue):
+            self._free_s = now_s
+        self._wait_bound_s = self._config.max_queue_wait_s
+        if now_s - self._free_s > self._config.standing_wait_s:
+            self._wait_bound_s = min(self._wait_bound_s, self._config.standing_wait_s)
