@@ -1,4 +1,4 @@
-// From 64-bit keys to ids of sets, 20 to 31 bytes a key.
+// From 64-bit keys to ids of sets, 16 to 31 bytes a key.
 //
 // A key's top bits choose one of 1,024 segments, which grow one by one: no event waits for more
 // than a thousandth of the table to be moved. A segment is an array of buckets of one cache line:
@@ -9,8 +9,8 @@
 // it grows, and it does so in place: from its last bucket to its first, each key moves further on.
 //
 // A full bucket costs what is sought in it a second read from memory, which nothing asked for in
-// time. So segments grow when five eighths of their places are taken: with four fifths, the first
-// storing of ten million keys took half as long again.
+// time. So segments of a large table grow when five eighths of their places are taken; those of
+// one that caches can hold, when four fifths are.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,10 @@ constexpr uint32_t kSteps = 2;        // In which a segment's size doubles.
 constexpr uint32_t kMovedAhead = 16;  // Buckets ahead for which memory is asked when keys move.
 
 // How many keys a segment of `num_buckets` holds before it grows.
-constexpr uint64_t room_of(uint64_t num_buckets) { return num_buckets * kPlaces * 5 / 8; }
+constexpr uint64_t room_of(uint64_t num_buckets) {
+    const bool is_large = num_buckets >= 128;  // Of 8 MB and more in all.
+    return num_buckets * kPlaces * (is_large ? 25 : 32) / 40;
+}
 
 struct alignas(64) Bucket {
     Key keys[kPlaces];  // The first `num_keys` count.
@@ -163,9 +166,11 @@ class Table {
     }
 
     // The segment takes the key's top bits, this its lowest.
-    uint32_t home(uint32_t s, Key key) const {
-        return uint64_t(uint32_t(key)) * segments_[s].num_buckets >> 32;
+    static uint32_t home_of(Key key, uint32_t num_buckets) {
+        return uint64_t(uint32_t(key)) * num_buckets >> 32;
     }
+
+    uint32_t home(uint32_t s, Key key) const { return home_of(key, segments_[s].num_buckets); }
 
     uint32_t next(uint32_t s, uint32_t at) const {
         return at + 1 == segments_[s].num_buckets ? 0 : at + 1;
@@ -195,8 +200,8 @@ class Table {
     }
 
     // In place. Buckets are read from the end that keys move towards, and what lies behind the
-    // one that is read has the new order already. The few keys that belong elsewhere come last:
-    // those that had wrapped around or do so now, and some of the first buckets.
+    // one that is read has the new order already. Keys that found no place at home come last, for
+    // mostly they are the youngest, and so do those that find no place behind.
     void resize(uint32_t s, uint32_t num_buckets) {
         const uint32_t num_old = segments_[s].num_buckets;
         const bool grows = num_buckets > num_old;
@@ -214,8 +219,8 @@ class Table {
             const Bucket old = bucket(s, at);
             bucket(s, at) = Bucket();
             for (uint32_t i = 0; i < old.num_keys; i++) {
-                const bool is_behind = !grows || home(s, old.keys[i]) >= at;
-                if (!is_behind || !place_before(end, s, old.keys[i], old.ids[i]))
+                const bool is_home = home_of(old.keys[i], num_old) == at;
+                if (!is_home || !place_before(end, s, old.keys[i], old.ids[i]))
                     others.emplace_back(old.keys[i], old.ids[i]);
             }
         }
@@ -235,7 +240,7 @@ class Table {
         const double share = double(least - num_buckets) / (larger(num_buckets) - num_buckets);
         // Hardly one segment in a thousand is ahead of the others by four deviations.
         const double last = room - 4 * std::sqrt(room);
-        prepare_at_ = std::max(kNumSegments * last * (0.9 + 0.1 * share), 1.0);
+        prepare_at_ = std::max(kNumSegments * last * (0.95 + 0.05 * share), 1.0);
     }
 
     static uint32_t levels_of(uint32_t num_buckets) { return (num_buckets + kPiece - 1) / kPiece; }
