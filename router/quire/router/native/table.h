@@ -91,7 +91,8 @@ class Table {
         const uint32_t s = segment_of(key);
         const uint32_t at = home(s, key);
         const Bucket& here = bucket(s, at);
-        if (here.num_passed || here.num_keys == kPlaces) __builtin_prefetch(&bucket(s, next(s, at)));
+        if (here.num_passed || here.num_keys == kPlaces)
+            __builtin_prefetch(&bucket(s, next(s, at)));
     }
 
     // Where the id of `key` is, or null. Valid until the table is changed.
@@ -124,7 +125,8 @@ class Table {
     // `id` is where its id was found.
     void erase(Key key, SetId* id) {
         const uint32_t s = segment_of(key);
-        Bucket* found = reinterpret_cast<Bucket*>(reinterpret_cast<uintptr_t>(id) & -sizeof(Bucket));
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(id) & -sizeof(Bucket);
+        Bucket* found = reinterpret_cast<Bucket*>(begin);
         for (uint32_t at = home(s, key); &bucket(s, at) != found; at = next(s, at))
             bucket(s, at).num_passed--;
         found->take(id - found->ids);
@@ -213,8 +215,9 @@ class Table {
             const uint32_t at = grows ? num_old - 1 - step : step;
             const uint32_t end = grows ? num_buckets : std::min(at + 1, num_buckets);
             if (grows && at >= kMovedAhead) {
-                __builtin_prefetch(&bucket(s, at - kMovedAhead));
-                __builtin_prefetch(&bucket(s, uint64_t(at - kMovedAhead) * num_buckets / num_old), 1);
+                const uint64_t ahead = at - kMovedAhead;
+                __builtin_prefetch(&bucket(s, ahead));
+                __builtin_prefetch(&bucket(s, ahead * num_buckets / num_old), 1);
             }
             const Bucket old = bucket(s, at);
             bucket(s, at) = Bucket();
