@@ -230,6 +230,34 @@ def test_an_index_that_is_gone_gives_its_memory_back() -> None:
     assert before - resident() > 0.7 * taken
 
 
+def test_a_large_index_gives_most_of_its_memory_back_and_takes_it_again() -> None:
+    library = native_holders.library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    index = NativeHolders(library, max_blocks=1_000_000)
+    index.admit(1)
+    draw = random.Random(3)
+    leaving, staying = draw.randbytes(32 * 600_000), draw.randbytes(32 * 60_000)
+    index.add(leaving, slot=0)
+    for start in range(0, len(staying), 32 * 500):
+        index.add(staying[start : start + 32 * 500], slot=1)
+    taken = index.num_bytes
+    index.clear(slot=0)
+    for _ in range(1024):
+        index.add(b"", slot=1)  # Each sweeps a segment.
+    assert index.num_blocks == index.num_held(1) == 60_000
+    assert index.num_bytes < 0.2 * taken
+    index.add(leaving, slot=0)
+    assert index.num_blocks == 660_000
+    for data, slot in ((leaving, 0), (staying, 1)):
+        for start in range(0, len(data), 32 * 97):
+            assert index.longest_prefix(data[start : start + 32], SLOTS) == {slot: 1}
+    index.remove(leaving, slot=0)
+    index.remove(staying, slot=1)
+    assert index.num_blocks == 0
+    assert index.digests(0) == index.digests(1) == (bytes(8 * NUM_BUCKETS), bytes(NUM_BUCKETS))
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=60, max_size=60), min_size=1, max_size=6))
 @settings(max_examples=150)
 def test_of_a_chain_with_holes_one_of_the_ends_is_named(held: list[list[bool]]) -> None:

@@ -6,8 +6,10 @@ namespace quire {
 
 namespace {
 
-// Keys ahead for which memory is asked: more than a core can wait for at once.
-constexpr uint64_t kAhead = 12;
+// Keys ahead for which memory is asked: more than a core can wait for at once. And those whose
+// first bucket has come, so that it shows whether a second one will be read.
+constexpr uint64_t kAhead = 24;
+constexpr uint64_t kNear = 10;
 
 // Reads of one round of a look-up, over all spans, and at least so many pieces of each span. A
 // round takes the time of one read from memory and a fifth of that for each more.
@@ -46,6 +48,7 @@ void HolderIndex::add(Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
     const SetId alone = to;
     for (uint64_t i = 0; i < num_hashes; i++) {
         if (i + kAhead < num_hashes) table_.prefetch(key_at(hashes, i + kAhead));
+        if (i + kNear < num_hashes) table_.prefetch_next(key_at(hashes, i + kNear));
         const Key key = key_at(hashes, i);
         SetId* id = table_.find(key);
         if (!id) {
@@ -93,7 +96,7 @@ void HolderIndex::remove(Slot slot, const uint8_t* hashes, uint64_t num_hashes) 
             *id = to;
             sets_.refer(to);
         } else {
-            table_.erase(key);
+            table_.erase(key, id);
         }
         sets_.release(old);
         if (!sets_.num_refs(old)) from = 0;
@@ -117,7 +120,7 @@ void HolderIndex::replace(Slot slot, const uint8_t* buckets, uint64_t num_bucket
     for (uint64_t i = 0; i < num_buckets; i++) {
         slots_[slot].refused[buckets[i]] = false;
         for (uint32_t s = 0; s < kSegments; s++)
-            table_.segment(buckets[i] * kSegments + s).each([&](Key key, SetId id) {
+            table_.each(buckets[i] * kSegments + s, [&](Key key, SetId id) {
                 if (!sets_.has(id, slot) || std::binary_search(wanted.begin(), wanted.end(), key))
                     return;
                 std::memcpy(excess.emplace_back().data(), &key, sizeof key);
@@ -214,10 +217,10 @@ void HolderIndex::consider(Search& search, const Span& span) {
 }
 
 bool HolderIndex::has_room() {
-    if (table_.num_keys < max_blocks_) return true;
+    if (table_.num_keys() < max_blocks_) return true;
     if (!num_ownerless_) return false;
     sweep(kNumSegments);
-    return table_.num_keys < max_blocks_;
+    return table_.num_keys() < max_blocks_;
 }
 
 // Erases the ownerless keys of some segments. A gateway must not stop to walk ten million blocks
@@ -226,17 +229,16 @@ void HolderIndex::sweep(uint32_t num_segments) {
     std::vector<Key> ownerless;
     for (num_segments = std::min(num_segments, kNumSegments); num_segments && num_ownerless_;
          num_segments--) {
-        Segment& segment = table_.segment(swept_);
-        swept_ = (swept_ + 1) % kNumSegments;
         ownerless.clear();
-        segment.each([&](Key key, SetId id) {
+        table_.each(swept_, [&](Key key, SetId id) {
             if (!sets_.is_empty(id)) return;
             ownerless.push_back(key);
             sets_.release(id);
         });
-        for (Key key : ownerless) table_.erase(key);
+        for (Key key : ownerless) table_.erase(key, table_.find(key));
         num_ownerless_ -= ownerless.size();
-        segment.shrink();
+        table_.shrink(swept_);
+        swept_ = (swept_ + 1) % kNumSegments;
     }
 }
 

@@ -26,7 +26,7 @@ class HolderIndex {
   public:
     explicit HolderIndex(uint64_t max_blocks) : max_blocks_(max_blocks) {}
 
-    uint64_t num_blocks() const { return table_.num_keys - num_ownerless_; }
+    uint64_t num_blocks() const { return table_.num_keys() - num_ownerless_; }
     uint64_t num_refused() const { return num_refused_; }
     uint64_t num_sets() const { return sets_.num_sets(); }
     uint64_t num_bytes() const {

@@ -56,7 +56,7 @@ void quire_prefix_counts_remove(PrefixCounts* counts, uint64_t group, const uint
         if (*count > 1)
             --*count;
         else
-            counts->table.erase(key);
+            counts->table.erase(key, count);
     }
 }
 
