@@ -124,8 +124,10 @@ class WrittenOut:
         paid, fading = 0.0, exp(-1 / (100 * len(groups)))
         for name, amount in self.regrets:
             paid = max(paid * fading + amount * (name == key), 0.0)
+        ties = [i for i, each in enumerate(costs) if each <= min(costs) + 32]
+        first = next(i for i in ties if hits[i] == hits[other])
         missing = request.num_prompt_tokens - hits[other]
-        if paid < 4 * (self.cost(groups[other], missing, request.now_s) - costs[other]):
+        if paid < 4 * (self.cost(groups[first], missing, request.now_s) - costs[first]):
             return home
         self.regrets = [(BlockHash(b"") if n == key else n, amount) for n, amount in self.regrets]
         return other

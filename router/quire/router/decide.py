@@ -144,22 +144,33 @@ def cheapest(
 
     So gateways that know nothing of each other send the same cold prefix to the same group.
     """
-    least = min(costs)
-    limit = least + TIE_TOKENS
-    tied = [i for i, cost in enumerate(costs) if cost <= limit]
-    if len(tied) == 1:
-        return tied[0]
-    longest = max([hits[i] for i in tied])
-    return nearest(request, groups, [i for i in tied if hits[i] == longest])
+    return nearest(request, groups, tied(hits, costs))
+
+
+def tied(hits: Sequence[int], costs: Sequence[float]) -> list[int]:
+    """The indices of the least cost and those that tie with it, of them those with the longest
+    hit."""
+    limit = min(costs) + TIE_TOKENS
+    ties = [i for i, cost in enumerate(costs) if cost <= limit]
+    if len(ties) == 1:
+        return ties
+    longest = max([hits[i] for i in ties])
+    return [i for i in ties if hits[i] == longest]
 
 
 def cheapest_of_many(request: RouteRequest, loads: Loads, hits: Column, costs: Column) -> int:
     """`cheapest`, of arrays."""
-    tied = np.flatnonzero(costs <= costs.min() + TIE_TOKENS)
-    if len(tied) > 1:
-        tied_hits = hits[tied]
-        tied = tied[tied_hits == tied_hits.max()]
-    return nearest(request, loads.states, tied.tolist())
+    return nearest(request, loads.states, tied_of_many(hits, costs))
+
+
+def tied_of_many(hits: Column, costs: Column) -> list[int]:
+    """`tied`, of arrays."""
+    ties = (costs <= costs.min() + TIE_TOKENS).nonzero()[0]
+    if len(ties) > 1:
+        tied_hits = hits[ties]
+        ties = ties[tied_hits == tied_hits.max()]
+    indices: list[int] = ties.tolist()
+    return indices
 
 
 def nearest(request: RouteRequest, groups: Sequence[GroupState], indices: Sequence[int]) -> int:

@@ -48,7 +48,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from quire.router.decide import cheapest, cheapest_of_many
+from quire.router.decide import TIE_TOKENS, nearest, tied, tied_of_many
 from quire.router.loads import Loads
 from quire.router.policies.second_home import Regrets
 from quire.router.policies.simple import Forgetful
@@ -144,14 +144,18 @@ class PrefixAware(Forgetful):
     ) -> int:
         num_missing, work = request.num_prompt_tokens - hits[home], self._work_each
         costs = self._costs(work, [num_missing] * len(work))
-        sooner = cheapest(request, groups, hits, costs)
+        if costs[home] <= min(costs) + TIE_TOKENS:
+            return home
+        ties = tied(hits, costs)
+        sooner = ties[0]
         if hits[sooner] >= hits[home]:
             return home
         total = reduce(add, costs)  # `sum` does not only add, since Python 3.12.
         regret = costs[home] - (total - costs[home]) / (len(costs) - 1) - num_coming
         copied = self._cost(*work[sooner], request.num_prompt_tokens - hits[sooner], min)
         key = _name(request, hits[sooner], hits[home])
-        return sooner if self._is_paid(key, regret, price=copied - costs[sooner]) else home
+        is_paid = self._is_paid(key, regret, price=copied - costs[sooner])
+        return nearest(request, groups, ties) if is_paid else home
 
     def second_home_of_many(
         self, request: RouteRequest, loads: Loads, hits: Column, home: int, num_coming: int
@@ -159,16 +163,21 @@ class PrefixAware(Forgetful):
         num_missing = request.num_prompt_tokens - float(hits[home])
         queued, other = self._work_all
         costs = self._cost(queued, other, num_missing, np.minimum)
-        sooner = cheapest_of_many(request, loads, hits, costs)
-        if hits[sooner] >= hits[home]:
+        cost = float(costs[home])
+        if cost <= costs.min() + TIE_TOKENS:
             return home
-        total, cost = float(costs.cumsum()[-1]), float(costs[home])  # `np.sum` adds in pairs.
+        ties = tied_of_many(hits, costs)
+        sooner = ties[0]
+        hit, home_hit = int(hits[sooner]), int(hits[home])
+        if hit >= home_hit:
+            return home
+        total = float(costs.cumsum()[-1])  # `np.sum` adds in pairs.
         regret = cost - (total - cost) / (len(costs) - 1) - num_coming
         work = float(queued[sooner]), float(other[sooner])
-        copied = self._cost(*work, request.num_prompt_tokens - float(hits[sooner]), min)
-        key = _name(request, int(hits[sooner]), int(hits[home]))
+        copied = self._cost(*work, request.num_prompt_tokens - hit, min)
+        key = _name(request, hit, home_hit)
         is_paid = self._is_paid(key, regret, price=copied - float(costs[sooner]))
-        return sooner if is_paid else home
+        return nearest(request, loads.states, ties) if is_paid else home
 
     def _work(self, load: Load[N], now_s: float) -> tuple[N, N]:
         """What is queued, and all else that does not depend on the request."""
