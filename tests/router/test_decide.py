@@ -1,9 +1,7 @@
 """A decision among many groups at once is the one that looking at each in turn takes."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import exp, log2
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from tests.router.plain_policy import WrittenOut
 
 from quire.router.config import RoutingConfig
 from quire.router.decide import TIE_TOKENS, decide, decide_among_many
@@ -65,88 +64,6 @@ routed = st.builds(
     ordinal=st.integers(0, 2**40),
     now_s=st.just(10.0),
 )
-
-
-@dataclass
-class WrittenOut:
-    """Our policy in another notation, which remembers all that it saw."""
-
-    fresh: float = 3072.0
-    num_seen: int = 20
-    regrets: list[tuple[BlockHash, float]] = field(default_factory=list)
-    last_costs: list[float] = field(default_factory=list)
-
-    def cost(self, state: GroupState, missing: float, now_s: float) -> float:
-        queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
-        behind = min((queued + missing / 16) / self.fresh, 12.0)
-        rest = 24.0 * (state.num_running + state.num_waiting)
-        beside = rest + 24.0 * state.num_reserved_requests
-        if state.step_s:
-            share = (now_s - state.step_began_s) / state.step_s
-            if 0 < share < 2:
-                rest -= min(share, 1.0) * (rest + state.num_step_tokens)
-        return queued + (rest + beside) + (1.25 + behind) * missing
-
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
-        num_tokens = request.num_prompt_tokens
-        self.last_costs = [
-            self.cost(state, num_tokens - hit, request.now_s)
-            for state, hit in zip(groups, hits, strict=True)
-        ]
-        self.num_seen += 1
-        self.fresh += (num_tokens - max(hits) - self.fresh) / self.num_seen
-        self.fresh = min(max(self.fresh, 128.0), 8192.0)
-        return self.last_costs
-
-    def chosen(
-        self,
-        request: RouteRequest,
-        groups: Sequence[GroupState],
-        hits: Sequence[int],
-        held: Sequence[int],
-    ) -> int:
-        home = first_of(request, groups, hits, self.costs(request, groups, hits))
-        missing = request.num_prompt_tokens - hits[home]
-        costs = [self.cost(state, missing, request.now_s) for state in groups]
-        other = first_of(request, groups, hits, costs)
-        blocks = request.hashes[hits[other] // 16 : hits[home] // 16]
-        if not blocks:
-            self.regrets.append((BlockHash(b""), 0.0))
-            return home
-        total = 0.0
-        for cost in costs:
-            total += cost
-        regret = costs[home] - (total - costs[home]) / (len(costs) - 1)
-        key = blocks[2 ** int(log2(len(blocks))) - 1]
-        self.regrets.append((key, regret - max(hits[home] - 16 * held[home], 0)))
-        paid, fading = 0.0, exp(-1 / (100 * len(groups)))
-        for name, amount in self.regrets:
-            paid = max(paid * fading + amount * (name == key), 0.0)
-        ties = [i for i, each in enumerate(costs) if each <= min(costs) + 32]
-        first = next(i for i in ties if hits[i] == hits[other])
-        missing = request.num_prompt_tokens - hits[other]
-        if paid < 4 * (self.cost(groups[first], missing, request.now_s) - costs[first]):
-            return home
-        self.regrets = [(BlockHash(b"") if n == key else n, amount) for n, amount in self.regrets]
-        return other
-
-
-def first_of(
-    request: RouteRequest,
-    groups: Sequence[GroupState],
-    hits: Sequence[int],
-    costs: Sequence[float],
-) -> int:
-    """By cost in steps of a tie, the longest hit, and the name of the prefix."""
-    name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
-
-    def place(index: int) -> tuple[bool, int, bytes]:
-        digest = hashlib.blake2b(groups[index].group.encode(), key=name, digest_size=8).digest()
-        return costs[index] > min(costs) + 32, -hits[index], digest
-
-    return min(range(len(groups)), key=place)
 
 
 def assert_same(one: Decision, other: Decision) -> None:

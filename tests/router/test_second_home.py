@@ -1,11 +1,86 @@
-"""Sums that fade and are never negative, against the sum written out."""
+"""When a prefix gets a second home, and the sums that decide it against the sum written out."""
 
+from collections.abc import Callable, Iterable
 from math import exp
 from random import Random
 
 import pytest
 
+from quire.router.decide import decide
+from quire.router.directory import GroupId
+from quire.router.policies.catalog import POLICIES
 from quire.router.policies.second_home import Regrets
+from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.worker.hashing import BlockHash
+
+Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
+BLOCK_SIZE = 16
+
+
+def queued(name: str, num_tokens: int) -> GroupState:
+    return GroupState(group=GroupId(name), num_pending_prefill_tokens=num_tokens)
+
+
+def where_questions_go(
+    blocks: Blocks,
+    groups: list[GroupState],
+    *,
+    held: int = 1000,
+    of: Callable[[int], list[GroupState]] | None = None,
+) -> list[Decision]:
+    """400 of them on one text of 16,000 tokens, which the first of ``groups`` has, or computes
+    behind the first ``held`` blocks; ``of`` says how the groups are at each."""
+    policy, text, others = POLICIES["prefix_aware"](), blocks(range(1000)), [0] * (len(groups) - 1)
+    decisions = []
+    for number in range(400):
+        hashes = (*text, *blocks([("question", number)]))
+        asked = RouteRequest(hashes=hashes, num_prompt_tokens=16_026, block_size=BLOCK_SIZE)
+        now = of(number) if of else groups
+        decisions.append(decide(policy, asked, now, [1000, *others], [held, *others]))
+    return decisions
+
+
+def test_a_prefix_that_its_group_cannot_keep_up_with_is_copied_in_the_end(blocks: Blocks) -> None:
+    # The queue is shorter than what another group would have to compute first.
+    went = where_questions_go(blocks, [queued("home", 12_000), queued("a", 1_000), queued("b", 0)])
+    assert {decision.reason for decision in went} == {"cached_prefix", "copied_prefix"}
+    first = next(i for i, decision in enumerate(went) if decision.group != "home")
+    assert 2 <= first <= 40
+    assert (went[first].group, went[first].reason) == ("b", "copied_prefix")
+    # What was regretted is made up for then, and the next copy has to be earned again.
+    assert {decision.group for decision in went[first + 1 : 2 * first]} == {"home"}
+
+
+def test_nobody_regrets_to_wait_for_what_no_group_has_yet(blocks: Blocks) -> None:
+    groups = [queued("home", 16_000), queued("a", 0), queued("b", 0)]
+    assert any(d.group != "home" for d in where_questions_go(blocks, groups))
+    computed_now = where_questions_go(blocks, groups, held=0)
+    assert {decision.group for decision in computed_now} == {"home"}
+
+
+def test_a_home_that_is_no_busier_than_others_on_the_whole_stays_the_only_one(
+    blocks: Blocks,
+) -> None:
+    rng = Random(1)
+    draws = [[rng.expovariate(1 / 3_000) for _ in range(4)] for _ in range(400)]
+
+    def at(number: int) -> list[GroupState]:
+        drawn = zip(("home", "a", "b", "c"), draws[number], strict=True)
+        return [queued(name, int(num_tokens)) for name, num_tokens in drawn]
+
+    went = where_questions_go(blocks, at(0), of=at)
+    assert sum(decision.group != "home" for decision in went) <= 4
+    # Nearly always another one was less busy at the moment.
+    assert sum(min(draw) < draw[0] for draw in draws) > 250
+
+
+def test_what_is_regretted_of_other_prefixes_makes_no_copy(blocks: Blocks) -> None:
+    policy = POLICIES["prefix_aware"]()
+    groups = [queued("home", 12_000), queued("other", 1_000)]
+    for number in range(400):
+        session = blocks([(number, index) for index in range(1000)])
+        asked = RouteRequest(hashes=session, num_prompt_tokens=16_010, block_size=BLOCK_SIZE)
+        assert decide(policy, asked, groups, [1000, 0]).group == "home"
 
 
 def test_a_sum_is_what_was_added_faded_step_by_step_and_never_negative() -> None:
