@@ -44,6 +44,9 @@ SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
+    "azure_code": Source("AzureLLMInferenceTrace_code_2023.csv", 0.5, 1000.0),
+    # Of prompts with 15,000 tokens in the mean, 190,000 at most.
+    "mooncake_synthetic": Source("mooncake_synthetic_trace.jsonl", 10.0, 1000.0),
     **{name: Source(None, 2.0, 0.0) for name in MADE_UP},
     # Where prompts take seconds each.
     **dict.fromkeys(("contrast", "huge"), Source(None, 20.0, 0.0)),
