@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from bench.routing import held_out, synthetic, synthetic_more
 from bench.routing.made_up import made_up_trace
+from bench.routing.one_cache import OneCache
 
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.group import EngineConfig
@@ -25,7 +26,9 @@ BASELINES = (
     *("round_robin", "least_loaded", "power_of_two", "bounded_hash", "sglang", "sglang_events"),
     *("ray_prefix", "llmd", "preble", "mooncake", DYNAMO, "dynamo_20"),
 )
-ROWS = (OURS, OURS_POLICY, *BASELINES)
+BOUND = "one cache"
+"""No policy, but what ours would do if all groups had one cache without end."""
+ROWS = (OURS, OURS_POLICY, *BASELINES, BOUND)
 LOADS = (0.6, 0.78, 0.85, 0.92, 0.95)
 WARM_UP = 0.1
 
@@ -105,13 +108,13 @@ class Bench:
         reference = replace(cell, load=0.0, policy=DYNAMO, disturbance="none", seed=0)
         speed = cell.load * self.run(reference)["speed"]
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
-        return _values(simulate(trace.at_speed(speed), _config(cell)), speed)
+        return _values(_simulate(trace.at_speed(speed), cell), speed)
 
     def _capacity(self, cell: Cell) -> dict[str, float]:
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
 
         def replay(speed: float) -> Result:
-            return simulate(trace.at_speed(speed), _config(cell)).after(WARM_UP)
+            return _simulate(trace.at_speed(speed), cell).after(WARM_UP)
 
         speed, result = find_capacity(replay, target_s=SOURCES[cell.trace].target_s)
         return {"speed": speed} if result is None else _values(result, speed, warm_up=0.0)
@@ -135,14 +138,19 @@ class Bench:
         return trace.spread(seed=seed, within_ms=source.spread_ms)
 
 
+def _simulate(trace: Trace, cell: Cell) -> Result:
+    make_pool = OneCache().pool if cell.policy == BOUND else None
+    return simulate(trace, _config(cell), make_pool=make_pool)
+
+
 def _config(cell: Cell) -> SimulationConfig:
     config = SimulationConfig(
         num_groups=cell.num_groups,
-        policy="prefix_aware" if cell.policy.startswith(OURS) else cell.policy,
+        policy=cell.policy if cell.policy in BASELINES else "prefix_aware",
         seed=cell.seed,
     )
     config = replace(config, **DISTURBANCES[cell.disturbance])  # type: ignore[arg-type]
-    if cell.policy == OURS:
+    if cell.policy in (OURS, BOUND):
         config = replace(config, eviction="utility", engine=EngineConfig(order="srpf"))
     return config
 

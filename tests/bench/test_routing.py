@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from quire.router.simulate.run import SimulationConfig, simulate
+from quire.router.simulate.trace_files import load_trace
+
 BenchModule = Callable[[str], ModuleType]
 
 TRACES = Path(__file__).parents[3] / "shared/data/traces"
@@ -107,6 +110,21 @@ def test_ratios_are_of_the_seeds_that_both_sides_have(bench_module: BenchModule)
     assert compare.to_best_baseline(cells, ours) == (1.0, "preble")
     (line,) = [line for line in bench_module("routing.goals").goals(cells) if "nowhere" in line]
     assert line.endswith("(ours) | 1 of 1 |")
+
+
+def test_with_one_cache_each_group_finds_what_any_computed(
+    data: Path, bench_module: BenchModule
+) -> None:
+    one_cache = bench_module("routing.one_cache").OneCache()
+    trace = load_trace(data / "traces/multitenant_like.jsonl").at_speed(0.1)  # One by one.
+    config = SimulationConfig(num_groups=3, policy="round_robin")
+    result = simulate(trace, config, make_pool=one_cache.pool)
+    seen: set[bytes] = set()
+    for chain, hit in zip(trace.chains, result.hit, strict=True):
+        known = [block in seen for block in chain]
+        assert hit == 512 * known.index(False)
+        seen.update(chain)
+    assert len(set(result.group)) == 3
 
 
 @needs_traces

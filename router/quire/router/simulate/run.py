@@ -84,6 +84,7 @@ class SimulationConfig:
 
 
 MakeGate = Callable[[Trace, Clock, RoutingTable], Gate]
+MakePool = Callable[[EventLog], Pool]
 
 
 def simulate(
@@ -92,16 +93,19 @@ def simulate(
     *,
     make_gate: MakeGate | None = None,
     make_policy: Callable[[], Policy] | None = None,
+    make_pool: MakePool | None = None,
 ) -> Result:
     """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
 
-    ``make_policy``: one to try instead of the configuration's, at each gateway.
+    ``make_policy``: one to try instead of the configuration's, at each gateway; so is
+    ``make_pool`` at each group, which says in the log what comes and goes.
 
     Raises:
         ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
             for without ``use_table``, or the trace's blocks cannot be told to shards.
     """
-    return _Simulation(trace, config, make_gate, make_policy or POLICIES[config.policy]).run()
+    make_policy = make_policy or POLICIES[config.policy]
+    return _Simulation(trace, config, make_gate, make_policy, make_pool).run()
 
 
 class _Simulation:
@@ -111,6 +115,7 @@ class _Simulation:
         config: SimulationConfig,
         make_gate: MakeGate | None,
         make_policy: Callable[[], Policy],
+        make_pool: MakePool | None,
     ) -> None:
         self._trace = trace
         self._config = config
@@ -123,7 +128,8 @@ class _Simulation:
         self._predicted, self._hit = [0] * size, [0] * size
         self._gateways, logs = self._build_gateways(make_policy)
         self._gates = self._build_gates(make_gate)
-        self._groups = [self._build_group(index, log) for index, log in enumerate(logs)]
+        pools = [(make_pool or self._build_pool)(log) for log in logs]
+        self._groups = [self._build_group(index, pool) for index, pool in enumerate(pools)]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
 
     def run(self) -> Result:
@@ -246,19 +252,20 @@ class _Simulation:
             raise ConfigError("use_table=False: gates look at what is in the table, set it")
         return [make_gate(self._trace, self._clock, table) for table in tables]
 
-    def _build_group(self, index: int, log: EventLog) -> Group:
+    def _build_pool(self, log: EventLog) -> Pool:
+        num_blocks, eviction = self._num_blocks, self._config.eviction
+        if eviction == "plain-lru":
+            return LruPool(num_blocks=num_blocks, log=log)
+        return WorkerPool(
+            num_blocks=num_blocks,
+            block_size=self._trace.block_size,
+            log=log,
+            policy=EVICTION_POLICIES[eviction],
+        )
+
+    def _build_group(self, index: int, pool: Pool) -> Group:
         config = self._config
         slow = config.slow_factor if index % 4 == 0 else 1.0
-        pool: Pool
-        if config.eviction == "plain-lru":
-            pool = LruPool(num_blocks=self._num_blocks, log=log)
-        else:
-            pool = WorkerPool(
-                num_blocks=self._num_blocks,
-                block_size=self._trace.block_size,
-                log=log,
-                policy=EVICTION_POLICIES[config.eviction],
-            )
         return Group(
             trace=self._trace,
             cost=config.cost.slowed(slow),
