@@ -15,7 +15,8 @@ from quire.cluster.autoscaling.policy import Observation, Sample, State, decide
 from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.autoscaling.worth import GroupWorth
 from quire.router.simulate.cost import PRESETS
-from quire.router.simulate.group import EngineConfig, Group
+from quire.router.simulate.engine_config import EngineConfig
+from quire.router.simulate.group import Group
 from quire.router.simulate.pool import LruPool
 from quire.router.simulate.trace import Trace
 from quire.worker.events import EventLog

@@ -13,7 +13,7 @@ from bench.routing.made_up import made_up_trace
 from bench.routing.one_cache import OneCache
 
 from quire.router.simulate.capacity import find_capacity
-from quire.router.simulate.group import EngineConfig
+from quire.router.simulate.engine_config import EngineConfig
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace

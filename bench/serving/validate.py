@@ -34,8 +34,8 @@ from bench.serving.timed import Line, read_lines
 from bench.serving.way import mean_path_s
 
 from quire.router.simulate.cost import CostModel
+from quire.router.simulate.engine_config import EngineConfig, Order
 from quire.router.simulate.fit import fit_cost
-from quire.router.simulate.group import EngineConfig, Order
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Trace

@@ -36,11 +36,21 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def bench_step(path: Path, *, chunk: int, chunk_ms: float) -> Path:
-    rows = [(f"{batch} decode{'s' * (batch > 1)}", 1000 * (2 + 0.01 * batch)) for batch in (1, 100)]
+def bench_step(
+    path: Path, *, chunk: int, chunk_ms: float, shared: int | None = None, saved: float = 0.0
+) -> Path:
+    """A row of 100 tokens adds 0.01 ms, less ``saved`` of it for each of its shared tokens."""
+    rows = [
+        (
+            f"{batch} decode{'s' * (batch > 1)}",
+            1000 * (2 + 0.01 * batch - 0.0001 * (batch - 1) * (shared or 0) * saved),
+        )
+        for batch in (1, 100)
+    ]
     rows += [(f"prefill {chunk}", 1000 * chunk_ms), ("a step of 100 decodes to 2 ranks", 70.0)]
     data = {
         **{"benchmark": "step", "context": 90, "num_steps": 20},
+        **({} if shared is None else {"shared_context": shared}),
         "rows": [{"kind": k, "is_async": False, "step": {"median_us": us}} for k, us in rows],
     }
     path.write_text(json.dumps(data))
@@ -124,6 +134,7 @@ def test_a_wrong_value_is_named_with_a_remedy(
     for flags, message in (
         (["--policy", "best"], "policy='best': must be one of prefix_aware"),
         (["--speed", "0"], "speed=0.0: must be above 0; 2 replays twice as fast"),
+        (["--shared-read", "1.5"], "shared_read=1.5: must be 0 to 1; 1 where each sequence reads"),
         (["--cost", "b200"], "cost='b200': must be one of h100-8b"),
         (["--fit", "x.json"], "--fit needs --cache-tokens N"),
         (["--num-requests", "0"], "num_requests=0: must be 1 or more"),
@@ -166,6 +177,24 @@ def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
         fit_cost([tmp_path / "absent.json"], num_cache_tokens=1)
 
 
+def test_what_sharing_saves_is_fitted_to_runs_with_and_without_it(tmp_path: Path) -> None:
+    none, most = (
+        bench_step(tmp_path / f"{shared}.json", chunk=500, chunk_ms=52.0, shared=shared, saved=0.7)
+        for shared in (0, 80)
+    )
+    cost = fit_cost([none, most], num_cache_tokens=100_000)
+    assert cost.shared_read == pytest.approx(0.3)
+    assert cost.decode_ms(10_000) == pytest.approx(3.0)
+    assert cost.decode_ms(10_000, 99 * 80) == pytest.approx(3 - 0.0001 * 99 * 80 * 0.7)
+    # With one of the two there is nothing to compare.
+    assert fit_cost([none], num_cache_tokens=100_000).shared_read == 1
+    with pytest.raises(ConfigError, match="give one of `quire bench step` without --shared-cont"):
+        fit_cost([most], num_cache_tokens=100_000)
+    # By a run in which sharing took longer than not sharing, it saves nothing.
+    slower = bench_step(most, chunk=500, chunk_ms=52.0, shared=80, saved=-0.2)
+    assert fit_cost([none, slower], num_cache_tokens=100_000).shared_read == 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -197,9 +226,12 @@ def test_a_fit_by_which_long_prompts_take_negative_time_is_refused(tmp_path: Pat
 
 @pytest.mark.slow
 def test_what_quire_bench_step_writes_can_be_fitted(tmp_path: Path) -> None:
-    flags = ["--batches", "1", "4", "--context", "8", "--chunk", "64", "--steps", "2"]
-    assert main(["bench", "step", *flags, "--output", str(tmp_path / "step")]) == 0
-    assert fit_cost([tmp_path / "step.json"], num_cache_tokens=1000).prefill_ms(64) > 0
+    flags = ["--batches", "1", "4", "--context", "32", "--chunk", "64", "--steps", "2"]
+    for shared in ("0", "16"):
+        output = ["--shared-context", shared, "--output", str(tmp_path / shared)]
+        assert main(["bench", "step", *flags, *output]) == 0
+    runs = [tmp_path / "0.json", tmp_path / "16.json"]
+    assert fit_cost(runs, num_cache_tokens=1000).prefill_ms(64) > 0
 
 
 def test_capacity_is_the_speed_at_which_the_target_is_just_met() -> None:

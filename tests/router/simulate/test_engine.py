@@ -2,11 +2,14 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
+from math import nan
 
 import pytest
 
 from quire.router.simulate.cost import CostModel
-from quire.router.simulate.group import EngineConfig, Group, Order
+from quire.router.simulate.engine_config import EngineConfig, Order
+from quire.router.simulate.group import Group
 from quire.router.simulate.pool import LruPool
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
@@ -63,6 +66,28 @@ def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> 
         pending.append(group.num_pending)
         group.begin(now)
     assert pending[:3] == [3 * 32 + 24, 3 * 32 + 24 - 64, 0]
+
+
+@pytest.mark.parametrize(
+    ("shared_read", "step_3_ms", "step_4_ms"),
+    [(1.0, 20.63, 8.075), (0.25, 20.15, 7.115), (0.0, 19.99, 6.795)],
+)
+def test_what_decodes_share_costs_each_further_one_a_share_of_the_first(
+    shared_read: float, step_3_ms: float, step_4_ms: float
+) -> None:
+    """A decode step takes 5 ms and 0.01 for a token; each prompt finds the two blocks AB."""
+    cost = replace(COST, decode_linear=32.0, shared_read=shared_read)
+    trace = trace_of(row(0, 100, 4, "ABC"), row(5, 100, 3, "ABD"), row(30, 100, 3, "ABE"))
+    result = simulate(trace, replace(ONE_GROUP, cost=cost))
+    # Step 2 computes 36 tokens and attends to 101. Step 3 does so to 203, of which two decodes
+    # share 64; step 4 to 307.5 in its middle, of which the second and the third one share 64
+    # each. The last is the third one's alone, who shares nothing any more.
+    step_2_ms, step_5_ms = 10 + 3.6 + 5 + 1.01, 5 + 1.025
+    ends = list(accumulate((20.0, step_2_ms, step_3_ms, step_4_ms, step_5_ms)))
+    assert result.first_token_ms == pytest.approx(ends[:3])
+    assert result.last_token_ms == pytest.approx([ends[3], ends[3], ends[4]])
+    if shared_read == 1.0:  # To the last bit what it was when each read for itself.
+        assert result.digest == "0dc8544fb349233d"
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_which_others_decode() -> None:
@@ -126,6 +151,23 @@ def test_round_robin_over_many_groups_is_many_queues() -> None:
     both = simulate(trace_of(*rows), replace(config, num_groups=2))
     alone = simulate(trace_of(*rows[::2]), config)
     assert both.first_token_ms[::2] == pytest.approx(alone.first_token_ms)
+
+
+def test_what_nobody_shares_costs_the_same_however_it_is_read() -> None:
+    cost = replace(COST, decode_linear=32.0)
+    trace = trace_of(*(row(7 * i, 100 + i, 1 + i % 9, chr(65 + i) * 3) for i in range(60)))
+    alone, together = (
+        simulate(trace, replace(ONE_GROUP, cost=replace(cost, shared_read=share)))
+        for share in (1.0, 0.0)
+    )
+    assert together.digest == alone.digest
+
+
+@pytest.mark.parametrize("shared_read", [-0.1, 1.1, nan])
+def test_a_share_is_between_none_and_all(shared_read: float) -> None:
+    with pytest.raises(ConfigError, match=r"shared_read=.*: must be 0 to 1; 1 where each seq"):
+        replace(COST, shared_read=shared_read)
+    assert replace(COST, shared_read=0.5).slowed(2).shared_read == 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 from quire.cluster.cli.main import main
 from quire.worker.bench import plot
 from quire.worker.engine import Engine
+from quire.worker.executor import InProcessExecutor
+from quire.worker.step import StepInput
 
 SMALL = ("--num-requests", "6", "--prefix-len", "20", "--own-len", "6", "--output-len", "3")
 SMALL_SWEEP = ("--num-prefixes", "2", "--repeats", "1", "--num-threads", "1")
@@ -100,6 +102,30 @@ def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
     assert Engine.step is step
 
 
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_steps_decode_behind_blocks_that_are_the_same(
+    num_shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[StepInput] = []
+    submit = InProcessExecutor.submit
+
+    def keep(self: InProcessExecutor, step: StepInput) -> None:
+        steps.append(step)
+        submit(self, step)
+
+    monkeypatch.setattr(InProcessExecutor, "submit", keep)
+    flags = ["--batches", "3", "--context", "43", "--chunk", "4", "--steps", "3"]
+    flags += ["--shared-context", str(16 * num_shared), "--output", str(tmp_path / "step")]
+    assert main(["bench", "step", *flags]) == 0
+    assert json.loads((tmp_path / "step.json").read_text())["shared_context"] == 16 * num_shared
+    tables = [step.block_tables_BM for step in steps if step.num_decodes == 3]
+    assert len(tables) > 3
+    for table_BM in tables:
+        # Two full blocks behind which the rest of the 43 tokens is each one's own.
+        num_different = [len(set(column)) for column in table_BM.T.tolist()]
+        assert num_different[:3] == [1] * num_shared + [3] * (3 - num_shared)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,6 +136,8 @@ def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
         (["blocksize", "--workload", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["prefix", "--output", "/nowhere/name"], "no folder /nowhere: make it, or give another"),
         (["step", "--context", "1000"], "the model was trained for 1024: lower them"),
+        (["step", "--shared-context", "20"], "shared_context=20: must be full blocks, a multiple"),
+        (["step", "--shared-context", "256"], "and less than context=256"),
         (["step", "--batches", "0"], "batches=(0,): at least one, each 1 or more"),
     ],
 )

@@ -42,6 +42,13 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     step = _add_kind(kinds, "step", "show where the time of a step goes, part by part")
     step.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="of decodes")
     step.add_argument("--context", type=int, default=256, help="tokens before the first decode")
+    step.add_argument(
+        "--shared-context",
+        type=int,
+        default=0,
+        help="tokens of the context, full blocks, that are the same in all of a batch; measure "
+        "with and without for `quire simulate --fit` to see what sharing saves",
+    )
     step.add_argument("--chunk", type=int, default=512, help="prompt tokens of a prefill step")
     step.add_argument("--steps", type=int, default=100, help="steps measured of each kind")
     step.add_argument("--output", type=Path, default=Path("quire-bench-step"), help="JSON's stem")
@@ -139,6 +146,7 @@ def _step(arguments: argparse.Namespace) -> int:
         engine=engine_config(arguments),
         batches=tuple(arguments.batches),
         context=arguments.context,
+        shared_context=arguments.shared_context,
         chunk=arguments.chunk,
         num_steps=arguments.steps,
     )

@@ -55,6 +55,13 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--cost", default="h100-8b", help="a preset: h100-8b, h200-70b-tp4 or cpu-125m")
     add("--fit", type=Path, nargs="+", help="JSON of `quire bench step`, instead of a preset")
     add("--cache-tokens", type=int, help="KV cache of a group; the preset's if absent")
+    add(
+        "--shared-read",
+        type=finite,
+        help="cost of attending to a shared prefix for each further decode of a step, as a share "
+        "of the first one's: 1 if each reads it for itself, 0 if one reads it for all; the "
+        "preset's or fitted one if absent",
+    )
     add("--chunk-tokens", type=int, default=8192, help="tokens in a step")
     add("--max-num-seqs", type=int, default=1024, help="sequences that run at the same time")
     add(
@@ -100,7 +107,7 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     from quire.router.policies.catalog import POLICIES
     from quire.router.simulate.command import Sweep, run_command
-    from quire.router.simulate.group import EngineConfig
+    from quire.router.simulate.engine_config import EngineConfig
     from quire.router.simulate.run import SimulationConfig
 
     if arguments.event_lag_s < 0:
@@ -156,6 +163,13 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
 
 
 def _cost(arguments: argparse.Namespace) -> "CostModel":
+    cost = _measured_cost(arguments)
+    if arguments.shared_read is None:
+        return cost
+    return replace(cost, shared_read=arguments.shared_read)
+
+
+def _measured_cost(arguments: argparse.Namespace) -> "CostModel":
     from quire.router.simulate.cost import PRESETS
     from quire.router.simulate.fit import fit_cost
 

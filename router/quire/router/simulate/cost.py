@@ -5,9 +5,9 @@
     decode  = decode_base + decode_linear * p + decode_quadratic * p**2
 
 n new prompt tokens in the step, n_i those of one prompt and context_i what was computed of it
-before, p the tokens that the decodes attend to as a share of the cache, 1 at most:
-what several sequences share is read once for each. A step without prompt tokens has no
-first term, one without decodes no second.
+before, p the tokens that the decodes attend to as a share of the cache, 1 at most: of what
+several of them share, each one after the first counts as ``shared_read``. A step without prompt
+tokens has no first term, one without decodes no second.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,10 @@ class CostModel:
     decode_quadratic: float = 0.0
     num_cache_tokens: int
     """KV cache of a group of this kind."""
+    shared_read: float = 1.0
+    """What attending to a token costs for each further decode that attends to the same block, as
+    a share of what it costs for the first: 1 where each reads it for itself, 0 where one reads it
+    for all."""
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_token2", "per_context"):
@@ -42,6 +46,11 @@ class CostModel:
                     f"{name}={getattr(self, name):g}: must not be negative, a step would end "
                     "before it began; fit costs to prompts that differ more in length"
                 )
+        if not 0 <= self.shared_read <= 1:  # Nor is what is not a number.
+            raise ConfigError(
+                f"shared_read={self.shared_read:g}: must be 0 to 1; 1 where each sequence reads "
+                "what it shares for itself, 0 where it is read once for all of them"
+            )
         decodes_ms = self.decode_ms(1), self.decode_ms(self.num_cache_tokens)
         if not min(self.prefill_ms(1), *decodes_ms) > 0:
             raise ConfigError(
@@ -54,9 +63,11 @@ class CostModel:
         """Of tokens with nothing before them."""
         return self.base + (self.per_token + self.per_token2 * num_tokens) * num_tokens
 
-    def decode_ms(self, num_context: float) -> float:
-        """Of a step whose decodes attend to so many tokens together."""
-        fill = min(num_context / self.num_cache_tokens, 1.0)
+    def decode_ms(self, num_context: float, num_shared: float = 0) -> float:
+        """Of a step whose decodes attend to so many tokens together, shared ones once for each;
+        ``num_shared`` of them behind another decode that attends to the same block."""
+        num_read = num_context - (1 - self.shared_read) * num_shared
+        fill = min(num_read / self.num_cache_tokens, 1.0)
         return self.decode_base + (self.decode_linear + self.decode_quadratic * fill) * fill
 
     def slowed(self, factor: float) -> "CostModel":

@@ -7,38 +7,14 @@ request may need until its end is set aside at its admission (so nothing is ever
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
 
+from quire.router.simulate.attended import Attended
 from quire.router.simulate.cost import CostModel
-from quire.router.simulate.pool import Pool
+from quire.router.simulate.engine_config import EngineConfig
+from quire.router.simulate.pool import Chain, Pool
 from quire.router.simulate.trace import Trace
-from quire.worker.errors import ConfigError
 from quire.worker.hashing import BlockHash
-
-Order = Literal["fcfs", "srpf"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Raises:
-    ConfigError: A value cannot work; the message names it and what would be right.
-    """
-
-    chunk_tokens: int = 8192
-    """Of a step: prompt tokens, and one of each decode."""
-    max_num_seqs: int = 1024
-    order: Order = "fcfs"
-    """Prompts in order of arrival, or the shortest remaining prefill first, shared out among those
-    that wait for it, as in `quire.worker.waiting`."""
-    aging: float = 0.2
-    """With srpf, the milliseconds of prefill that a millisecond of waiting makes up for."""
-
-    def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
 class Group:
@@ -72,6 +48,8 @@ class Group:
         self._decodes: list[tuple[int, int]] = []  # Step of its last token, request.
         self._chunks: list[tuple[int, int, int]] = []  # Of the step: request, computed, hits.
         self._num_context = 0  # Tokens that the decodes attend to, shared ones once for each.
+        # None where each reads those for itself.
+        self._attended = Attended() if cost.shared_read < 1 else None
         self._step = 0
         self._num_steps = 0  # That are under way.
         self._step_began = 0.0
@@ -206,6 +184,8 @@ class Group:
             num_output = self._num_output[request_id]
             heappush(self._decodes, (self._step + num_output - 1, request_id))
             self._num_context += num_input + 1
+            if self._attended is not None:
+                self._attended.add(self._full_blocks(request_id))
         self._chunks = []
 
     def begin(self, now: float) -> None:
@@ -214,18 +194,20 @@ class Group:
         if self._waiting or self._begun:
             self._fill_step()
         cost, decodes = self._cost, self._decodes
+        num_shared = self._attended.num_further * self._block_size if self._attended else 0
         if self._num_chunk_tokens:
             step_ms = cost.prefill_ms(self._num_chunk_tokens)
             if cost.per_context:
                 step_ms += cost.per_context * self._num_context_products
             if decodes:
-                step_ms += cost.decode_ms(self._num_context)
+                step_ms += cost.decode_ms(self._num_context, num_shared)
             self._num_steps = 1
         elif decodes:
             # What comes and goes elsewhere changes how long they take: then one at a time.
             self._num_steps = 1 if self._slowdown is not None else decodes[0][0] - self._step
             # Each step attends to one token more of each sequence: take the middle one's time.
-            step_ms = cost.decode_ms(self._num_context + self._num_steps * len(decodes) / 2)
+            num_context = self._num_context + self._num_steps * len(decodes) / 2
+            step_ms = cost.decode_ms(num_context, num_shared)
         else:
             self.wake_at = None
             self._num_steps = 0
@@ -292,10 +274,15 @@ class Group:
         self.num_hit_tokens += num_hits * size
         return num_hits
 
+    def _full_blocks(self, request_id: int) -> Chain:
+        return self._chains[request_id][: self._num_input[request_id] // self._block_size]
+
     def _finish(self, request_id: int) -> None:
-        size = self._block_size
         self._num_context -= self._num_input[request_id] + self._num_output[request_id]
-        self.pool.release(request_id, self._chains[request_id], self._num_input[request_id] // size)
+        blocks = self._full_blocks(request_id)
+        if self._attended is not None:
+            self._attended.remove(blocks)
+        self.pool.release(request_id, blocks, len(blocks))
         self._on_finish(request_id)
 
     def _key(self, missing: float, request_id: int, arrived: float) -> float:

@@ -15,9 +15,10 @@ from quire.router.policies.catalog import POLICIES
 from quire.router.policy import Policy
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.cost import PRESETS, CostModel
+from quire.router.simulate.engine_config import EngineConfig
 from quire.router.simulate.gate import Gate
 from quire.router.simulate.gateway import FlatGateway, Gateway, TableGateway
-from quire.router.simulate.group import EngineConfig, Group
+from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import LruPool, Pool, WorkerPool
 from quire.router.simulate.result import Result

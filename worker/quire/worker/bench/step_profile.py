@@ -30,6 +30,7 @@ from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
 from quire.worker.errors import ConfigError
 from quire.worker.executor import make_executor
+from quire.worker.hashing import TokenIds
 from quire.worker.model_config import read_model_config
 from quire.worker.model_facts import ModelFacts
 from quire.worker.model_runner import ModelRunner
@@ -55,6 +56,8 @@ class StepProfileConfig:
     """Sequences that decode in a step."""
     context: int = 256
     """Prompt tokens of each of them."""
+    shared_context: int = 0
+    """The first so many of those are the same in all, and so are their blocks."""
     chunk: int = 512
     """Tokens of the prefill step."""
     num_steps: int = 100
@@ -66,6 +69,12 @@ class StepProfileConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batches={self.batches}: at least one, each 1 or more")
+        size, shared = self.engine.block_size, self.shared_context
+        if shared % size or not 0 <= shared < self.context:
+            raise ConfigError(
+                f"shared_context={shared}: must be full blocks, a multiple of block_size={size}, "
+                f"and less than context={self.context}"
+            )
         longest = read_model_config(self.engine.model).max_position_embeddings
         if self.max_model_len > longest:
             raise ConfigError(
@@ -196,8 +205,10 @@ class _Profiler:
     def decodes(self, batch: int) -> StepProfile:
         engine = self._engine()
         max_tokens = self._config.num_outputs(batch)
+        shared = self._tokens(self._config.shared_context)
         for _ in range(batch):
-            self._add(engine, num_tokens=self._config.context, max_tokens=max_tokens)
+            own = self._tokens(self._config.context - len(shared))
+            self._add(engine, np.concatenate((shared, own)), max_tokens=max_tokens)
         while engine.stats().num_pending_prefill_tokens:
             engine.step()
         times_ns = [self._step(engine) for _ in range(_WARM_UP_STEPS + self._config.num_steps)]
@@ -207,7 +218,7 @@ class _Profiler:
         engine = self._engine()
         times_ns = []
         for _ in range(_WARM_UP_STEPS + -(-self._config.num_steps // _DECODES_PER_CHUNK)):
-            self._add(engine, num_tokens=self._config.chunk, max_tokens=1)
+            self._add(engine, self._tokens(self._config.chunk), max_tokens=1)
             times_ns.append(self._step(engine))
         return self._profile(engine, f"prefill {self._config.chunk}", times_ns)
 
@@ -222,8 +233,10 @@ class _Profiler:
     def _engine(self) -> Engine:
         return Engine(self._engine_config, self._facts, self._executor)
 
-    def _add(self, engine: Engine, *, num_tokens: int, max_tokens: int) -> None:
-        tokens = self._rng.integers(self._facts.vocab_size, size=num_tokens, dtype=np.uint32)
+    def _tokens(self, number: int) -> TokenIds:
+        return self._rng.integers(self._facts.vocab_size, size=number, dtype=np.uint32)
+
+    def _add(self, engine: Engine, tokens: TokenIds, *, max_tokens: int) -> None:
         request = Request(
             request_id=str(self._rng.integers(2**62)),
             prompt_token_ids=tokens,

@@ -1,0 +1,29 @@
+"""What a simulated engine puts into a step, and in which order."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.worker.errors import ConfigError
+
+Order = Literal["fcfs", "srpf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Raises:
+    ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    chunk_tokens: int = 8192
+    """Of a step: prompt tokens, and one of each decode."""
+    max_num_seqs: int = 1024
+    order: Order = "fcfs"
+    """Prompts in order of arrival, or the shortest remaining prefill first, shared out among those
+    that wait for it, as in `quire.worker.waiting`."""
+    aging: float = 0.2
+    """With srpf, the milliseconds of prefill that a millisecond of waiting makes up for."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
