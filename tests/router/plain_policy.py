@@ -55,15 +55,15 @@ class WrittenOut:
         if not blocks:
             self.regrets.append((BlockHash(b""), 0.0))
             return home
-        total = 0.0
+        begun = costs[home] - max(hits[home] - 16 * held[home], 0)
+        saved = 0.0
         for cost in costs:
-            total += cost
-        regret = costs[home] - (total - costs[home]) / (len(costs) - 1)
+            saved += max(begun - cost, 0.0)
         key = blocks[2 ** int(log2(len(blocks))) - 1]
-        self.regrets.append((key, regret - max(hits[home] - 16 * held[home], 0)))
-        paid, fading = 0.0, exp(-1 / (100 * len(groups)))
+        self.regrets.append((key, saved / (len(costs) - 1)))
+        paid, fading = 0.0, exp(-1 / (1000 * len(groups)))
         for name, amount in self.regrets:
-            paid = max(paid * fading + amount * (name == key), 0.0)
+            paid = paid * fading + amount * (name == key)
         ties = [i for i, each in enumerate(costs) if each <= min(costs) + 32]
         first = next(i for i in ties if hits[i] == hits[other])
         missing = request.num_prompt_tokens - hits[other]

@@ -58,9 +58,8 @@ def test_nobody_regrets_to_wait_for_what_no_group_has_yet(blocks: Blocks) -> Non
     assert {decision.group for decision in computed_now} == {"home"}
 
 
-def test_a_home_that_is_no_busier_than_others_on_the_whole_stays_the_only_one(
-    blocks: Blocks,
-) -> None:
+def test_copies_cost_no_more_than_a_fourth_of_what_they_would_have_saved(blocks: Blocks) -> None:
+    """The home is no busier than others on the whole, but nearly always than one of them."""
     rng = Random(1)
     draws = [[rng.expovariate(1 / 3_000) for _ in range(4)] for _ in range(400)]
 
@@ -69,9 +68,16 @@ def test_a_home_that_is_no_busier_than_others_on_the_whole_stays_the_only_one(
         return [queued(name, int(num_tokens)) for name, num_tokens in drawn]
 
     went = where_questions_go(blocks, at(0), of=at)
-    assert sum(decision.group != "home" for decision in went) <= 4
-    # Nearly always another one was less busy at the moment.
-    assert sum(min(draw) < draw[0] for draw in draws) > 250
+    num_copies = sum(decision.group != "home" for decision in went)
+    # What one other group, any of them, would have saved; a copy costs a quarter more than its
+    # tokens at least, and more behind a queue.
+    saved = sum(max(home - other, 0) for home, *others in draws for other in others) / 3
+    assert 1 <= num_copies <= saved / (4 * 1.25 * 16_000)
+
+
+def test_a_home_that_is_never_the_slower_one_stays_the_only_one(blocks: Blocks) -> None:
+    groups = [queued("home", 3_000), queued("a", 3_000), queued("b", 6_000)]
+    assert {decision.group for decision in where_questions_go(blocks, groups)} == {"home"}
 
 
 def test_what_is_regretted_of_other_prefixes_makes_no_copy(blocks: Blocks) -> None:
@@ -83,21 +89,19 @@ def test_what_is_regretted_of_other_prefixes_makes_no_copy(blocks: Blocks) -> No
         assert decide(policy, asked, groups, [1000, 0]).group == "home"
 
 
-def test_a_sum_is_what_was_added_faded_step_by_step_and_never_negative() -> None:
+def test_a_sum_is_what_was_added_faded_step_by_step() -> None:
     rng, regrets = Random(1), Regrets()
-    sums, at, num_empty = dict.fromkeys("abc", 0.0), 0.0, 0
+    sums, at = dict.fromkeys("abc", 0.0), 0.0
     for _ in range(300):
         later = rng.random() / 20
         at += later
         sums = {key: total * exp(-later) for key, total in sums.items()}
-        key, regret = rng.choice("abc"), rng.uniform(-0.8, 1.0)
-        sums[key] = max(sums[key] + regret, 0.0)
-        num_empty += not sums[key]
+        key, regret = rng.choice("abc"), rng.random()
+        sums[key] += regret
         assert regrets.add(key, regret, at=at) == pytest.approx(sums[key], abs=1e-12)
         if rng.random() < 0.05:
             regrets.forget(key)
             sums[key] = 0.0
-    assert num_empty > 10
 
 
 def test_what_was_added_to_longest_ago_is_forgotten_first() -> None:

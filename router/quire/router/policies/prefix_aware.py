@@ -25,19 +25,20 @@ home. So a long prefix stays where it is, even if other groups are idle, as it b
 that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
 idle group any dearer, or requests would stay behind the queue that they form.
 
-Not for ever, though: a prefix may be asked for more than one group can answer. A request that the
-prefix keeps at a group which is slower than the others are on average, if they all had the prefix,
-regrets the difference, and in a faster one makes up for as much. What is left of it by prefix, of
-late, is what a second home would have saved; when it is four times what a copy costs
-(``patience``), the next request makes the copy: the rule of who rents skis until the rent would
-have bought them. Nobody regrets to wait for the prefix itself, which another group would compute no
-sooner. A prefix has the name of a block in the half behind the middle of what the other group
-lacks; whoever has it in common has at least half of that in common.
+Not for ever, though: a second home is worth having, the more so where a prefix is asked for more
+than one group can answer. A request that the prefix keeps at its home regrets what a second one
+would have saved it in another group, any of them: nothing in those that are slower, even if they
+had the prefix, and the difference in those that are faster. When that is in sum, by prefix, of
+late, four times what a copy costs (``patience``), the next request makes the copy: the rule of who
+rents skis until the rent would have bought them. Nobody regrets to wait for the prefix itself,
+which another group would compute no sooner. A prefix has the name of a block in the half behind the
+middle of what the other group lacks; whoever has it in common has at least half of that in common.
 
 It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
 learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
 0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md,
-0029-fresh-tokens.md, 0030-patience.md and 0031-regret.md say what else was tried.
+0029-fresh-tokens.md, 0030-patience.md, 0031-regret.md and 0032-the-worth-of-a-choice.md say what
+else was tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ class PrefixAwareConfig:
     max_fresh: float = 8192.0
     patience: float = 4.0
     """Times what a copy costs: as much is regretted in all before it is made."""
-    patience_memory: int = 100
+    patience_memory: int = 1000
     """Requests for each group after which what was regretted counts for a third (1/e)."""
 
 
@@ -150,8 +151,10 @@ class PrefixAware(Forgetful):
         sooner = ties[0]
         if hits[sooner] >= hits[home]:
             return home
-        total = reduce(add, costs)  # `sum` does not only add, since Python 3.12.
-        regret = costs[home] - (total - costs[home]) / (len(costs) - 1) - num_coming
+        most = costs[home] - num_coming
+        # `sum` does not only add, since Python 3.12.
+        saved = reduce(add, [most - cost for cost in costs if cost < most], 0.0)
+        regret = saved / (len(costs) - 1)
         copied = self._cost(*work[sooner], request.num_prompt_tokens - hits[sooner], min)
         key = _name(request, hits[sooner], hits[home])
         is_paid = self._is_paid(key, regret, price=copied - costs[sooner])
@@ -171,8 +174,8 @@ class PrefixAware(Forgetful):
         hit, home_hit = int(hits[sooner]), int(hits[home])
         if hit >= home_hit:
             return home
-        total = float(costs.cumsum()[-1])  # `np.sum` adds in pairs.
-        regret = cost - (total - cost) / (len(costs) - 1) - num_coming
+        saved = np.maximum(cost - num_coming - costs, 0.0).cumsum()  # `np.sum` adds in pairs.
+        regret = float(saved[-1]) / (len(costs) - 1)
         work = float(queued[sooner]), float(other[sooner])
         copied = self._cost(*work, request.num_prompt_tokens - hit, min)
         key = _name(request, hit, home_hit)

@@ -5,7 +5,7 @@ from math import exp
 
 
 class Regrets:
-    """A sum for each key, which fades and never falls below 0.
+    """A sum for each key, which fades.
 
     Remembers the ``max_keys`` that were added to last; O(1).
     """
@@ -20,7 +20,7 @@ class Regrets:
     def add(self, key: Hashable, regret: float, *, at: float) -> float:
         """The sum with ``regret``. ``at`` never goes back; after 1 of it a third (1/e) is left."""
         before, then = self._sums.pop(key, (0.0, at))
-        total = max(before * exp(then - at) + regret, 0.0)
+        total = before * exp(then - at) + regret
         self._sums[key] = total, at
         if len(self._sums) > self._max_keys:
             del self._sums[next(iter(self._sums))]
