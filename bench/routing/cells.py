@@ -11,6 +11,7 @@ from typing import NamedTuple
 from bench.routing import held_out, synthetic, synthetic_more
 from bench.routing.made_up import made_up_trace
 from bench.routing.one_cache import OneCache
+from bench.routing.rounds import in_rounds
 
 from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.engine_config import EngineConfig
@@ -40,12 +41,15 @@ class Source(NamedTuple):
     """For the 99th percentile of TTFT."""
     spread_ms: float
     """How coarse its clock is: seeds differ in where in between a request arrives."""
+    num_rounds: int = 1
+    """Several are one after the other with new requests each, and the first warms caches up."""
 
 
 MADE_UP = {**synthetic.WORKLOADS, **synthetic_more.WORKLOADS, **held_out.WORKLOADS}
 SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
+    "multitenant_x3": Source("multitenant_like.jsonl", 0.5, 1000.0, num_rounds=3),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
     "azure_code": Source("AzureLLMInferenceTrace_code_2023.csv", 0.5, 1000.0),
     # Of prompts with 15,000 tokens in the mean, 190,000 at most.
@@ -108,16 +112,16 @@ class Bench:
         reference = replace(cell, load=0.0, policy=DYNAMO, disturbance="none", seed=0)
         speed = cell.load * self.run(reference)["speed"]
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
-        return _values(_simulate(trace.at_speed(speed), cell), speed)
+        return _values(_counted(_simulate(trace.at_speed(speed), cell), cell), speed)
 
     def _capacity(self, cell: Cell) -> dict[str, float]:
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
 
         def replay(speed: float) -> Result:
-            return _simulate(trace.at_speed(speed), cell).after(WARM_UP)
+            return _counted(_simulate(trace.at_speed(speed), cell), cell)
 
         speed, result = find_capacity(replay, target_s=SOURCES[cell.trace].target_s)
-        return {"speed": speed} if result is None else _values(result, speed, warm_up=0.0)
+        return {"speed": speed} if result is None else _values(result, speed)
 
     def _trace(self, name: str, num_groups: int, seed: int) -> Trace:
         key = name, max(num_groups // 16, 1), seed
@@ -133,7 +137,8 @@ class Bench:
             trace = made_up_trace(name, MADE_UP[name], seed=seed)
         else:
             trace = load_trace(self._data / "traces" / source.file)
-        rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
+        once = in_rounds(trace.rows, source.num_rounds) if source.num_rounds > 1 else trace.rows
+        rows = [_copied(row, copy) for row in once for copy in range(num_copies)]
         trace = Trace.of(rows, name=name, block_size=trace.block_size)
         return trace.spread(seed=seed, within_ms=source.spread_ms)
 
@@ -155,14 +160,17 @@ def _config(cell: Cell) -> SimulationConfig:
     return config
 
 
-def _values(result: Result, speed: float, *, warm_up: float = WARM_UP) -> dict[str, float]:
-    counted = result.after(warm_up)
+def _counted(result: Result, cell: Cell) -> Result:
+    num_rounds = SOURCES[cell.trace].num_rounds
+    return result.after(WARM_UP if num_rounds == 1 else 1 / num_rounds)
+
+
+def _values(counted: Result, speed: float) -> dict[str, float]:
     return {
         "speed": speed,
         "mean": float(counted.ttft_s.mean()),
         "p90": counted.ttft_quantile_s(0.9),
         "p99": counted.ttft_quantile_s(0.99),
-        "cold_mean": float(result.ttft_s.mean()),
         "hit_rate": counted.hit_rate,
     }
 

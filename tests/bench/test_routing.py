@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace_files import load_trace
+from quire.router.simulate.trace import Row
+from quire.router.simulate.trace_files import block_name, load_trace
 
 BenchModule = Callable[[str], ModuleType]
 
@@ -125,6 +126,19 @@ def test_with_one_cache_each_group_finds_what_any_computed(
         assert hit == 512 * known.index(False)
         seen.update(chain)
     assert len(set(result.group)) == 3
+
+
+def test_rounds_share_what_many_have_and_nothing_else(bench_module: BenchModule) -> None:
+    in_rounds = bench_module("routing.rounds").in_rounds
+    system, own = block_name("system"), [block_name(i) for i in range(5)]
+    rows = [Row(100.0 * i, 40, 1, (system, own[i])) for i in range(5)]
+    long = in_rounds(rows, 3)
+    assert [row.arrival_ms for row in long] == pytest.approx(
+        [100 * i + 480 * number for number in range(3) for i in range(5)]
+    )
+    assert long[:5] == rows
+    assert {row.chain[0] for row in long} == {system}
+    assert len({row.chain[1] for row in long}) == 15
 
 
 @needs_traces
