@@ -3,14 +3,17 @@
 # CPU builds makes an image that is several gigabytes smaller.
 FROM python:3.11-slim-bookworm AS build
 ARG TORCH_INDEX=""
-RUN python -m venv /opt/quire
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && python -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} torch==2.13.0
 COPY . /src
-RUN pip install --no-cache-dir '/src[cluster]'
+# With the CPU kernels compiled, for any x86-64 node.
+RUN QUIRE_BUILD_NATIVE=1 pip install --no-cache-dir '/src[cluster]'
 
 FROM python:3.11-slim-bookworm
-# Ray's start script wants bash and ps; the CPU kernels are compiled for the node at first use.
+# Ray's start script wants bash and ps; Triton, on a node with a GPU, a C compiler.
 RUN apt-get update && apt-get install --yes --no-install-recommends bash g++ procps \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home quire

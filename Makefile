@@ -1,7 +1,11 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
 # make serve  serve its model with one group of one rank, until Ctrl-C
-# make test   run every test that this machine can run
+# make test   run the tests that are quick and touch every promise: five minutes
+# make test-all  run every test that this machine can run, as CI does
+# make sanitize  run the tests of our C++ under the address and undefined behaviour sanitizers
 # make check  lint, types, and that the committed gRPC stubs are fresh
+# make format  lay out Python and C++ as `make check` wants them
+# make wheel  build a wheel with our C++ libraries in it, compiled for this platform
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
 # make stubs  write the gRPC stubs again from proto/
 PYTHON ?= python3.11
@@ -22,15 +26,42 @@ serve: .venv/ready
 # so each of the two has a process of its own. The interpreter multiplies with NumPy, whose OpenBLAS
 # has kernels, for some CPUs, that sum a row differently by its place in the matrix: not so this one,
 # which every x86-64 runs.
-test: .venv/dev
-	.venv/bin/pytest --ignore=tests/kernels/interpreted
-	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem .venv/bin/pytest tests/kernels/interpreted
+test: OPTIONS := -m 'not slow'
+test test-all: .venv/dev
+	.venv/bin/pytest --ignore=tests/kernels/interpreted $(OPTIONS)
+	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem .venv/bin/pytest tests/kernels/interpreted $(OPTIONS)
 
+# Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends
+# is no leak. QUIRE_NATIVE_ISA=… leaves out the kernels of other instruction sets, each of which
+# compiles for a minute of CPU time. TESTS and OPTIONS are pytest's. SANITIZE=thread looks for races;
+# GCC's runtime for that wants addresses that are not random.
+SANITIZE ?= address,undefined
+SANITIZED := tests/test_sanitizers.py $(addprefix tests/kernels/test_native_,\
+  attention.py program.py int8.py linear.py shared.py) $(addprefix tests/router/test_,\
+  holders.py directory_machine.py in_flight.py) tests/worker/test_hashing.py
+TESTS ?= $(SANITIZED)
+RUNTIME := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)
+sanitize: .venv/dev
+	QUIRE_NATIVE_SANITIZE=$(SANITIZE) ASAN_OPTIONS=detect_leaks=0 \
+	  TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp \
+	  $(if $(findstring thread,$(SANITIZE)),setarch -R) env LD_PRELOAD=$$(c++ -print-file-name=$(RUNTIME)) .venv/bin/pytest $(TESTS) $(OPTIONS)
+
+NATIVE = $(shell find kernels worker router -name '*.cpp' -o -name '*.h')
 check: .venv/dev .venv-stubs/ready
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/clang-format --dry-run -Werror $(NATIVE)
 	.venv/bin/mypy
 	PATH="$(CURDIR)/$(STUBS):$$PATH" sh proto/generate.sh --check
+
+format: .venv/dev
+	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(NATIVE)
+
+# For every x86-64 CPU: four instruction sets, a minute of CPU time for each that is not in the cache.
+wheel: .venv/ready
+	QUIRE_BUILD_NATIVE=1 .venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/quire-*.whl
 
 # BENCH=--quick is done in minutes; `python -m bench.peers --help` lists the other options.
 bench-peers: .venv/ready
@@ -51,8 +82,8 @@ stubs: .venv-stubs/ready
 	.venv/bin/pip install --quiet torch==2.13.0
 	.venv/bin/pip install --quiet --editable '.[cluster]'
 	.venv/bin/python -m quire.kernels.native
-	.venv/bin/python -m quire.worker.native_hashing
-	.venv/bin/python -m quire.router.native_holders
+	.venv/bin/python -m quire.worker.api.native_hashing
+	.venv/bin/python -m quire.router.prefix_index.native_index
 	touch $@
 
 .venv/dev: .venv/ready
@@ -62,4 +93,4 @@ stubs: .venv-stubs/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test check bench-peers stubs clean
+.PHONY: demo serve test test-all sanitize check format wheel bench-peers stubs clean

@@ -17,12 +17,14 @@ from pathlib import Path
 
 from bench.autoscale_replay import Replay, at_rates
 
-from quire.cluster.autoscaling.settings import AutoscalingSettings
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.simulate.trace_files import load_trace
 
 
-def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a trace at changing rates, and of the groups that serve it."""
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     add = parser.add_argument
     default = Path("../shared/data/traces/mooncake_conversation_trace.jsonl")
     add("--trace", type=Path, default=default)
@@ -31,13 +33,6 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     add("--start-s", type=float, default=45, help="for a group to start")
     add("--max-groups", type=int, default=12)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    add_load_flags(parser)
-    add = parser.add_argument
     add("--target-ttft-s", type=float, default=2)
     add("--min-groups", type=int, default=1)
     add("--plot", type=Path, help="a PNG of groups and load over time")

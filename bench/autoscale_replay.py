@@ -2,8 +2,8 @@
 
 Groups report once a second and the policy is asked twice a second, a fifth of a second after them:
 slower than under Ray Serve. A request goes to the group with the least prefill ahead of it and of
-its own, cached prefixes subtracted. The group that goes is the one worth least; it finishes what it
-has, and counts until then.
+its own, cached prefixes subtracted. The newest group goes; it finishes what it has,
+and counts until then.
 """
 
 from collections import deque
@@ -11,27 +11,26 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from quire.cluster.autoscaling.policy import Observation, Sample, State, decide
-from quire.cluster.autoscaling.settings import AutoscalingSettings
-from quire.cluster.autoscaling.worth import GroupWorth
+from quire.cluster.scaling.policy import Observation, Sample, State, decide
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.simulate.cost import PRESETS
-from quire.router.simulate.engine_config import EngineConfig
+from quire.router.simulate.engine_config import SimulatedEngine
 from quire.router.simulate.group import Group
 from quire.router.simulate.pool import LruPool
 from quire.router.simulate.trace import Trace
-from quire.worker.events import EventLog
+from quire.worker.api.events import EventLog
 
 REPORT_MS = 1000.0
 DECIDE_MS = 500.0
 LAG_MS = 200.0
 _WINDOW = 7  # Samples in what Serve looks back on.
 COST = PRESETS["h100-8b"]
-ENGINE = EngineConfig(max_num_seqs=256)
+ENGINE = SimulatedEngine(max_num_seqs=256)
 
 
 def at_rates(trace: Trace, rates: list[float], *, minutes: float) -> Trace:
-    """The trace's requests, so many times as fast in each equal part; from its start as often as
-    it takes. A part at rate 0 is empty."""
+    """The trace's requests in parts of equal length, each at its own rate. The trace repeats when
+    it ends. A part at rate 0 is empty."""
     part_ms = 60_000 * minutes / len(rates)
     rows, source = [], trace.rows
     length_ms = source[-1].arrival_ms + 1
@@ -64,8 +63,6 @@ class Elastic:
     full_ms: float = 0.0
     began: tuple[float, int] = (0.0, 0)
     """The step under way: when, and with how many tokens pending."""
-    num_hit_tokens: int = 0
-    worth: GroupWorth = field(default_factory=GroupWorth)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def end(self, now_ms: float) -> None:
@@ -95,17 +92,12 @@ class Elastic:
                 num_waiting=group.num_waiting,
                 max_num_seqs=ENGINE.max_num_seqs,
                 kv_use=kv_use,
-                worth=self.worth.observe(
-                    num_hit_tokens=self.num_hit_tokens,
-                    num_held_tokens=round(kv_use * COST.num_cache_tokens),
-                    now_s=now_ms / 1000,
-                ),
             )
         )
 
 
 class Replay:
-    """One run. ``fixed`` keeps so many groups instead of asking the policy."""
+    """One run. ``fixed`` keeps that number of groups instead of asking the policy."""
 
     def __init__(
         self,
@@ -133,15 +125,12 @@ class Replay:
         for _ in range(settings.min_groups if fixed is None else fixed):
             self._start(ready_ms=0.0)
 
-    def run(self, *, until_ms: float = inf) -> None:
-        """To the end, or up to a time; it can go on from there."""
+    def run(self) -> None:
         arrivals = self._trace.arrival_ms
         while self._next_request < len(arrivals) or self._ends or self._queue:
             arrival = arrivals[self._next_request] if self._next_request < len(arrivals) else inf
             end = self._ends[0][0] if self._ends else inf
             next_ms = min(arrival, end, self._next_report_ms, self._next_decision_ms)
-            if next_ms > until_ms:
-                return
             self._now_ms = next_ms
             if next_ms == end:
                 self._end(heappop(self._ends))
@@ -187,14 +176,10 @@ class Replay:
             self._start(ready_ms=self._now_ms + self._start_ms)
         # What does not run yet goes first, as under Ray Serve.
         order = [each for each in reversed(staying) if each not in candidates]
-        order += [candidates[index] for index in decision.going]
+        order += reversed(candidates)
         for each in order[: max(len(staying) - decision.num_groups, 0)]:
-            self._let_go(each, candidates)
-
-    def _let_go(self, each: Elastic, candidates: list[Elastic]) -> None:
-        """``candidates`` are the groups that run, and could go instead."""
-        each.is_leaving = True
-        self._leave(each)
+            each.is_leaving = True
+            self._leave(each)
 
     def _start(self, *, ready_ms: float) -> None:
         pool = LruPool(
@@ -231,7 +216,6 @@ class Replay:
             return each.group.num_pending + missing, each.group.num_running
 
         best = min(groups, key=cost)
-        best.num_hit_tokens += trace.block_size * best.pool.match(chain, limit)
         before = best.group.wake_at
         best.group.add(request_id, self._now_ms)
         if best.group.wake_at != before and best.group.wake_at is not None:

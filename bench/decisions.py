@@ -1,4 +1,4 @@
-"""What one routing decision costs, by the number of groups.
+"""The cost of one routing decision, by the number of groups.
 
     python -m bench.decisions [--groups N …] [--rounds N] [--beside CHECKOUT] [--output FILE.md]
 
@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
+from quire.worker.api.events import BlocksStored, EventBatch
+from quire.worker.api.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 250

@@ -1,15 +1,14 @@
-"""What the block directory costs beside its peers: look-ups, events, memory, tokens to decision.
+"""The cost of the block directory beside Dynamo's: look-ups, events, memory, tokens to decision.
 
     python -m bench.directory --peers-python PYTHON [--sizes N …] [--groups N …]
 
-PYTHON is an interpreter that has ``ai-dynamo-runtime``, ``pyzmq`` and ``msgpack``; Ray's prefix
-tree is taken from Ray itself. Each subject runs in a process of its own
+PYTHON is an interpreter that has ``ai-dynamo-runtime``. Each subject runs in a process of its own
 (`bench/directory_costs.py`), in turn. Chains have 8,000 blocks. One is held by every group, each
 other one by 1 to 4, up to an end of its own each. Half of the prompts are held by some group to
-their end, half up to their middle. Events come as their wire format (protobuf, JSON, msgpack), of
-512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, and writes them to bench/results/.
-What a file of the same name there holds already is not measured again: a run that was stopped
-goes on where it was, and one can be cut into pieces (``--subjects``, ``--sizes``, ``--groups``).
+their end, half up to their middle. Events come as their wire format (protobuf, JSON), of
+512 blocks (a chunk of 8,192 tokens) or of one. Prints tables, for bench/results/directory.md.
+What the file ``--state`` holds already is not measured again: a run that was stopped goes on
+where it was, and one can be cut into pieces (``--subjects``, ``--sizes``, ``--groups``).
 """
 
 import argparse
@@ -18,15 +17,12 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.provenance import commit, cpu
 
 HERE = Path(__file__).parent
-SUBJECTS = ("quire", "quire-python", "dynamo", "selection", "ray")
-RAY_AT_MOST = 100_000
-"""Ray's tree stores text and takes minutes for more: only where it is named."""
+SUBJECTS = ("quire", "quire-python", "dynamo")
 
 Cell = tuple[int, int]
 """Blocks, groups."""
@@ -44,30 +40,28 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--largest-groups", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--name", default=f"{datetime.now(UTC):%Y-%m-%d}-directory")
+    parser.add_argument("--state", type=Path, help="a JSON file of what was measured so far")
     arguments = parser.parse_args()
     cells = [
         (size, groups)
         for size in arguments.sizes
         for groups in (arguments.largest_groups if size > 1_000_000 else arguments.groups)
     ]
-    target = HERE / "results" / f"{arguments.name}.json"
-    results = _load(target) if target.exists() else {}
+    state: Path | None = arguments.state
+    results = _load(state) if state and state.exists() else {}
     for size, groups in cells:
         found = results.setdefault((size, groups), {})
         for name in arguments.subjects or SUBJECTS:
-            is_peer = name in ("dynamo", "selection")
-            is_too_much = name == "ray" and size > RAY_AT_MOST and not arguments.subjects
-            if name in found or is_too_much or (is_peer and arguments.peers_python is None):
+            is_peer = name == "dynamo"
+            if name in found or (is_peer and arguments.peers_python is None):
                 continue
             python = arguments.peers_python if is_peer else Path(sys.executable)
             found[name] = _measure(name, size, groups, python)
-            rows = [[*cell, results[cell]] for cell in sorted(results)]
-            target.write_text(json.dumps(rows) + "\n")
+            if state:
+                rows = [[*cell, results[cell]] for cell in sorted(results)]
+                state.write_text(json.dumps(rows) + "\n")
     results = {cell: _in_order(results[cell]) for cell in sorted(results)}
-    text = "\n\n".join([f"# The block directory\n\n{_host()}", *_tables(results)]) + "\n"
-    print(text)
-    target.with_suffix(".md").write_text(text)
+    print("\n\n".join([f"# The block directory\n\n{_host()}", *_tables(results)]))
 
 
 def _load(path: Path) -> dict[Cell, Results]:

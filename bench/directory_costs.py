@@ -1,8 +1,8 @@
-"""What one subject of `bench/directory.py` costs, in a process of its own:
+"""The cost of one subject of `bench/directory.py`, in a process of its own:
 
     python -m bench.directory_costs NAME NUM_BLOCKS NUM_GROUPS
 
-Prints one JSON object. Needs nothing but the subject, so that it runs in the peers' environment.
+Prints one JSON object. Needs nothing but the subject, so that it runs in Dynamo's environment.
 """
 
 import gc
@@ -24,13 +24,11 @@ EVENT_BLOCKS = 512
 PROMPT_BLOCKS = (100, 1_000, 8_000)
 PROMPT_TOKENS = (16_384, 131_072)
 NUM_LOOKUPS = 400
-NUM_SLOW_LOOKUPS = 60
 
 
 def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     """Chain 0 is held by all groups; each other one by 1 to 4, of which the first holds all."""
     subject = SUBJECTS[name](num_blocks, num_groups)
-    whole_prompts = name == "ray"
     num_chains = max(num_blocks // CHAIN_BLOCKS, 2)
     gc.collect()
     before = _rss_bytes()
@@ -38,10 +36,9 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     for number in range(num_chains):
         chain = _chain(number)
         for group, length in _holders(number, num_chains, num_groups):
-            step = length if whole_prompts else EVENT_BLOCKS
             events = [
-                subject.stored(group, chain, start, min(start + step, length))
-                for start in range(0, length, step)
+                subject.stored(group, chain, start, min(start + EVENT_BLOCKS, length))
+                for start in range(0, length, EVENT_BLOCKS)
             ]
             seconds += _apply(subject, group, events)
             num_stored += length
@@ -52,7 +49,7 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     draw = random.Random(1)
     for num_prompt_blocks in PROMPT_BLOCKS:
         queries = []
-        for index in range(NUM_SLOW_LOOKUPS if whole_prompts else NUM_LOOKUPS):
+        for index in range(NUM_LOOKUPS):
             number = draw.randrange(1, num_chains)
             chain = _chain(number)[: HASH * num_prompt_blocks]
             if index % 2:  # The other half of the prompt was never seen.
@@ -60,7 +57,7 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
                     HASH * (num_prompt_blocks - num_prompt_blocks // 2)
                 )
             queries.append(subject.query(chain))
-            if index == 1 and not whole_prompts:
+            if index == 1:
                 assert max(subject.look_up(queries[-1]).values()) == num_prompt_blocks // 2
         _add_times(result, f"look_up_{num_prompt_blocks}", subject.look_up, queries)
         if hasattr(subject, "lengths"):
@@ -68,9 +65,7 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
     popular = subject.query(_chain(0))
     found = subject.look_up(popular)
     assert len(found) == num_groups, len(found)
-    _add_times(
-        result, "look_up_popular", subject.look_up, [popular] * (10 if whole_prompts else 50)
-    )
+    _add_times(result, "look_up_popular", subject.look_up, [popular] * 50)
     if hasattr(subject, "lengths"):
         _add_times(result, "lengths_popular", subject.lengths, [popular] * 50)
     for what in ("decide", "hash_only"):
@@ -78,8 +73,7 @@ def measure(name: str, num_blocks: int, num_groups: int) -> dict[str, float]:
             if hasattr(subject, what):
                 prompts = [subject.tokens(count)] * 50
                 _add_times(result, f"{what}_{count}", getattr(subject, what), prompts)
-    if not whole_prompts:
-        _add_changes(result, subject, num_chains, num_groups)
+    _add_changes(result, subject, num_chains, num_groups)
     return result
 
 
@@ -126,8 +120,6 @@ def _apply(subject: Any, group: int, events: list[Any]) -> float:
     begin = time.perf_counter()
     for event in events:
         subject.apply(group, event)
-    if hasattr(subject, "settle"):
-        subject.settle()
     return time.perf_counter() - begin
 
 

@@ -64,11 +64,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device can do, measured."""
+    """The device's measured peak rates."""
 
     copy_bytes_per_s: float
     """Read and written bytes together."""
     matmul_flops: float
+    read_bytes_per_s: float = 0.0
+    """A sum over a tensor: nothing is written. 0 where it was not measured."""
 
 
 CPU_SHAPE = Shape(num_heads=12, num_kv_heads=4, head_size=64)
@@ -84,39 +86,74 @@ CPU_CASES = [
 GPU_CASES = [
     *(
         Case(name=f"decode {rows} x {tokens}", rows=[(tokens, 1)] * rows)
-        for rows, tokens in [(1, 1024), (1, 32768), (8, 4096), (64, 1024), (64, 4096)]
+        for rows, tokens in [
+            *((1, 1024), (1, 8192), (1, 65536), (8, 4096)),
+            *((32, 1024), (32, 8192), (256, 1024), (64, 4096)),
+        ]
     ),
     Case(name="decode 63 x 512 + 32768", rows=[(512, 1)] * 63 + [(32768, 1)]),
     Case(name="prefill 512", rows=[(512, 512)]),
     Case(name="prefill 4 x 2048", rows=[(2048, 2048)] * 4),
     Case(name="prefill 16384", rows=[(16384, 16384)]),
     Case(name="prefill 512 after 7680", rows=[(8192, 512)]),
+    Case(name="prefill 30 after 8192", rows=[(8222, 30)]),
+    Case(name="prefill 30 after 65536", rows=[(65566, 30)]),
 ]
 
 
 def seconds(call: Callable[[], object], *, device: torch.device, budget_s: float = 0.5) -> float:
     """The median duration of a call, over as many as fit the budget, three at least.
 
-    On a GPU its level-2 cache is overwritten before each call, as a model's other layers do.
+    On a GPU the call is captured as a graph, so that no launch is waited for, and replayed after
+    256 MiB were read: as in a model, its data is not in the level-2 cache, and no dirty lines are
+    left there to be written back while the clock runs. A call that cannot be captured is timed
+    as it is.
     """
     call()
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device) if _is_gpu(device) else None
+    if not _is_gpu(device):
+        return statistics.median(_times(call, budget_s))
+    replay = _captured(call)
+    flush = torch.ones(64 << 20, dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+
+    def time_once() -> float:
+        torch.sum(flush, 0, out=total)
+        before, after = _event(), _event()
+        before.record()
+        replay()
+        after.record()
+        torch.cuda.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+    time_once()
     durations: list[float] = []
     deadline = time.perf_counter() + budget_s
     while len(durations) < 3 or (time.perf_counter() < deadline and len(durations) < 200):
-        if flush is None:
-            start = time.perf_counter()
-            call()
-            durations.append(time.perf_counter() - start)
-        else:
-            flush.zero_()
-            before, after = _event(), _event()
-            before.record()
-            call()
-            after.record()
-            torch.cuda.synchronize()
-            durations.append(before.elapsed_time(after) / 1e3)
+        durations.append(time_once())
     return statistics.median(durations)
+
+
+def _times(call: Callable[[], object], budget_s: float) -> list[float]:
+    durations: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(durations) < 3 or (time.perf_counter() < deadline and len(durations) < 200):
+        start = time.perf_counter()
+        call()
+        durations.append(time.perf_counter() - start)
+    return durations
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Replays of the call's graph; the call itself where it waits for the device inside."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call
+    return graph.replay
 
 
 def measure_ceilings(
@@ -126,15 +163,21 @@ def measure_ceilings(
     is_small: bool = False,
     budget_s: float = 0.5,
 ) -> Ceilings:
-    """A copy too large for any cache, unless ``is_small``, and a square matrix product."""
+    """A copy and a sum too large for any cache, unless ``is_small``, and a square product."""
     size = (1 << 20) if is_small else (1 << 30) if _is_gpu(device) else (256 << 20)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
+    # Not zeros: a device may move and multiply those faster than other data.
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
     copy_s = seconds(lambda: target.copy_(source), device=device, budget_s=budget_s)
+    read_s = seconds(source.sum, device=device, budget_s=budget_s)
     n = 64 if is_small else 8192 if _is_gpu(device) else 1024
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     matmul_s = seconds(lambda: a @ b, device=device, budget_s=budget_s)
-    return Ceilings(copy_bytes_per_s=2 * size / copy_s, matmul_flops=2 * n**3 / matmul_s)
+    return Ceilings(
+        copy_bytes_per_s=2 * size / copy_s,
+        matmul_flops=2 * n**3 / matmul_s,
+        read_bytes_per_s=size / read_s,
+    )
 
 
 def make_batch(case: Case, shape: Shape, device: torch.device) -> PagedBatch:
@@ -169,7 +212,7 @@ def sdpa_call(case: Case, batch: PagedBatch) -> Callable[[], Tensor] | None:
 def write_kv_seconds(
     shape: Shape, *, num_tokens: int, backend: AttentionBackend, device: torch.device
 ) -> tuple[float, int]:
-    """How long a KV write of so many tokens takes, and the bytes it reads and writes."""
+    """The time of a KV write of ``num_tokens`` tokens, and the bytes it reads and writes."""
     size = (num_tokens, shape.num_kv_heads, shape.head_size)
     k, v = torch.randn(2, *size, device=device).to(shape.dtype)
     num_blocks = 2 * -(-num_tokens // shape.block_size)

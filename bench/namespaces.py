@@ -52,7 +52,7 @@ class NoNamespaces(Exception):
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a `Network`; ``None`` where it has all."""
+    """The tool or right that this machine lacks for a `Network`; ``None`` if it has all."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = {tool: package for tool, package in _TOOLS.items() if shutil.which(tool) is None}
@@ -77,7 +77,8 @@ class Host:
         self._started: list[subprocess.Popen[Any]] = []
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """What runs ``argv`` on this host. The process id is that of the program itself.
+        """The command that runs ``argv`` on this host. The process id is that of the program
+        itself.
 
         Not ``ip netns exec``: it also mounts another /sys, where cgroups are missing.
         """
@@ -95,7 +96,7 @@ class Host:
         return process
 
     def pids(self) -> list[int]:
-        """Of all processes on this host."""
+        """The ids of all processes on this host."""
         return _pids(self.namespace)
 
     def power_off(self) -> None:

@@ -41,7 +41,7 @@ _LOOK_S = 0.02
 
 @dataclass
 class Phase:
-    """What became of the requests of one phase."""
+    """The results of the requests of one phase."""
 
     name: str
     offered_per_s: float = 0.0
@@ -82,7 +82,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is sent."""
+    """The shape of the requests to send."""
 
     num_words: int
     mean_tokens: int

@@ -1,20 +1,19 @@
-"""What a cluster does with three times the load that it can serve.
+"""The behaviour of a cluster at three times the load that it can serve.
 
     python -m bench.overload                          a cluster of its own with the demo model
     python -m bench.overload --address HOST:PORT      one that runs
 
-Open loop: requests are sent at random times whatever becomes of the earlier ones. First, so many
-are kept under way that there is always more to do: what is completed per second is the *capacity*.
-Then requests come at that rate, and at ``--factor`` times it. Each is accepted, and its tokens are
-counted; or refused with RESOURCE_EXHAUSTED; whatever else becomes of one, it is *lost*, and there
-must be none of these.
+Open loop: requests are sent at random times, independent of earlier ones. A first phase saturates
+the cluster; the requests completed per second are its *capacity*. Then requests arrive at
+that rate, and at ``--factor`` times it. Each request is accepted, and its tokens are counted, or
+refused with RESOURCE_EXHAUSTED. Any other outcome counts as *lost*, and no request may be lost.
 
-All phases are of one run, so the last line, the ratio of the two p99s, is what to compare. What was
-served per second is told with each phase: where the last one served clearly more than the capacity,
-the machine was busy with something else when that was measured, and the ratio is of two different
-machines. So is the client's own lag: where it is not small, the client is what was measured.
-A gateway's work is per token and per request: for groups to be the limit where they share a machine
-with it, the model must not be too small (``--model M``).
+All phases belong to one run. Compare the last line: the ratio of the p99s. Each phase prints the
+requests served per second: if the last phase served clearly more than the capacity, the machine was
+busy with something else when the capacity was measured, and the ratio is meaningless. Each phase
+also prints the client's own lag: if it is not small, the client was the bottleneck. Where gateway
+and groups share a machine, the model must be large enough for the groups to be the limit
+(``--model M``), because a gateway's work is per token and per request.
 """
 
 import argparse
@@ -30,8 +29,8 @@ import grpc.aio
 from bench.open_loop import REST_S, Bench, Phase, Workload, percentile
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 
-from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.client import Server
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1.inference_pb2_grpc import InferenceStub
 
 
@@ -94,9 +93,9 @@ def _address(arguments: argparse.Namespace) -> Iterator[str]:
         yield arguments.address
         return
     from quire import demo_model
-    from quire.cluster.app import running_cluster
     from quire.cluster.config import ClusterConfig
-    from quire.worker.config import EngineConfig
+    from quire.cluster.deploy.app import running_cluster
+    from quire.worker.api.config import EngineConfig
 
     model = demo_model.PATH
     if arguments.model != "demo":

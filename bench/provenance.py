@@ -1,4 +1,4 @@
-"""Of what commit and on what machine numbers are, as results say it."""
+"""The commit and the machine of a measurement, as result files state them."""
 
 import platform
 import subprocess

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
-from quire.worker.config import EngineConfig
-from quire.worker.model_facts import ModelFacts, model_facts
-from quire.worker.step import Executor
+from quire.worker.api.config import EngineConfig
+from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.step.messages import Executor
 
 RANK = """
 import pickle, sys
@@ -18,7 +18,8 @@ run_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
 ECHO_RANK = f"""
-from quire.worker import model_runner, tensor_parallel
+from quire.worker.runner import model_runner
+from quire.worker.model import tensor_parallel
 from quire.worker.bench.echo_rank import EchoRunner
 model_runner.ModelRunner = EchoRunner
 tensor_parallel.join_over_network = lambda *, rank, **_: rank
@@ -62,7 +63,8 @@ class ProcessLauncher:
 def make_executor(
     config: EngineConfig, nodes: Sequence[tuple[str, Wrap]], *, program: str = RANK
 ) -> tuple[Executor, ModelFacts]:
-    """In the place of `quire.worker.executor.make_executor`, with the first node as this one."""
+    """In the place of `quire.worker.ranks.executor.make_executor`, with the first node as this
+    one."""
     launcher = ProcessLauncher(nodes, program=program)
     executor = RemoteExecutor(config, launcher, num_nodes=len(nodes), host=nodes[0][0])
     return executor, model_facts(config)

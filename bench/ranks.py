@@ -31,11 +31,11 @@ from bench.rank_launcher import ECHO_RANK, Wrap, make_executor
 
 from quire import llm
 from quire.llm import LLM, SamplingParams
+from quire.worker.api.config import EngineConfig
 from quire.worker.bench.message_cost import time_messages
 from quire.worker.bench.stopwatch import replaced
-from quire.worker.config import EngineConfig
-from quire.worker.process_executor import ProcessExecutor
-from quire.worker.step import Executor
+from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.step.messages import Executor
 
 CACHE = Path.home() / ".cache" / "quire" / "checkpoints"
 WORKLOADS = {"decode batch": (16, 32, 32), "all at once": (256, 16, 16)}

@@ -40,10 +40,10 @@ ENVIRONMENT = {
 
 _DEPLOY = """
 import json, sys
-from quire.cluster.local import ray_session
+from quire.cluster.deploy.local import ray_session
 with ray_session(address=sys.argv[1]):
     from ray import serve
-    from quire.cluster.app import APP_NAME, application
+    from quire.cluster.deploy.app import APP_NAME, application
     settings = json.loads(sys.argv[2])
     serve.start(proxy_location="Disabled")
     handle = serve.run(application(settings), name=APP_NAME, route_prefix=None)
@@ -106,12 +106,12 @@ class RayHosts:
         return grpc, http
 
     def run_on_head(self, script: str, *args: str) -> str:
-        """What a driver prints. It must be on the head: with no network around it, Ray takes the
+        """The output of a driver. It must be on the head: with no network around it, Ray takes the
         head's raylet, whose sockets are files, for the one of its own node."""
         return self.run(self._head, script, *args)
 
     def run(self, name: str, script: str, *args: str) -> str:
-        """What a Python script on host ``name`` prints."""
+        """The output of a Python script on host ``name``."""
         return (
             self._hosts[name]
             .run(

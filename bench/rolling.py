@@ -2,12 +2,12 @@
 
     python -m bench.rolling [--part upgrade scale] [--streams N] [--start-first] [--drain-s S]
 
-*upgrade*: two groups behind two gateways on one port; while N streams run, and begin anew when they
-end, the application is deployed again, so that Serve replaces every group and every gateway.
-*scale*: one group; a burst of N long prompts calls for a second, whose work is then too little for
-two. Reported is the time from the burst until Serve starts a group.
+*upgrade*: two groups behind two gateways on one port. N streams run and restart when they end while
+the application is deployed again, so that Serve replaces every group and every gateway.
+*scale*: one group. A burst of N long prompts requires a second group; then follows too little work
+for two. The report has the time from the burst until Serve starts a group.
 
-Half of the streams are greedy, half are sampled with a seed. What each must say was asked for
+Half of the streams are greedy, half are sampled with a seed. Their expected texts were generated
 before, alone. A stream is *broken* if it ended without its finish after its first token, *refused*
 if it failed before, *inexact* if its tokens are others. A gap is the time between two chunks.
 """
@@ -27,12 +27,12 @@ from typing import Any
 import grpc
 
 from quire import demo_model
-from quire.cluster.app import APP_NAME, Endpoints, build_app, running_cluster
-from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.app import APP_NAME, Endpoints, build_app, running_cluster
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.v1 import inference_pb2 as pb
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
 
 MAX_TOKENS = 200
 PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
@@ -245,7 +245,7 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def _wait_for(num_groups: int, *, state: str | None = None) -> None:
-    """Until Serve has so many groups, in that state or in any."""
+    """Waits until Serve has ``num_groups`` groups, in that state or in any."""
     from ray import serve
 
     deadline_s = time.monotonic() + 120

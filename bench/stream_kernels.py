@@ -23,7 +23,7 @@ class StreamCase:
     kernel: Callable[[], tuple[Tensor, ...]]
     twin: Callable[[], tuple[Tensor, ...]]
     num_bytes: int
-    """What must be read and written, once."""
+    """Bytes that must be read and written, once."""
 
 
 def stream_cases(
@@ -156,13 +156,19 @@ def adjust_case(*, num_rows: int, vocab_size: int, device: torch.device) -> Stre
     rng = torch.Generator(device).manual_seed(0)
     plain = torch.randn(num_rows, vocab_size, generator=rng, device=device)
     places = torch.arange(2000 * num_rows, device=device)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
     arguments = {
-        "rows_E": (places // 2000).int(),
-        "token_ids_E": (places % 2000 * (vocab_size // 2000)).int(),
-        "counts_E": (places % 3).int(),
+        "biased_rows_A": nothing,
+        "biased_ids_A": nothing,
+        "bias_A": nothing.float(),
+        "seen_rows_E": (places // 2000).int(),
+        "seen_ids_E": (places % 2000 * (vocab_size // 2000)).int(),
+        "seen_counts_E": (places % 3).int(),
         "presence_S": torch.full((num_rows,), 0.1, device=device),
         "frequency_S": torch.full((num_rows,), 0.2, device=device),
         "repetition_S": torch.full((num_rows,), 1.1, device=device),
+        "masked_rows_K": nothing,
+        "mask_KW": nothing[:, None],
     }
 
     def call(function: Callable[..., None], logits: Tensor) -> Callable[[], tuple[Tensor, ...]]:

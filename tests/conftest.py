@@ -6,9 +6,11 @@ The checkpoints are made once per run by transformers, which is also their oracl
 
 import asyncio
 import contextlib
+import importlib
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -98,7 +100,7 @@ def tiny_llama_with_biases(make_llama: MakeLlama) -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer() -> Generator[None, bool | None, bool | None]:
-    """Of a test that hangs, pytest-timeout shows the threads; where tasks wait is said here."""
+    """Prints where asyncio tasks wait in a test that hangs; pytest-timeout shows only threads."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -124,3 +126,10 @@ def _awaits(awaitable: Any) -> list[str]:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         awaitable = getattr(awaitable, f"{kind}_yieldfrom" if kind == "gi" else f"{kind}_await")
     return lines
+
+
+@pytest.fixture
+def bench_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports ``bench.<name>``, which is on no path: benchmarks run from the repository's root."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
+    return lambda name: importlib.import_module(f"bench.{name}")

@@ -47,7 +47,7 @@ def test_benchmarks_can_be_run(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of each heading, as the page is shown on the web."""
+    """The anchor of each heading, as web viewers make it."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 

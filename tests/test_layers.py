@@ -16,6 +16,17 @@ MAY_IMPORT = {
     "cluster": {"kernels", "proto", "router", "worker"},
 }
 """By source root; each also itself."""
+WORKER_API = ("quire.worker.api",)
+MAY_IMPORT_OF_THE_WORKER = {
+    "quire.router": WORKER_API,
+    "quire.router.simulate": (*WORKER_API, "quire.worker.cache"),
+    # A gateway also needs the tokenizer.
+    **dict.fromkeys(
+        [f"quire.cluster.{name}" for name in ("edge", "failover", "links", "serving", "telemetry")],
+        (*WORKER_API, "quire.worker.text"),
+    ),
+}
+"""By package, the packages of the worker; what is not here may import any."""
 KNOWS_RAY = {"cluster", "router/quire/router/serve_router.py"}
 
 
@@ -70,9 +81,46 @@ def test_a_folder_imports_only_what_the_design_lets_it(root: str) -> None:
             assert not {name for name in names if name.split(".")[0] == "ray"}, path
 
 
-def test_no_modules_import_each_other() -> None:
-    graph = {
+def imported_modules() -> dict[str, set[str]]:
+    """The modules that importing each module imports."""
+    return {
         name: set(imports(ast.parse(path.read_text()), everywhere=False)) & MODULES.keys() - {name}
         for name, path in MODULES.items()
     }
-    list(TopologicalSorter(graph).static_order())  # Raises CycleError, which names them.
+
+
+def package_of(name: str) -> str:
+    """A module beside packages, such as `quire.worker.engine`, counts as one."""
+    return ".".join(name.split(".")[:3])
+
+
+def test_no_modules_import_each_other() -> None:
+    list(TopologicalSorter(imported_modules()).static_order())  # CycleError names them.
+
+
+def test_no_packages_import_each_other() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, imported in imported_modules().items():
+        others = {package_of(other) for other in imported if not _is_package(other)}
+        graph.setdefault(package_of(name), set()).update(others - {package_of(name)})
+    assert len(graph) > 20
+    list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT_OF_THE_WORKER)
+def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> None:
+    def rule_of(name: str) -> str:
+        rules = [rule for rule in MAY_IMPORT_OF_THE_WORKER if name.startswith(f"{rule}.")]
+        return max(rules, key=len, default="")
+
+    modules = [name for name in MODULES if rule_of(name) == package]
+    assert modules
+    for name in modules:
+        tree = ast.parse(MODULES[name].read_text())
+        imported = set(imports(tree, everywhere=True)) & MODULES.keys()
+        of_worker = {package_of(each) for each in imported if each.startswith("quire.worker.")}
+        assert of_worker <= set(MAY_IMPORT_OF_THE_WORKER[package]), name
+
+
+def _is_package(name: str) -> bool:
+    return MODULES[name].name == "__init__.py"

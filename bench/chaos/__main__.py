@@ -1,4 +1,4 @@
-"""The cluster under fire: real load, real processes, real signals, and what became of the streams.
+"""Fault injection on a real cluster: real load, real processes, real signals, checked streams.
 
     python -m bench.chaos [--fault NAME ...] [--streams 100] [--tp 2] [--output FILE]
 
@@ -26,7 +26,7 @@ from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
 
-from quire.cluster.signals import ended_by_signal
+from quire.cluster.deploy.signals import ended_by_signal
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def settings(*, tp: int, num_streams: int) -> dict[str, object]:
-    """Of the cluster. A group has room for all streams, so that none waits for another's end."""
+    """The cluster's settings. A group has room for all streams, so none waits for another."""
     return {
         "engine": {
             "tensor_parallel_size": tp,
@@ -112,7 +112,7 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return [
-        f"# The cluster under fire, {datetime.now(UTC):%Y-%m-%d}",
+        f"# Faults on a real cluster, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m bench.chaos --streams {arguments.streams} --tokens {arguments.tokens} "
         f"--tp {arguments.tp}`; commit {commit}, {os.cpu_count()} cores.",

@@ -2,8 +2,8 @@
 
 A group writes a file about itself, so that its processes can be found; and a request whose prompt
 begins with `POISON` kills it, as one would that runs into a fault of a kernel. All else is as in
-`quire.cluster.deployments`; for gateways, some of what groups say of their caches may be lost.
-"""
+`quire.cluster.deploy.deployments`; for gateways, some of what groups say of their caches may be
+lost."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-from quire.cluster import deployments
-from quire.cluster.app import APP_NAME, build_app
 from quire.cluster.config import ClusterConfig
-from quire.cluster.local import ray_session
+from quire.cluster.deploy import deployments
+from quire.cluster.deploy.app import APP_NAME, build_app
+from quire.cluster.deploy.local import ray_session
 from quire.cluster.settings import config_from
+from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.process_executor import ProcessExecutor
-from quire.worker.request import Request
+from quire.worker.ranks.process_executor import ProcessExecutor
 
 LIVES = "QUIRE_CHAOS_LIVES"
 """The environment variable with the folder for what groups write."""
@@ -55,7 +55,7 @@ class ReplicaGroup(deployments.ReplicaGroup):
 def _make_mortal(engine: Engine) -> None:
     add_request = engine.add_request
 
-    def add_or_die(request: Request) -> None:
+    def add_or_die(request: Prepared) -> None:
         if tuple(request.prompt_token_ids[: len(POISON)]) == POISON:
             os.kill(os.getpid(), signal.SIGKILL)
         add_request(request)
@@ -64,8 +64,8 @@ def _make_mortal(engine: Engine) -> None:
 
 
 def application(args: dict[str, Any]) -> "serve.Application":
-    """What Serve builds: ``settings`` as `quire.cluster.app.application` takes them, and what
-    gateways are not told, ``loss``."""
+    """What Serve builds: ``settings`` as `quire.cluster.deploy.app.application` takes them, and
+    what gateways are not told, ``loss``."""
     gateway = None
     if args["loss"]:
         gateway = lossy_gateway(Loss(**args["loss"]))

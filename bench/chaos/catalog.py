@@ -117,4 +117,9 @@ FAULTS = {
         promise="all exact, new ones too; the groups are kept",
         run=losses.head_killed,
     ),
+    "all-groups-killed": Fault(  # The last one: it leaves three groups.
+        what="all groups, now three, in the same moment: SIGKILL of the replicas",
+        promise="all exact once groups are back; nobody is blamed",
+        run=losses.all_groups_killed,
+    ),
 }

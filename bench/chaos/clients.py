@@ -31,7 +31,7 @@ class Load:
         assert self._clients.hear(self._id).get("begun"), "the load ended before it had begun"
 
     def stop(self) -> None:
-        """What is repeated is not begun again."""
+        """Stops repeating streams."""
         self._clients.tell("stop", load=self._id)
 
     def wait(self) -> list[Stream]:
@@ -62,7 +62,7 @@ class Clients:
     def load(
         self, requests: Sequence[Request], gateways: Sequence[str], *, again: bool = False
     ) -> Load:
-        """Sends all at once; with ``again``, each one anew when it has ended, until stopped."""
+        """Sends all at once; with ``again``, each one is repeated when it ends, until stopped."""
         load_id = self.tell(
             "load",
             requests=[asdict(request) for request in requests],
@@ -73,7 +73,7 @@ class Clients:
         return Load(self, load_id)
 
     def get(self, url: str, *, timeout_s: float = 5.0) -> str | None:
-        """What is there, or ``None``."""
+        """The body at ``url``, or ``None``."""
         text: str | None = self.hear(self.tell("get", url=url, timeout_s=timeout_s))["text"]
         return text
 

@@ -1,8 +1,9 @@
-"""The cluster under fire: hosts of a network that is not there, Ray on them, Quire on that.
+"""The cluster of `bench.chaos`: hosts as network namespaces, with Ray and Quire on them.
 
 head                no work
 front1, front2      a gateway each
 a, b                a replica group each; a's files are on a disk of `DISK_BYTES`
+c                   without work, until `Cluster.add_group` gives it one
 client              the clients, without Ray
 """
 
@@ -25,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 FRONTS = ("front1", "front2")
 GROUPS = ("a", "b")
+THIRD_GROUP = "c"
 DISK_BYTES = 256 * 2**20
 GRPC_PORT, HTTP_PORT = 50051, 8000
 _READY_S = 240.0
@@ -83,9 +85,16 @@ class Cluster:
         self.scale(len(GROUPS))
 
     def scale(self, num_groups: int) -> None:
-        """Has so many groups, and changes nothing else."""
+        """Deploys ``num_groups`` groups, and changes nothing else."""
         self._num_groups = num_groups
         self.ray.run_on_head(_DEPLOY, self.ray.address, json.dumps(self._args), str(num_groups))
+
+    def add_group(self) -> None:
+        """Has a third group, if there are two. Returns once it serves; raises NotReady."""
+        if self._num_groups == len(GROUPS):
+            self.start_node(THIRD_GROUP)
+            self.scale(len(GROUPS) + 1)
+            self.wait_ready()
 
     def lives(self) -> dict[str, Life]:
         """The groups that there are, by host."""
@@ -159,7 +168,7 @@ class Cluster:
         self._log.close()
 
     def _unknown(self) -> str:
-        """What keeps the cluster from being whole; "" if nothing does."""
+        """Why the cluster is not whole yet; "" if it is."""
         lives = self.lives()
         if len(lives) != self._num_groups:
             return f"{len(lives)} of {self._num_groups} groups run"
@@ -205,7 +214,7 @@ def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Itera
         environment = {LIVES: str(folder / "lives")}
         with (
             _disk(folder / "a"),
-            Network(["head", *FRONTS, *GROUPS, "client"]) as network,
+            Network(["head", *FRONTS, *GROUPS, THIRD_GROUP, "client"]) as network,
             RayHosts(network, folder, environment=environment) as ray,
         ):
             cluster = Cluster(network, ray, folder=folder, settings=settings)

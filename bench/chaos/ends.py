@@ -12,9 +12,9 @@ from bench.chaos.verdicts import Outcome, check_clean_ends, check_exact
 from bench.serving.load import Request, Stream, differences
 
 CLEAN_CODES = ("UNAVAILABLE", "CANCELLED")
-"""What gRPC's own clients say of a connection that broke."""
+"""Status details of gRPC's own clients for a broken connection."""
 FREE_WITHIN_S = 1.0
-"""Of the last client's end: what a busy machine takes to end a step, send a frame and be asked."""
+"""Seconds from the last client's end: time for a busy machine to step, send a frame and answer."""
 _CANCEL_AFTER = 10
 _DEADLINE_S = 1.5
 _POLL_S = 0.02

@@ -28,7 +28,7 @@ def rank_killed(stage: Stage) -> Outcome:
 
 
 def rank_stopped(stage: Stage) -> Outcome:
-    """The stopped rank is left to whoever replaces the group."""
+    """The stopped rank is left to Serve, which replaces the group."""
     if not _has_ranks(stage):
         return _NO_RANKS
     deadline_s = stage.cluster.settings["step_deadline_s"]
@@ -61,7 +61,7 @@ def node_killed(stage: Stage) -> Outcome:
 
 
 def partitioned(stage: Stage) -> Outcome:
-    """Streams begin anew all the while, so that some run when the link is cut and when it heals."""
+    """Streams restart all the while, so that some run when the link is cut and when it heals."""
     outcome = Outcome()
     cluster = stage.cluster
     load = cluster.clients.load(stage.salted("partition"), cluster.gateways, again=True)
@@ -124,6 +124,31 @@ def poisoned(stage: Stage) -> Outcome:
     num_killed = _lives_so_far(cluster.folder) - before
     outcome.seen.append(f"{num_killed} groups killed")
     outcome.check(num_killed <= deaths, f"{num_killed} groups were killed")
+    return outcome
+
+
+def all_groups_killed(stage: Stage) -> Outcome:
+    """Three groups, in the same moment. The third one stays behind it."""
+    outcome = Outcome()
+    cluster = stage.cluster
+    cluster.add_group()
+    load = cluster.clients.load(stage.salted(f"all {now_s()}"), cluster.gateways)
+    load.wait_begun()
+    resumes = cluster.total("quire_resumes_total")
+    lives = cluster.lives()
+    at_s = now_s()
+    _signal([life.pid for life in lives.values()], signal.SIGKILL)
+    streams = load.wait()
+    resumed = cluster.total("quire_resumes_total") - resumes
+    outcome.seen.append(f"{len(lives)} groups killed, {resumed:.0f} resumed")
+    outcome.check(resumed > 0, "nothing was resumed: the fault hit nobody")
+    check_exact(outcome, streams, stage.reference)
+    gaps_s = sorted(stream.largest_gap_s for stream in streams)
+    outcome.seen.append(
+        f"gaps of {gaps_s[0]:.1f}, {gaps_s[len(gaps_s) // 2]:.1f} and {gaps_s[-1]:.1f} s (least, "
+        "median, largest), new groups' start included"
+    )
+    stage.settle(outcome, since_s=at_s)
     return outcome
 
 

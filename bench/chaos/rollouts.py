@@ -1,4 +1,4 @@
-"""What operators do under load; caches that are too small; gateways that are told too little."""
+"""Faults: operators' rollouts and scale-downs under load, small caches, lossy cache events."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from bench.chaos.verdicts import Outcome, check_exact
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.serving.load import Stream
 
-from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.serving.admission_config import AdmissionConfig
 
 NUM_USERS = 24
-"""Streams at a time while the application is deployed anew, which takes the same two cores."""
+"""Streams at a time while the application is deployed again, which takes the same two cores."""
 SMALL_CACHE = 64
 """Blocks of a group: one prompt of the longest kind and no more."""
 LONG_PROMPT_TOKENS = (176, 224)
@@ -32,9 +32,9 @@ _MAX_P99_RATIO = 2.0
 _AT_ONCE_S = 0.5
 """Refusals take no longer, on a machine that is full."""
 _EXACT_WITHIN_S = 5.0
-"""Of the last stream's end. By the design in 1.1 s and two ways: a digest comes with each heartbeat
-of events, a second apart, and after a pause of 0.1 s what differs is asked for. The rest is for a
-busy machine, and for gauges that are polled."""
+"""Seconds from the last stream's end. The design needs 1.1 s: a digest comes with each heartbeat of
+events, a second apart, and the buckets that differ are requested after a pause of 0.1 s. The rest
+allows for a busy machine and for polled gauges."""
 _ROUNDS_S = 4 * _SETTLE_S
 """In which each prompt is sent two or three times."""
 _RECOVERED = 0.8
@@ -126,7 +126,7 @@ def cache_exhausted(stage: Stage) -> Outcome:
 
 
 def feed_lost(stage: Stage) -> Outcome:
-    """What groups say of their caches is lost, repeated and overtaken; and a group is killed.
+    """Groups' cache events are lost, repeated and reordered, and a group is killed.
 
     The prompts are long: to find one of those in all other rows cached is worth less than one
     request less on a group, so that each group comes to hold all of them, whatever gateways know.
@@ -213,7 +213,7 @@ def _rolled(stage: Stage, roll: Callable[[], None]) -> Outcome:
 
 
 def _last_of_each(streams: Sequence[Stream], *, until_s: float) -> list[Stream]:
-    """Of each request the last stream that was sent by then and had tokens."""
+    """For each request, the last stream that was sent before ``until_s`` and had tokens."""
     ordered = sorted(streams, key=lambda stream: stream.sent_s)
     began = [stream for stream in ordered if stream.times and stream.sent_s < until_s]
     return [*{stream.request.name: stream for stream in began}.values()]
@@ -226,7 +226,7 @@ def _hit_rate(streams: Sequence[Stream]) -> float:
 
 
 def _cached_tokens(cluster: Cluster) -> tuple[float, float]:
-    """Of all prompts so far, the tokens that were cached, and those predicted wrongly."""
+    """Prompt tokens so far that were found cached, and that were predicted wrongly."""
     found, wrong = (
         cluster.total(f"quire_routing_{name}_cached_tokens_total") for name in ("found", "wrong")
     )

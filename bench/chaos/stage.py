@@ -31,7 +31,7 @@ class Stage:
         return [replace(request, cache_salt=salt) for request in self.requests]
 
     def recompute_s(self, streams: Sequence[Stream], *, group: str, at_s: float) -> float:
-        """What the contexts of ``group``'s streams take, computed one after the other."""
+        """The time to recompute the contexts of ``group``'s streams, one after the other."""
         return tokens_to_recompute(streams, group=group, at_s=at_s) / self.prefill_rate
 
     def settle(self, outcome: Outcome, *, since_s: float) -> None:
@@ -58,7 +58,7 @@ def make_requests(
 
 
 def prompt(number: int, num_tokens: int) -> tuple[int, ...]:
-    """Of no other number."""
+    """A prompt that no other ``number`` gives."""
     low, high = _VOCAB
     return tuple(
         low + (number * 997 + i * (number % 89 + 7)) % (high - low) for i in range(num_tokens)
@@ -70,7 +70,7 @@ def poison(*, num_tokens: int) -> Request:
 
 
 def offline(requests: Sequence[Request]) -> dict[str, list[int]]:
-    """What the offline engine says to each, alone, with one rank."""
+    """The offline engine's answer to each, alone, with one rank."""
     with LLM(
         demo_model.PATH, dtype="float32", num_blocks=128, num_threads=1, max_num_seqs=1
     ) as llm:

@@ -1,4 +1,4 @@
-"""What became of the streams, and whether it is what was promised. Pure."""
+"""Compares the streams' ends with the promises. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from bench.serving.load import Stream, differences
 
 Reference = Mapping[str, Sequence[int]]
-"""What each request must bring, by its name."""
+"""The expected tokens of each request, by its name."""
 
 _SHOWN = 4  # Errors of a kind.
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What was seen of a fault, for a row of the matrix."""
+    """The observations of a fault, for a row of the matrix."""
 
     seen: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    """What does not hold; empty if the promise was kept."""
+    """The broken promises; empty if all were kept."""
     was_run: bool = True
 
     def check(self, holds: bool, what: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from bench.gpu.lines import Lines
 from bench.gpu.shapes import SHAPES, Scale
 from bench.kernels import gpu_stream_cases
 from bench.stream_kernels import StreamCase
@@ -18,13 +19,26 @@ RAGGED = [(1, 1), (256, 1), (257, 1), (1500, 1), (5, 5), (300, 70), (333, 333)]
 NUM_DECODES = 4
 
 
-def check_kernels(scale: Scale) -> Iterator[tuple[str, str]]:
-    """Yields (what was checked, its fault or ""), for every kernel, dtype, head and block size."""
+def check_kernels(
+    scale: Scale, lines: Lines, *, share: int = 0, num_shares: int = 1
+) -> Iterator[tuple[str, str]]:
+    """Yields (what was checked, its fault or ""), for every kernel, dtype, head and block size.
+
+    The common combinations come first. Compiling takes most of the time, so several processes
+    each take one of ``num_shares`` equal shares.
+    """
     device = scale.device
     backend = backend_for(device)
-    combinations = itertools.product(DTYPES, HEAD_SIZES, (4, 16, 128))
-    for dtype, head_size, block_size in [(torch.float32, 16, 16)] if scale.is_dry else combinations:
+    combinations = sorted(
+        itertools.product(DTYPES, HEAD_SIZES, (4, 16, 128)),
+        key=lambda each: (each[0] != torch.bfloat16, each[1] not in (64, 128), each[2] != 16),
+    )
+    if scale.is_dry:
+        combinations = [(torch.float32, 16, 16)]
+    for dtype, head_size, block_size in combinations[share::num_shares]:
         what = f"{str(dtype).removeprefix('torch.')} head {head_size} block {block_size}"
+        if not lines.begin(what):
+            continue
         batch = paged_batch(
             RAGGED,
             num_heads=6,
@@ -41,10 +55,30 @@ def check_kernels(scale: Scale) -> Iterator[tuple[str, str]]:
         if device.type == "cuda":
             yield f"write, {what}", _fault(partial(_check_write, batch, backend))
             yield f"shared, {what}", _fault(partial(_check_shared, batch, backend))
-    if device.type == "cuda":
-        for name, shape in SHAPES.items():
+    if device.type == "cuda" and share == 0:
+        for name, shape in list(SHAPES.items())[:2]:
             for case in gpu_stream_cases(shape, device):
+                if not lines.begin(f"{case.name}, {name}"):
+                    continue
                 yield f"twin, {case.name}, {name}", _fault(partial(_check_stream, case))
+
+
+def check_one(scale: Scale) -> None:
+    """A small decode against its twin. Raises AssertionError."""
+    backend = backend_for(scale.device)
+    batch = paged_batch(
+        [(300, 1), (5, 1)],
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        block_size=16,
+        dtype=scale.dtype,
+        device=scale.device,
+    )
+    expected = batch.expected()
+    if scale.device.type == "cpu":
+        batch = batch.stored_by(backend)
+    assert_near_twin(batch.attend(backend, num_decodes=2), expected)
 
 
 def _fault(check: Callable[[], None]) -> str:

@@ -12,70 +12,94 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench.gpu.shapes import Scale
-from bench.gpu.timings import Timing
+from bench.gpu.lines import Lines, Timing
+from bench.gpu.shapes import BLOCK_SIZE, Scale, check_fits
 from bench.kernels import Ceilings
+from bench.random_weights import RandomWeights
 
-from quire.kernels.backend import AttentionBackend
-from quire.kernels.decoder import DecoderLayer, DecoderWeights
-from quire.worker import model_runner
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
-from quire.worker.executor import InProcessExecutor
-from quire.worker.hashing import as_token_ids
-from quire.worker.model_config import LlamaConfig, read_model_config
-from quire.worker.model_facts import ModelFacts
-from quire.worker.model_runner import ModelRunner
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import SamplingBatch, StepInput
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.loader import Weights
+from quire.worker.model.spec import Experts, ModelSpec
+from quire.worker.ranks.executor import InProcessExecutor
+from quire.worker.runner import model_runner
+from quire.worker.runner.model_runner import ModelRunner
+from quire.worker.step.messages import StepInput
+from quire.worker.step.sampling_batch import SamplingBatch
 
-BLOCK_SIZE = 16
 SHAPE = "Llama 8B"
 
 
-def model_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
-    """A decode step at each batch size, call by call and as a graph, then tokens per second."""
-    with _executor(scale) as (executor, config):
+def model_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+    """Decode steps call by call and as a graph, prefill steps, a workload; memory as predicted."""
+    with engine_rank(scale, lines) as (executor, config):
         runner = executor._runner
         assert runner is not None
-        model = read_model_config(config.model)
+        model = read_model_spec(config.model)
         for k_cache, v_cache in runner._kv:  # what was there before may be NaN
             k_cache.normal_()
             v_cache.normal_()
-        for rows in scale.batch_sizes:
-            step = _decode_step(rows, scale.context, model.vocab_size)
-            floor_s = _floor_bytes(model, rows, scale.context) / ceilings.copy_bytes_per_s
-            graphs = runner._graphs
-            ways = {"call by call": None} | ({} if graphs is None else {"graph": graphs})
+        graphs = runner._graphs
+        ways = {"call by call": None} | ({} if graphs is None else {"graph": graphs})
+        for rows, context in scale.decodes:
+            step = decode_step(rows, context, model.vocab_size)
+            floor_s = _decode_bytes(model, rows, context, scale) / ceilings.copy_bytes_per_s
             for way, used in ways.items():
+                if not lines.begin(f"decode step {rows} x {context}, {way}"):
+                    continue
                 runner._graphs = used
                 for part, duration in _step_seconds(runner, step, scale).items():
                     yield Timing(
                         shape=SHAPE,
-                        case=f"decode step {rows} x {scale.context}, {part}",
+                        case=f"decode step {rows} x {context}, {part}",
                         implementation=f"quire, {way}",
                         ms=duration * 1e3,
                         rate=f"{rows / duration:.0f} tokens/s",
                         share_of_limit=floor_s / duration,
                     )
-            runner._graphs = graphs
-        for rows in scale.batch_sizes[1:]:
-            duration, num_tokens = _workload(executor, config, rows, scale)
+        runner._graphs = graphs
+        for cached, new in scale.prompts:
+            if not lines.begin(f"prefill {new} after {cached}"):
+                continue
+            step = prompt_step(cached, new, model.vocab_size)
+            duration = _step_seconds(runner, step, scale)["logits"]
+            flops = _prefill_flops(model, cached, new)
+            floor_s = max(
+                flops / ceilings.matmul_flops,
+                _decode_bytes(model, 1, cached, scale) / ceilings.copy_bytes_per_s,
+            )
             yield Timing(
                 shape=SHAPE,
-                case=f"end to end, {rows} requests of {scale.context // 2} + 128",
+                case=f"prefill step {new} after {cached}",
                 implementation="quire",
                 ms=duration * 1e3,
-                rate=f"{num_tokens / duration:.0f} output tokens/s",
-                share_of_limit=None,
+                rate=f"{flops / duration / 1e12:.1f} TFLOP/s",
+                share_of_limit=floor_s / duration,
             )
+        if lines.begin("end to end"):
+            yield from _workload(executor, config, scale, lines)
+        if scale.device.type == "cuda":
+            lines.fact("memory allocated at most, GiB", torch.cuda.max_memory_allocated() / 2**30)
 
 
 @contextmanager
-def _executor(scale: Scale) -> Iterator[tuple[InProcessExecutor, EngineConfig]]:
-    """An engine's only rank, with weights that are drawn where they are used."""
-    most = max(scale.batch_sizes)
+def engine_rank(
+    scale: Scale, lines: Lines | None = None
+) -> Iterator[tuple[InProcessExecutor, EngineConfig]]:
+    """An engine's only rank, with weights that are drawn where they are used.
+
+    Raises:
+        DoesNotFit: The device is too small. Nothing was allocated.
+    """
+    if scale.device.type == "cuda":
+        total = check_fits(scale, torch.cuda.mem_get_info()[0])
+        if lines is not None:
+            lines.fact("memory predicted, GiB", total / 2**30)
     with tempfile.TemporaryDirectory() as folder:
         config_file = Path(folder) / "config.json"
         config_file.write_text(
@@ -83,85 +107,80 @@ def _executor(scale: Scale) -> Iterator[tuple[InProcessExecutor, EngineConfig]]:
                 scale.llama
                 | {
                     "architectures": ["LlamaForCausalLM"],
-                    "max_position_embeddings": 8192,
+                    "max_position_embeddings": scale.max_model_len,
                     "rms_norm_eps": 1e-5,
-                    "dtype": "float32" if scale.is_dry else "bfloat16",
+                    "dtype": str(scale.dtype).removeprefix("torch."),
                 }
             )
         )
         config = EngineConfig(
             model=Path(folder),
             device=scale.device.type,  # type: ignore[arg-type]
-            max_model_len=2 * scale.context,
-            max_num_seqs=most,
-            max_num_batched_tokens=max(8192, most) if not scale.is_dry else 64,
-            num_blocks=(most + 1) * (2 * scale.context // BLOCK_SIZE + 1),
+            max_model_len=scale.max_model_len,
+            max_num_seqs=scale.max_num_seqs,
+            max_num_batched_tokens=scale.max_num_batched_tokens,
+            num_blocks=scale.num_blocks,
             block_size=BLOCK_SIZE,
+            deterministic=lines is None or not lines.part_name.startswith("free_"),
         )
+        start = time.perf_counter()
         with (
             mock.patch.object(model_runner, "open_checkpoint"),
-            mock.patch.object(model_runner, "load_weights", _random_weights),
+            mock.patch.object(Weights, "open", _open_random),
         ):
             executor = InProcessExecutor(config)
+        if lines is not None:
+            lines.fact("start of a rank with its graphs, s", time.perf_counter() - start)
         try:
             yield executor, config
         finally:
             executor.close()
 
 
-def _random_weights(
-    checkpoint: object,
-    config: LlamaConfig,
-    *,
-    shard: object,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: AttentionBackend,
-) -> DecoderWeights:
-    del checkpoint, shard
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02)
-
-    hidden, head = config.hidden_size, config.head_size
-    heads, kv_heads, mlp = config.num_heads, config.num_kv_heads, config.intermediate_size
-    ones = torch.ones(hidden, dtype=dtype, device=device)
-    return DecoderWeights(
-        embedding_VC=draw(config.vocab_size, hidden),
-        layers=tuple(
-            DecoderLayer(
-                attention_norm_C=ones,
-                qkv=backend.pack_linear(draw((heads + 2 * kv_heads) * head, hidden)),
-                o=backend.pack_linear(draw(hidden, heads * head)),
-                mlp_norm_C=ones,
-                gate_up=backend.pack_gated_linear(draw(2 * mlp, hidden)),
-                down=backend.pack_linear(draw(hidden, mlp)),
-            )
-            for _ in range(config.num_layers)
-        ),
-        norm_C=ones,
-        lm_head=backend.pack_linear(draw(config.vocab_size, hidden)),
-    )
+@contextmanager
+def _open_random(
+    checkpoint: object, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[RandomWeights]:
+    del checkpoint
+    yield RandomWeights(std=0.02, dtype=dtype, device=device)
 
 
-def _floor_bytes(model: LlamaConfig, rows: int, context: int) -> int:
-    """What a decode step must read: each weight once, but of the embedding; and its KV."""
-    head, itemsize = model.head_size, 2
+def _mlp_size(model: ModelSpec) -> int:
+    mlp = model.layers[0].mlp
+    assert not isinstance(mlp, Experts)
+    return mlp.size
+
+
+def _decode_bytes(model: ModelSpec, rows: int, context: int, scale: Scale) -> int:
+    """What a step must read: each weight once, but of the embedding; and the rows' KV."""
+    attention = model.layers[0].attention
+    kv = rows * context * len(model.layers) * 2 * attention.num_kv_heads * attention.key_size
+    return scale.dtype.itemsize * (_linear_elements(model) + kv)
+
+
+def _linear_elements(model: ModelSpec) -> int:
+    attention = model.layers[0].attention
     per_layer = model.hidden_size * (
-        (2 * model.num_heads + 2 * model.num_kv_heads) * head + 3 * model.intermediate_size
+        (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.key_size
+        + 3 * _mlp_size(model)
     )
-    weights = model.num_layers * per_layer + model.vocab_size * model.hidden_size
-    kv = rows * context * model.num_layers * 2 * model.num_kv_heads * head
-    return itemsize * (weights + kv)
+    return len(model.layers) * per_layer + model.vocab_size * model.hidden_size
 
 
-def _decode_step(rows: int, context: int, vocab_size: int) -> StepInput:
+def _prefill_flops(model: ModelSpec, cached: int, new: int) -> int:
+    """Linear layers, with the LM head for one token, and attention's visible pairs."""
+    head = model.vocab_size * model.hidden_size
+    linear = 2 * (new * (_linear_elements(model) - head) + head)
+    pairs = new * cached + new * (new + 1) // 2
+    attention = model.layers[0].attention
+    return linear + 4 * len(model.layers) * attention.num_heads * attention.key_size * pairs
+
+
+def decode_step(rows: int, context: int, vocab_size: int) -> StepInput:
     """Greedy decodes of rows of ``context`` tokens, each in blocks of its own."""
     per_row = -(-context // BLOCK_SIZE)
     tables = np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
     last = context - 1
-    zeros = np.zeros(rows, np.float32)
-    ints = np.zeros(rows, np.int32)
     return StepInput(
         token_ids_T=np.arange(rows, dtype=np.int64) % vocab_size,
         positions_T=np.full(rows, last, np.int64),
@@ -170,23 +189,47 @@ def _decode_step(rows: int, context: int, vocab_size: int) -> StepInput:
         seq_lens_B=np.full(rows, context, np.int32),
         query_starts_B1=np.arange(rows + 1, dtype=np.int32),
         num_decodes=rows,
-        sample_rows_S=np.arange(rows, dtype=np.int32),
-        sampling=SamplingBatch(
-            temperature_S=zeros,
-            top_p_S=zeros + 1,
-            top_k_S=ints,
-            min_p_S=zeros,
-            seed_S=np.arange(rows, dtype=np.int64),
-            position_S=np.full(rows, context, np.int64),
-            num_logprobs_S=ints - 1,
-        ),
+        samples_S=np.arange(rows, dtype=np.int32),
+        sampling=_greedy(rows, context),
+    )
+
+
+def prompt_step(cached: int, new: int, vocab_size: int) -> StepInput:
+    """One prompt's tokens ``cached`` to ``cached + new``, behind KV that is there."""
+    tokens = cached + new
+    table = np.arange(-(-tokens // BLOCK_SIZE), dtype=np.int32)
+    positions = np.arange(cached, tokens, dtype=np.int64)
+    return StepInput(
+        token_ids_T=np.random.default_rng(0).integers(0, vocab_size, tokens)[cached:],
+        positions_T=positions,
+        slot_mapping_T=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables_BM=table[None],
+        seq_lens_B=np.array([tokens], np.int32),
+        query_starts_B1=np.array([0, new], np.int32),
+        num_decodes=0,
+        samples_S=np.array([new - 1], np.int32),
+        sampling=_greedy(1, tokens),
+    )
+
+
+def _greedy(rows: int, position: int) -> SamplingBatch:
+    zeros = np.zeros(rows, np.float32)
+    ints = np.zeros(rows, np.int32)
+    return SamplingBatch(
+        temperature_S=zeros,
+        top_p_S=zeros + 1,
+        top_k_S=ints,
+        min_p_S=zeros,
+        seed_S=np.arange(rows, dtype=np.int64),
+        position_S=np.full(rows, position, np.int64),
+        num_logprobs_S=ints - 1,
     )
 
 
 def _step_seconds(runner: ModelRunner, step: StepInput, scale: Scale) -> dict[str, float]:
     """Medians of the forward pass alone, and of a whole step with its token on the host."""
     durations: dict[str, list[float]] = {"logits": [], "tokens": []}
-    for repeat in range(5 if scale.is_dry else 33):
+    for repeat in range(5 if scale.is_dry else 23):
         for name, call in (("logits", runner.forward), ("tokens", runner.execute)):
             start = time.perf_counter()
             call(step)
@@ -198,26 +241,45 @@ def _step_seconds(runner: ModelRunner, step: StepInput, scale: Scale) -> dict[st
 
 
 def _workload(
-    executor: InProcessExecutor, config: EngineConfig, rows: int, scale: Scale
-) -> tuple[float, int]:
-    """Requests that arrive together and share nothing: seconds and output tokens."""
+    executor: InProcessExecutor, config: EngineConfig, scale: Scale, lines: Lines
+) -> Iterator[Timing]:
+    """Requests that arrive together and share nothing; and the wall time of its decode steps,
+    beside which the step by itself shows what the host adds."""
+    requests, prompt_len, max_tokens = scale.workload
     facts = ModelFacts(
         name="random",
         fingerprint="random",
         vocab_size=int(scale.llama["vocab_size"]),
-        max_model_len=2 * scale.context,
+        max_model_len=scale.max_model_len,
         eos_token_ids=(),
         kv_dtype="random",
     )
     engine = Engine(config, facts, executor)
-    rng = np.random.default_rng(rows)
-    max_tokens = 4 if scale.is_dry else 128
-    params: Any = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for number in range(rows):
-        prompt = as_token_ids(rng.integers(0, facts.vocab_size, scale.context // 2).tolist())
-        engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
-    start = time.perf_counter()
-    num_tokens = 0
-    while engine.has_work:
-        num_tokens += sum(len(delta.token_ids) for delta in engine.step())
-    return time.perf_counter() - start, num_tokens
+    for rows in sorted({1, min(32, requests), requests}):
+        rng = np.random.default_rng(rows)
+        params: Any = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for number in range(rows):
+            prompt = as_token_ids(rng.integers(0, facts.vocab_size, prompt_len).tolist())
+            request_id = f"{rows}/{number}"
+            engine.add_request(
+                Prepared(request_id=request_id, prompt_token_ids=prompt, sampling=params)
+            )
+        start = time.perf_counter()
+        num_tokens, decodes = 0, []
+        while engine.has_work:
+            before = time.perf_counter()
+            brought = sum(len(delta.token_ids) for delta in engine.step())
+            num_tokens += brought
+            if brought == rows:
+                decodes.append(time.perf_counter() - before)
+        duration = time.perf_counter() - start
+        if decodes:
+            lines.fact(f"decode step of {rows} in the engine, ms", statistics.median(decodes) * 1e3)
+        yield Timing(
+            shape=SHAPE,
+            case=f"end to end, {rows} requests of {prompt_len} + {max_tokens}",
+            implementation="quire",
+            ms=duration * 1e3,
+            rate=f"{num_tokens / duration:.0f} output tokens/s",
+            share_of_limit=None,
+        )

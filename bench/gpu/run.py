@@ -1,195 +1,213 @@
-"""Checks and times every kernel and a whole model on a CUDA device; writes to bench/results/.
+"""Checks and times every kernel and a whole model on a CUDA device, part by part.
 
-    PYTHONPATH=kernels:worker python -m bench.gpu.run [--quick] [--parts NAME,...] [--check]
+    PYTHONPATH=kernels:worker python -m bench.gpu.run --out DIR [--budget-s N] [--parts NAME,...]
+    python -m bench.gpu.run --check
 
-Needs torch with CUDA, triton, and what the engine needs (for the model; not Ray). In this order:
-each kernel against its twin, and a row's bits alone against its bits in a batch; the device's
-limits (copy, bfloat16 matrix product); each kernel's time, beside PyTorch's SDPA on dense tensors
-and beside flashinfer and flash_attn where they are installed; a Llama with the shape of the 8B
-one and random weights, at batch 1, 32 and 256, beside the bytes that it must read.
+Needs torch with CUDA, triton, and what the engine needs (for the model; not Ray). Each part is a
+process of its own with a time limit, in the order of what would be missed most if the machine
+were taken away; every figure is a line in ``DIR/gpu.jsonl`` as soon as it is known, and
+``DIR/gpu.md`` is the table of all lines so far. A part that crashes is a fault in the table and
+leaves the others alone; the case that it died in is repeated under ``compute-sanitizer`` where
+that is installed.
 
-A part that fails leaves the others alone; the file is written after each. The exit status is 1
-where a part failed or a kernel was wrong, and what failed is at the head of the file. ``--check``
-runs on a CPU what can run there, small, and writes to a temporary folder: a test of this script.
+``--budget-s`` ends the run in time: what no longer fits is said and left out, and a later call
+with ``--parts`` and the same DIR goes on. ``--check`` runs all of it on a CPU, small: a test of
+these scripts and of the memory that the full run will need, and of nothing else.
+
+The exit status is 1 where a part failed or a kernel was wrong.
 """
 
 import argparse
-import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from bench.gpu.checks import check_kernels
-from bench.gpu.shapes import Scale, dry_scale, full_scale
-from bench.gpu.timings import (
-    Timing,
-    all_reduce_timings,
-    attention_timings,
-    shared_timings,
-    stream_timings,
+from bench.gpu.lines import Lines, read_lines, write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+_SANITIZER_S = 120.0
+_LAST_WORDS = 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One process, or several that share the part."""
+
+    name: str
+    limit_s: float
+    num_processes: int = 1
+
+
+PARTS = (
+    Part(name="probe", limit_s=120),
+    Part(name="ceilings", limit_s=60),
+    Part(name="host", limit_s=60),
+    Part(name="warm", limit_s=240, num_processes=12),
+    Part(name="model", limit_s=420),
+    Part(name="products", limit_s=90),
+    Part(name="free_products", limit_s=90),
+    Part(name="invariance", limit_s=240),
+    Part(name="free_model", limit_s=300),
+    Part(name="attention", limit_s=240),
+    Part(name="linear", limit_s=120),
+    Part(name="streams", limit_s=120),
+    Part(name="shared", limit_s=120),
+    Part(name="profile", limit_s=180),
+    Part(name="variants", limit_s=420),
+    Part(name="all_reduce", limit_s=60),
+    Part(name="check", limit_s=540, num_processes=12),
+    Part(name="peers", limit_s=300),
+    Part(name="counters", limit_s=300),
 )
-from bench.kernels import Ceilings, measure_ceilings
-from bench.provenance import commit
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
-@dataclass(kw_only=True)
-class Report:
-    """What a run has found so far."""
-
-    about: dict[str, str]
-    ceilings: Ceilings | None = None
-    timings: list[Timing] = field(default_factory=list)
-    num_checks: int = 0
-    faults: dict[str, str] = field(default_factory=dict)
-    """Of kernels and of parts of this run."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """That each part took."""
-
-
-def model_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
-    # Here and not above: the kernels must be timed where the engine's needs are not met.
-    from bench.gpu import model
-
-    return model.model_timings(scale, ceilings)
-
-
-TIMED_PARTS: dict[str, Callable[[Scale, Ceilings], Iterator[Timing]]] = {
-    "attention": attention_timings,
-    "streams": stream_timings,
-    "shared": shared_timings,
-    "all_reduce": all_reduce_timings,
-    "model": model_timings,
-}
-
-
-def run(scale: Scale, parts: list[str], folder: Path) -> Report:
-    report = Report(about=describe(scale.device))
-    print(report.about, flush=True)
-
-    def check() -> None:
-        for what, fault in check_kernels(scale):
-            report.num_checks += 1
-            if fault:
-                report.faults[what] = fault
-                print(f"FAILED {what} {fault}", flush=True)
-
-    def measure() -> None:
-        dtype = torch.float32 if scale.is_dry else torch.bfloat16
-        report.ceilings = measure_ceilings(
-            scale.device, dtype=dtype, is_small=scale.is_dry, budget_s=scale.budget_s
-        )
-        print(report.ceilings, flush=True)
-
-    def time_part(part: Callable[[Scale, Ceilings], Iterator[Timing]]) -> None:
-        assert report.ceilings is not None, "the part `ceilings` failed"
-        for timing in part(scale, report.ceilings):
-            report.timings.append(timing)
-            print(timing, flush=True)
-
-    todo: dict[str, Callable[[], None]] = {"checks": check, "ceilings": measure}
-    todo |= {name: partial(time_part, part) for name, part in TIMED_PARTS.items()}
-    for name in todo:
-        if name != "ceilings" and parts and name not in parts:
+def run(parts: tuple[Part, ...], folder: Path, *, budget_s: float, is_dry: bool) -> None:
+    """Runs the parts one after the other; faults and times are lines in ``folder``."""
+    deadline_s = time.monotonic() + budget_s
+    for part in parts:
+        lines = Lines(folder, part.name)
+        left_s = deadline_s - time.monotonic()
+        if left_s < min(20, part.limit_s):
+            lines.part(seconds=0, outcome=f"left out: {max(0, left_s):.0f} s were left")
             continue
-        start = time.perf_counter()
-        try:
-            todo[name]()
-        except Exception as error:  # of this part alone
-            report.faults[f"part {name}"] = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
-        report.seconds[name] = round(time.perf_counter() - start, 1)
-        write_results(report, folder)
-    return report
+        start = time.monotonic()
+        outcome = _run_part(part, lines, folder, limit_s=min(part.limit_s, left_s), is_dry=is_dry)
+        lines.part(seconds=time.monotonic() - start, outcome=outcome)
+        write_table(folder)
+    write_table(folder)
 
 
-def write_results(report: Report, folder: Path) -> Path:
-    """Writes ``<date>-gpu.json`` and ``.md``; returns the latter."""
-    folder.mkdir(exist_ok=True)
-    about, ceilings = report.about, report.ceilings
-    path = folder / f"{about['date']}-gpu.md"
-    path.with_suffix(".json").write_text(json.dumps(asdict(report), indent=1) + "\n")
-    lines = [
-        f"# Quire on {about['device']}, {about['date']}",
-        "",
-        f"`python -m bench.gpu.run` at commit {about['commit']}, torch {about['torch']}, triton "
-        f"{about['triton']}. bfloat16, blocks of 16 tokens, medians; of kernels with the level-2 "
-        "cache overwritten before each call. Decode counts the bytes of KV that it must read "
-        "against a copy, prefill the flops of the tokens that are seen against a matrix product, "
-        "a model's step the bytes of its weights and KV: the share is floor / time.",
-        "",
-        f"{report.num_checks} checks; faults: {len(report.faults)}.",
-        "",
-        *(f"- {what}: {fault.splitlines()[0]}" for what, fault in report.faults.items()),
-    ]
-    if ceilings is not None:
-        lines += [
-            "",
-            f"Measured limits: copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, matrix product "
-            f"{ceilings.matmul_flops / 1e12:.1f} TFLOP/s.",
-        ]
-    lines += [
-        "",
-        "| shape | case | implementation | ms | rate | of limit |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for t in report.timings:
-        share = "" if t.share_of_limit is None else f"{t.share_of_limit:.1%}"
-        lines.append(
-            f"| {t.shape} | {t.case} | {t.implementation} | {t.ms:.4f} | {t.rate} | {share} |"
-        )
-    path.write_text("\n".join(lines) + "\n")
-    return path
+def _run_part(part: Part, lines: Lines, folder: Path, *, limit_s: float, is_dry: bool) -> str:
+    """How it ended, in a word or two."""
+    num_processes = 1 if is_dry else part.num_processes
+    with tempfile.TemporaryDirectory() as logs:
+        processes = []
+        for number in range(num_processes):
+            command = [*_command(part.name, folder, is_dry), "--share", f"{number}/{num_processes}"]
+            with (Path(logs) / str(number)).open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=_environment(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=log,
+                        start_new_session=True,  # What it starts ends with it.
+                    )
+                )
+        end_s = time.monotonic() + limit_s
+        outcomes = []
+        for number, process in enumerate(processes):
+            try:
+                status = process.wait(timeout=max(0.1, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                outcomes.append(f"stopped after {limit_s:.0f} s")
+                continue
+            if status:
+                words = (Path(logs) / str(number)).read_text()[-_LAST_WORDS:].strip()
+                case = _last_case(folder, part.name)
+                where = case or "its start"
+                last_line = words.splitlines()[-1] if words else ""
+                lines.fault(f"the part, in {where}", f"status {status}: {last_line}\n{words}")
+                outcomes.append(f"failed in {where}")
+                if case and not is_dry:
+                    _sanitize(part, case, lines)
+    return "; ".join(outcomes) or "done"
 
 
-def describe(device: torch.device) -> dict[str, str]:
+def _sanitize(part: Part, case: str, lines: Lines) -> None:
+    """Runs the case once more under a checker of memory accesses."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        return
+    command = [sanitizer, "--tool", "memcheck", *_command(part.name, Path(os.devnull), False)]
     try:
-        import triton
+        done = subprocess.run(
+            [*command, "--only", case],
+            cwd=ROOT,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=_SANITIZER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        lines.fact(f"sanitizer, {case}", f"took more than {_SANITIZER_S:.0f} s")
+        return
+    found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    lines.fact(f"sanitizer, {case}", "\n".join(found[:20]))
 
-        triton_version = str(triton.__version__)
-    except ImportError:
-        triton_version = "none"
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "commit": commit(),
-    }
+
+def _command(name: str, folder: Path, is_dry: bool) -> list[str]:
+    command = [sys.executable, "-m", "bench.gpu.part", name, "--out", str(folder)]
+    return [*command, "--dry"] if is_dry else command
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "worker"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _last_case(folder: Path, part: str) -> str:
+    cases = [
+        str(line["case"])
+        for line in read_lines(folder)
+        if line["part"] == part and line["kind"] == "begin"
+    ]
+    return cases[-1] if cases else ""
+
+
+def _chosen(names: str, parser: argparse.ArgumentParser) -> tuple[Part, ...]:
+    wanted = [name for name in names.split(",") if name]
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"--parts: no {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(part for part in PARTS if not wanted or part.name in wanted)
+
+
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    names = ["checks", *TIMED_PARTS]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.run")
-    parser.add_argument("--quick", action="store_true", help="time three cases of attention only")
-    parser.add_argument("--parts", default="", help=f"of {','.join(names)}; all by default")
+    parser.add_argument("--out", type=Path, default=Path("quire-bench-gpu"))
+    parser.add_argument("--budget-s", type=float, default=2700.0, help="for all parts together")
+    parser.add_argument("--parts", default="", help="some of them, by name, with commas")
     parser.add_argument("--check", action="store_true", help="a dry run on a CPU")
     options = parser.parse_args(arguments)
-    parts = [part for part in options.parts.split(",") if part]
-    if unknown := set(parts) - set(names):
-        parser.error(f"--parts: no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    if not options.check and not torch.cuda.is_available():
+    parts = _chosen(options.parts, parser)
+    if not options.check and not _has_device():
         print(
             "bench.gpu.run: torch finds no CUDA device; `--check` runs it on a CPU, and "
             "`python -m bench.kernels` times one",
             file=sys.stderr,
         )
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        scale = dry_scale() if options.check else full_scale(is_quick=options.quick)
-        report = run(scale, parts, Path(folder) if options.check else RESULTS)
-    for what, fault in report.faults.items():
-        print(f"FAILED {what}: {fault}", file=sys.stderr)
-    print(f"{report.num_checks} checks, {len(report.timings)} timings, {report.seconds} s")
-    return int(bool(report.faults))
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = Path(nowhere) if options.check else options.out
+        folder.mkdir(parents=True, exist_ok=True)
+        run(parts, folder.resolve(), budget_s=options.budget_s, is_dry=options.check)
+        lines = read_lines(folder)
+        print((folder / "gpu.md").read_text())
+    bad = [line for line in lines if line["kind"] == "fault"]
+    failed = [
+        line["part"]
+        for line in lines
+        if line["kind"] == "part" and line["outcome"].startswith(("failed", "stopped"))
+    ]
+    return int(bool(bad or failed))
 
 
 if __name__ == "__main__":

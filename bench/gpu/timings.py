@@ -1,94 +1,122 @@
-"""Each kernel's time, beside PyTorch's SDPA, flashinfer and flash_attn where these are there."""
+"""Each kernel's time against the device's measured limits."""
 
-import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from bench.gpu.shapes import Scale
+from bench.gpu.lines import Lines, Timing
+from bench.gpu.shapes import Scale, linear_shapes
 from bench.kernels import (
     Case,
     Ceilings,
+    Shape,
     gpu_stream_cases,
     make_batch,
-    sdpa_call,
     seconds,
     write_kv_seconds,
 )
-from torch import Tensor
 
+from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.testing import PagedBatch, shared_splits
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One line of the table."""
-
-    shape: str
-    case: str
-    implementation: str
-    ms: float
-    rate: str
-    """Bytes or flops a second, or tokens, with their unit."""
-    share_of_limit: float | None
-    """Of the measured copy or matrix product, or of a floor made from these."""
-
-
-def attention_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
+def attention_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+    """Decode and prefill attention, and decode over a float8 cache."""
     device = scale.device
     backend = backend_for(device)
     for (name, shape), case in itertools.product(scale.shapes.items(), scale.cases):
+        if not lines.begin(f"{case.name}, {name}"):
+            continue
         batch = make_batch(case, shape, device)
         if device.type == "cpu":
             batch = batch.stored_by(backend)
-        num_decodes = len(case.rows) if case.is_decode else 0
-        calls: dict[str, Callable[[], Any] | None] = {
-            "quire": batch.call(backend, num_decodes=num_decodes),
-            "torch SDPA, dense": sdpa_call(case, batch),
-            "flashinfer, paged": flashinfer_call(case, batch),
-            "flash_attn, dense": flash_attn_call(case, batch),
-        }
-        for implementation, call in calls.items():
-            if call is None:
-                continue
-            try:
-                duration = seconds(call, device=device, budget_s=scale.budget_s)
-            except Exception as error:  # a peer that cannot do a case is not our failure
-                if implementation == "quire":
-                    raise
-                print(f"{implementation}, {case.name}: {type(error).__name__}: {error}")
-                continue
-            if case.is_decode:
-                yield bytes_timing(name, case.name, implementation, duration,
-                                   case.kv_bytes(shape), ceilings)  # fmt: skip
-                continue
-            flops = case.flops(shape) / duration
+        call = batch.call(backend, num_decodes=len(case.rows) if case.is_decode else 0)
+        duration = seconds(call, device=device, budget_s=scale.budget_s)
+        yield case_timing(name, shape, case, "quire", duration, ceilings)
+        if case.is_decode and len(case.rows) in (1, 256) and device.type == "cuda":
+            yield _float8_timing(name, shape, case, batch, scale, ceilings)
+
+
+def _float8_timing(
+    name: str, shape: Shape, case: Case, batch: PagedBatch, scale: Scale, ceilings: Ceilings
+) -> Timing:
+    options = AttentionOptions(k_scale=0.02, v_scale=0.02)
+    cached = replace(
+        batch,
+        k_cache=(batch.k_cache.float() / options.k_scale).to(torch.float8_e4m3fn),
+        v_cache=(batch.v_cache.float() / options.v_scale).to(torch.float8_e4m3fn),
+    )
+    backend = backend_for(scale.device)
+    call = cached.call(backend, num_decodes=len(case.rows), options=options)
+    duration = seconds(call, device=scale.device, budget_s=scale.budget_s)
+    size = case.kv_bytes(shape) // 2
+    return bytes_timing(name, f"{case.name}, float8", "quire", duration, size, ceilings)
+
+
+def case_timing(
+    shape_name: str, shape: Shape, case: Case, implementation: str, duration: float,
+    ceilings: Ceilings,
+) -> Timing:  # fmt: skip
+    """Decodes against bytes, prefills against flops."""
+    if case.is_decode:
+        size = case.kv_bytes(shape)
+        return bytes_timing(shape_name, case.name, implementation, duration, size, ceilings)
+    flops = case.flops(shape) / duration
+    return Timing(
+        shape=shape_name,
+        case=case.name,
+        implementation=implementation,
+        ms=duration * 1e3,
+        rate=f"{flops / 1e12:.1f} TFLOP/s",
+        share_of_limit=flops / ceilings.matmul_flops,
+    )
+
+
+def linear_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+    """Each linear layer of the model, at few rows against its bytes, at many against its flops."""
+    backend = backend_for(scale.device)
+    for name, outputs, inputs in linear_shapes(scale):
+        if not lines.begin(f"linear {name}"):
+            continue
+        weight = torch.randn(outputs, inputs, device=scale.device).to(scale.dtype) * 0.02
+        layer = backend.pack_linear(weight)
+        for rows in (1, 3) if scale.is_dry else (1, 8, 32, 64, 128, 256, 2048):
+            x = torch.randn(rows, inputs, device=scale.device).to(scale.dtype)
+            duration = seconds(partial(layer, x), device=scale.device, budget_s=scale.budget_s)
+            size = weight.nbytes + x.nbytes * (inputs + outputs) // inputs
+            flops = 2 * rows * outputs * inputs
+            floor_s = max(size / ceilings.copy_bytes_per_s, flops / ceilings.matmul_flops)
             yield Timing(
-                shape=name,
-                case=case.name,
-                implementation=implementation,
+                shape="Llama 8B",
+                case=f"linear {name} {rows} x {inputs} -> {outputs}",
+                implementation=backend.name,
                 ms=duration * 1e3,
-                rate=f"{flops / 1e12:.1f} TFLOP/s",
-                share_of_limit=flops / ceilings.matmul_flops,
+                rate=f"{size / duration / 1e9:.0f} GB/s, {flops / duration / 1e12:.1f} TFLOP/s",
+                share_of_limit=floor_s / duration,
             )
 
 
-def stream_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
+def stream_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
     """The kernels that memory limits."""
     device = scale.device
     backend = backend_for(device)
     counts = (1, 64) if scale.is_dry else (1, 64, 2048, 16384)
     for (name, shape), num_tokens in itertools.product(scale.shapes.items(), counts):
+        if not lines.begin(f"write_kv {num_tokens}, {name}"):
+            continue
         duration, size = write_kv_seconds(
             shape, num_tokens=num_tokens, backend=backend, device=device
         )
         yield bytes_timing(name, f"write_kv {num_tokens}", "quire", duration, size, ceilings)
-    for name, shape in scale.shapes.items() if device.type == "cuda" else ():
+    for name, shape in (
+        dict(list(scale.shapes.items())[:2]).items() if device.type == "cuda" else ()
+    ):
         for stream in gpu_stream_cases(shape, device):
+            if not lines.begin(f"{stream.name}, {name}"):
+                continue
             for implementation, call in {"quire": stream.kernel, "twin": stream.twin}.items():
                 duration = seconds(call, device=device, budget_s=scale.budget_s)
                 yield bytes_timing(
@@ -96,7 +124,7 @@ def stream_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
                 )
 
 
-def shared_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
+def shared_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
     """Decodes after a prefix that all share, read once or by each row: the same bytes counted."""
     device = scale.device
     backend = backend_for(device)
@@ -105,6 +133,8 @@ def shared_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
         case = Case(
             name=f"decode {rows} x ({prefix} shared + 100)", rows=[(prefix + 100, 1)] * rows
         )
+        if not lines.begin(f"{case.name}, {name}"):
+            continue
         batch = make_batch(case, shape, device)
         tables = batch.block_tables
         tables[:, : prefix // shape.block_size] = tables[0, : prefix // shape.block_size]
@@ -118,7 +148,7 @@ def shared_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
             yield bytes_timing(name, case.name, implementation, duration, distinct, ceilings)
 
 
-def all_reduce_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
+def all_reduce_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
     """One rank whose peers' words are there already: the kernel without links and waiting."""
     if scale.device.type == "cpu":
         return
@@ -126,6 +156,8 @@ def all_reduce_timings(scale: Scale, ceilings: Ceilings) -> Iterator[Timing]:
     from quire.kernels.triton_all_reduce import all_reduce
 
     for size, num_tokens in itertools.product((2, 8), (1, 16)):
+        if not lines.begin(f"all_reduce {num_tokens} x 4096, {size} ranks"):
+            continue
         ranks = LocalRanks(size, torch.bfloat16, scale.device)
         x = torch.randn(num_tokens, 4096, device=scale.device).bfloat16()
         ranks.flags[0] = 1 << 30
@@ -149,47 +181,3 @@ def bytes_timing(
         rate=f"{rate / 1e9:.1f} GB/s",
         share_of_limit=rate / ceilings.copy_bytes_per_s,
     )
-
-
-def flashinfer_call(case: Case, batch: PagedBatch) -> Callable[[], Any] | None:
-    """flashinfer on the same paged cache, planned before the clock starts."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
-    import flashinfer
-
-    device, block_size = batch.q.device, batch.k_cache.shape[1]
-    num_heads, head_size = batch.q.shape[1:]
-    counts = [-(-tokens // block_size) for tokens, _ in case.rows]
-    kv_starts = _ints([0, *itertools.accumulate(counts)], device)
-    blocks = torch.cat(
-        [table[:count] for table, count in zip(batch.block_tables, counts, strict=True)]
-    )
-    last_lens = _ints([(tokens - 1) % block_size + 1 for tokens, _ in case.rows], device)
-    heads = (num_heads, batch.k_cache.shape[2], head_size, block_size)
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=device)
-    dtypes = {"q_data_type": batch.q.dtype, "kv_data_type": batch.q.dtype}
-    if case.is_decode:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
-        wrapper.plan(kv_starts, blocks, last_lens, *heads, **dtypes)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        query_starts = _ints(batch.query_starts, device)
-        wrapper.plan(query_starts, kv_starts, blocks, last_lens, *heads, causal=True, **dtypes)
-    return lambda: wrapper.run(batch.q, (batch.k_cache, batch.v_cache))
-
-
-def flash_attn_call(case: Case, batch: PagedBatch) -> Callable[[], Any] | None:
-    """flash_attn on dense K and V: its paged cache wants blocks of 256 tokens."""
-    tokens, queries = case.rows[0]
-    alike = all(row == (tokens, queries) for row in case.rows)
-    if importlib.util.find_spec("flash_attn") is None or not alike:
-        return None
-    from flash_attn import flash_attn_func
-
-    k, v = (torch.stack(x) for x in zip(*batch.dense_kv, strict=True))
-    q = batch.q.view(len(case.rows), queries, *batch.q.shape[1:])
-    return lambda: flash_attn_func(q, k, v, causal=True)
-
-
-def _ints(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -5,7 +5,8 @@
 
 Installs each peer in a virtual environment of its own and makes checkpoints of random weights, both
 under the cache folder. First checks on the small model that all engines answer the same tokens in
-fp32, then measures (`bench.peers.measure`), and writes the table and all figures to bench/results.
+fp32, then measures (`bench.peers.measure`), and writes the table to bench/results/peers.md and
+all figures beside it in JSON, which --resume reads.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from bench.peers.measure import (
 from bench.peers.peers import OURS, PEERS, Engine, install
 from bench.peers.process import EngineFailed
 from bench.peers.report import (
+    RESULTS,
     describe,
     read_results,
-    results_path,
     table,
     write_results,
 )
@@ -64,7 +65,7 @@ def main() -> int:
 
     limits = measure_limits(num_threads=settings.num_threads)
     measured = Measured(repeats=settings.repeats)
-    path = results_path(options.name, resume=options.resume)
+    path = RESULTS / f"{options.name}.md"
     if options.resume and path.is_file():
         measured, earlier = read_results(path, repeats=settings.repeats)
         limits = limits.best(earlier)
@@ -169,7 +170,9 @@ def _options() -> argparse.Namespace:
         help="with --resume: measure ours again where that was at another commit",
     )
     parser.add_argument("--threads", type=int, default=2, help="of each engine")
-    parser.add_argument("--name", default="peers", help="of the files in bench/results")
+    parser.add_argument(
+        "--name", help="of the files in bench/results; default: peers, with --quick peers-quick"
+    )
     parser.add_argument(
         "--cache",
         type=Path,
@@ -182,6 +185,7 @@ def _options() -> argparse.Namespace:
             options.models or QUICK[0],
             options.workloads or QUICK[1],
         )
+    options.name = options.name or ("peers-quick" if options.quick else "peers")
     options.repeats = options.repeats or (1 if options.quick else 3)
     for name, (known, _) in listed.items():
         given = getattr(options, name)

@@ -34,7 +34,7 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What this machine does at most, with the threads that the engines have."""
+    """Peak rates of this machine, with the engines' number of threads."""
 
     gemm_flops: dict[str, float]
     """Flop/s of a large matrix product by dtype."""
@@ -46,7 +46,7 @@ class Limits:
     """Reading an array that nearly fills it."""
 
     def best(self, other: "Limits") -> "Limits":
-        """Of two measurements: what disturbs a probe only makes it slower."""
+        """The higher rate of two measurements: a disturbance only makes a probe slower."""
         return Limits(
             gemm_flops={
                 name: max(rate, other.gemm_flops[name]) for name, rate in self.gemm_flops.items()
@@ -57,7 +57,7 @@ class Limits:
         )
 
     def read_s(self, num_bytes: int) -> float:
-        """The least time to read so many bytes again and again."""
+        """The least time to read ``num_bytes`` bytes repeatedly."""
         cached = num_bytes <= self.cache_bytes
         return num_bytes / (self.cache_bytes_per_s if cached else self.dram_bytes_per_s)
 

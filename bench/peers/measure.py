@@ -43,9 +43,9 @@ class Run(NamedTuple):
 
     seconds: float
     disturbance: float | None
-    """What other processes took of the machine's CPU time, 0 to 1."""
+    """Other processes' share of the machine's CPU time, 0 to 1."""
     commit: str = ""
-    """Of this repository, when it was made."""
+    """This repository's commit when the measurement was made."""
 
     @property
     def calm(self) -> bool:
@@ -62,7 +62,7 @@ class Settings:
     num_threads: int
     logs: Path
     commit: str = ""
-    """Of this repository, for the record."""
+    """This repository's commit, for the record."""
     deadline: float = math.inf
     """No measurement is begun after this, of `time.monotonic`."""
 
@@ -92,7 +92,7 @@ class Measured:
     """By model, workload and engine."""
     failures: list[Failure] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Of packages, by engine."""
+    """Package versions, by engine."""
 
     def median(self, shape: Shape, workload: Workload, engine: str) -> float | None:
         """In the workload's unit."""

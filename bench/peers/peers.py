@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 OURS = "quire"
 TORCH = "torch==2.13.0"
 DTYPES = ("bfloat16", "float32")
-"""What every engine computes in."""
+"""The type in which every engine computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Peer:
     """How to convert a checkpoint, where the engine does not read it as it is: a command of the
     environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``, a directory."""
     export_dtypes: dict[str, str] = field(default_factory=dict)
-    """What the export calls the types, where not as we do."""
+    """The export's names of types, where they differ from ours."""
     dtypes: tuple[str, ...] = DTYPES
     preload: tuple[str, ...] = ()
     """Libraries to preload, as its documentation advises; relative to the environment."""
@@ -89,7 +89,7 @@ PEERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What it takes to start an engine's process."""
+    """Everything needed to start an engine's process."""
 
     name: str
     command: tuple[str, ...]
@@ -139,7 +139,7 @@ def install(name: str, folder: Path) -> Engine:
 
 
 def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
-    """What the engine loads: the checkpoint, or an export of it beside it, made when missing.
+    """The files that the engine loads: the checkpoint, or an export beside it, made when missing.
 
     Raises:
         subprocess.CalledProcessError: The export failed; what it printed says why.

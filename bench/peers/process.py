@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.peers.bystanders import Bystanders
+from bench.machine import Bystanders
 from bench.peers.peers import Engine, converted, environment_of
 from bench.peers.workloads import Prompt
 

@@ -30,17 +30,11 @@ class About:
 
 def describe(*, num_threads: int, limits: Limits) -> About:
     return About(
-        date=_today(),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
         machine=f"{cpu()}, {platform.system()}",
         num_threads=num_threads,
         limits=limits,
     )
-
-
-def results_path(name: str, *, resume: bool) -> Path:
-    """Where the table of this name will be; to ``resume``, the newest one that is there."""
-    earlier = sorted(RESULTS.glob(f"????-??-??-{name}.md")) if resume else []
-    return earlier[-1] if earlier else RESULTS / f"{_today()}-{name}.md"
 
 
 def table(measured: Measured, about: About) -> str:
@@ -181,7 +175,7 @@ def _against_own_bf16(measured: Measured) -> list[str]:
 
 
 def _disturbances(measured: Measured) -> str:
-    """What other processes took while each engine was measured."""
+    """Other processes' CPU time while each engine was measured."""
     shares: dict[str, list[float]] = {}
     for (_, _, engine), runs in measured.runs.items():
         known = [run.disturbance for run in runs if run.disturbance is not None]
@@ -189,10 +183,6 @@ def _disturbances(measured: Measured) -> str:
     return ", ".join(
         f"{engine} {statistics.median(known):.0%}" for engine, known in shares.items() if known
     )
-
-
-def _today() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def _mark(runs: Sequence[Run]) -> str:

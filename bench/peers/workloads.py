@@ -1,4 +1,4 @@
-"""What the engines are asked to do: prompts as token ids, greedy, a fixed number of new tokens.
+"""The engines' workloads: prompts as token ids, greedy, a fixed number of new tokens.
 
 Prompts are a function of workload, model and seed, so that every engine is given the same. A
 repetition takes another seed: no engine can find in a cache what an earlier one left there.
@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def unit(self) -> str:
-        """Of the figure in the table: output tokens a second, or how long the first token takes."""
+        """The unit of the table's figure: output tokens a second, or the time to first token."""
         if self.fresh_process:
             return "s"
         return "ms" if self.new_tokens == 1 else "tokens/s"

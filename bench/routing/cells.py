@@ -14,12 +14,12 @@ from bench.routing.one_cache import OneCache
 from bench.routing.rounds import in_rounds
 
 from quire.router.simulate.capacity import find_capacity
-from quire.router.simulate.engine_config import EngineConfig
+from quire.router.simulate.engine_config import SimulatedEngine
 from quire.router.simulate.result import Result
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name, load_trace
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 OURS, OURS_POLICY = "ours", "ours, LRU"
 DYNAMO = "dynamo"
@@ -69,7 +69,7 @@ DISTURBANCES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one run of the simulator is asked for; ``load`` 0 asks for the capacity."""
+    """The input of one run of the simulator; ``load`` 0 asks for the capacity."""
 
     trace: str
     num_groups: int
@@ -156,7 +156,7 @@ def _config(cell: Cell) -> SimulationConfig:
     )
     config = replace(config, **DISTURBANCES[cell.disturbance])  # type: ignore[arg-type]
     if cell.policy in (OURS, BOUND):
-        config = replace(config, eviction="utility", engine=EngineConfig(order="srpf"))
+        config = replace(config, eviction="utility", engine=SimulatedEngine(order="srpf"))
     return config
 
 

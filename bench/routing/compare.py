@@ -1,4 +1,4 @@
-"""What cells say beside each other: always over the seeds that both sides have."""
+"""Comparisons of cells, always over the seeds that both sides have."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What was aimed at and what was seen, as a table. Goals are for 16 groups where none are named."""
+"""Goals and results as a table. Goals are for 16 groups unless they name others."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,7 +55,7 @@ def _to_dynamo(cells: Cells, trace: str, row: str) -> str:
 
 
 def _behind(cells: Cells, row: str) -> str:
-    """Of all traces, sizes and loads."""
+    """The row's distance to the best baseline, over all traces, sizes and loads."""
     ratios = {}
     for cell in cells:
         if cell.policy == row and cell.load and cell.disturbance == "none":

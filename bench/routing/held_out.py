@@ -1,5 +1,6 @@
-"""Workloads made up from a seed, to examine the policy of docs/decisions/0029. Voice and codebase
-decided two of its constants; the others were looked at only then.
+"""Workloads made up from a seed, to examine how `fresh` is learned (docs/decisions/0018).
+
+Voice and codebase decided two of its constants; the others were looked at only then.
 
     support   one tenant has more than half of the chats, thirty small ones the rest; in waves
     voice     10 to 40 short turns, seconds apart

@@ -1,4 +1,4 @@
-"""What made-up workloads are made with."""
+"""Parts of made-up workloads."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 BLOCK_SIZE = 128
 NUM_REQUESTS = 8_000

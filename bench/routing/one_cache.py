@@ -5,12 +5,12 @@ be a little faster than this.
 """
 
 from quire.router.simulate.pool import Chain
-from quire.worker.events import EventLog
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash
 
 
 class OneCache:
-    """Of one run. Each group's log says what any of them stored."""
+    """One run's groups as one infinite cache: each group's log tells what any group stored."""
 
     def __init__(self) -> None:
         self._stored: set[BlockHash] = set()

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from quire.router.simulate.trace import Row
 from quire.router.simulate.trace_files import block_name
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 _FEW = 3
 """Requests that have a block: if not more, then one conversation or one question."""
 
 
 def in_rounds(rows: Sequence[Row], num_rounds: int) -> list[Row]:
-    """``rows``, in order of arrival, so many times in a row: each time with the same system
-    prompts and texts, which many requests have, and with conversations of its own."""
+    """``rows``, in order of arrival, repeated ``num_rounds`` times. Rounds share the system prompts
+    and texts that several requests have; conversations are new in each round."""
     num_with = Counter(block for row in rows for block in set(row.chain))
     round_ms = rows[-1].arrival_ms - rows[0].arrival_ms
     every_ms = round_ms + round_ms / len(rows)

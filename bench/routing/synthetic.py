@@ -1,5 +1,5 @@
 """Workloads made up from a seed. The policy was chosen with some of them in sight: agents, rag and
-few_shot decided between its last variants (docs/decisions/0028), tides and bursts were beside them.
+few_shot decided between its last variants (docs/decisions/0018), tides and bursts were beside them.
 
     agents     loops of 3 to 25 calls on 12 long tool prompts, each with what the call before gave
     rag        a short instruction and four of 2,000 documents, popular ones more often, any order

@@ -1,4 +1,4 @@
-"""More workloads made up from a seed, in whose sight the policy of docs/decisions/0029 was chosen.
+"""More workloads made up from a seed, on which `behind` was chosen (docs/decisions/0018).
 
     rollouts   a question asked 4 to 16 times at once, behind one of three instructions
     branches   searches in a tree: each node goes on in two or three of the answers before it

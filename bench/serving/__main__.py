@@ -4,16 +4,15 @@
     python -m bench.serving --policies prefix_aware --lose-batches 0.1
     python -m bench.serving --policies prefix_aware --no-directory
     python -m bench.serving --policies prefix_aware --gateways 4
-    python -m bench.serving --validate --fit STEP.json    the simulator beside what was measured
 
-Starts a Ray cluster on this machine, and on it for each run the application anew, with empty
-caches: gateways, and groups of one rank of one thread. The load comes from this process: chats of
-tenants, whose skew and system prompts make caches matter, or a file. `serve`, in place of a policy,
-is the same groups behind Ray Serve's own handles and default router, without gateways.
+Starts a Ray cluster on this machine. Each run deploys the application again with empty caches:
+gateways, and groups of one rank of one thread. The load comes from this process: multi-tenant
+chats with shared system prompts, or a file. `serve`, in place of a policy, puts the same groups
+behind Ray Serve's own handles and default router, without gateways.
 
-Rounds are outermost, and every other one goes from the last line to the first, so that none always
-comes behind the same one. Each run is written to the state file when it is done, and not run again:
-to stop and go on is to run the same command again; ``--budget`` stops in time, with status 3 where
+Rounds are the outermost loop, and every other one goes from the last line to the first, so that no
+line always follows the same one. A finished run is written to the state file and not repeated: the
+same command continues where the last one stopped. ``--budget`` stops in time, with status 3 if
 something is left. ``--report`` only prints what is there. The first fifth of the requests warms
 caches up and is not counted.
 """
@@ -28,16 +27,14 @@ from bench.peers.checkpoints import SHAPES
 from bench.serving.case import MULTITENANT, SERVE, Load, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
-from bench.serving.validate import validation
-from bench.serving.way import ways
 from bench.serving.workloads import Tenants
 
-from quire.router.policy_names import POLICY_NAMES
-from quire.worker.errors import QuireError
+from quire.router.policies.names import POLICY_NAMES
+from quire.worker.api.errors import QuireError
 
 SOME_LEFT = 3
 _PER_RUN_S = 20.0
-"""What a run takes beside its load, more or less."""
+"""Approximate time of a run besides its load."""
 
 
 def main() -> int:
@@ -52,12 +49,9 @@ def main() -> int:
 def _main(arguments: argparse.Namespace) -> int:
     runs = Runs(arguments.state)
     status = 0
-    if not (arguments.report or arguments.validate):
+    if not arguments.report:
         status = _run(arguments, runs)
-    if arguments.validate:
-        text = "\n".join(validation(runs, fit=arguments.fit))
-    else:
-        text = "\n".join((*tables(runs.records, reference=arguments.reference), *ways(runs)))
+    text = "\n".join(tables(runs.records, reference=arguments.reference))
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n")
@@ -65,7 +59,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, runs: Runs) -> int:
-    from quire.cluster.local import ray_session
+    from quire.cluster.deploy.local import ray_session
 
     # Ray starts its workers at niceness 15: groups and gateways would have what others leave.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -105,7 +99,7 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
             run_begin_s = time.monotonic()
             if run_begin_s - begin_s + (longest_s or _PER_RUN_S) > arguments.budget:
                 return SOME_LEFT
-            record = runs.run(case, round_, folder=arguments.cache, timed=arguments.timed)
+            record = runs.run(case, round_, folder=arguments.cache)
             longest_s = max(longest_s, time.monotonic() - run_begin_s)
             print(progress(case, round_, record), flush=True)
     return 0
@@ -124,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=["prefix_aware", "round_robin", "power_of_two"],
         help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
-        "NAME:use_directory=0,use_step_clock=0,lose_batches=0.1,lose_events=0.1,num_gateways=4\n"
+        "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4\n"
         "differs from the flags below",
     )
     add("--rounds", type=int, default=3)
@@ -154,11 +148,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what is kept").add_argument
     add("--state", type=Path, default=Path("bench-serving.jsonl"))
-    add("--timed", action="store_true", help="keep each step, and each request's way through all")
     add("--output", type=Path, help="a Markdown file for the tables")
     add("--report", action="store_true", help="run nothing, print what the state file has")
-    add("--validate", action="store_true", help="run nothing, simulate what was run")
-    add("--fit", type=Path, nargs="+", default=[], help="JSON of `quire bench step`, to simulate")
     add("--reference", default="round_robin", help="the line that others are compared with")
     add("--budget", type=float, default=float("inf"), help="seconds")
     add("--cache", type=Path, default=Path.home() / ".cache/quire/serving", help="for checkpoints")

@@ -1,4 +1,4 @@
-"""What one run is: a cluster to start, and a load to put on it. Kept with its figures."""
+"""One run: a cluster to start, and a load to put on it. It is stored with its figures."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,8 @@ from bench.serving.workloads import (
     tenant_chats,
 )
 
-from quire.router.policy_names import POLICY_NAMES
-from quire.worker.errors import ConfigError
+from quire.router.policies.names import POLICY_NAMES
+from quire.worker.api.errors import ConfigError
 
 SERVE = "serve"
 """In place of a policy: the groups behind Ray Serve's own handles and router, no gateway."""
@@ -28,7 +28,7 @@ Loop = Literal["closed", "open"]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked, and when.
+    """The load: requests and their times.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
@@ -39,9 +39,9 @@ class Load:
     loop: Loop = "closed"
     """Chats that go on when an answer is there, or requests at times fixed before."""
     num_users: int = 16
-    """Of a closed loop."""
+    """Users of a closed loop."""
     chats_per_s: float = 10.0
-    """Of an open loop; the speed of a trace."""
+    """Arrival rate of an open loop; for a trace, its speed."""
     tenants: Tenants = field(default_factory=Tenants)
     num_requests: int = 400
     """Taken from a file."""
@@ -65,7 +65,7 @@ class Load:
         return tenant_chats(self.tenants)
 
     def requests(self, *, vocab_size: int, max_tokens: int) -> list[Request]:
-        """Of an open loop. ``max_tokens`` is the longest that the model takes."""
+        """The requests of an open loop. ``max_tokens`` is the model's longest sequence."""
         if self.workload == MULTITENANT:
             return laid_out(
                 self.chats(),
@@ -94,13 +94,11 @@ class Case:
     num_groups: int = 2
     num_gateways: int = 1
     use_directory: bool = True
-    use_step_clock: bool = True
-    """Only `prefix_aware` has one; without, it routes as before (`bench.serving.unclocked`)."""
     lose_batches: float = 0.0
     lose_events: float = 0.0
     model: str = "S"
     num_blocks: int = 1500
-    """Of each group's cache."""
+    """Blocks in each group's cache."""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
     load: Load
@@ -112,13 +110,6 @@ class Case:
         for name in ("lose_batches", "lose_events"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be from 0 to 1")
-        if not self.use_step_clock:
-            if self.policy != "prefix_aware":
-                raise ConfigError(f"use_step_clock=0: {self.policy} has none, use prefix_aware")
-            if self.lose_batches or self.lose_events:
-                raise ConfigError(
-                    "use_step_clock=0: cannot be combined with losses, leave these out"
-                )
 
     @property
     def key(self) -> str:
@@ -130,8 +121,6 @@ class Case:
         parts = [self.policy]
         if not self.use_directory:
             parts.append("no directory")
-        if not self.use_step_clock:
-            parts.append("no step clock")
         if self.lose_batches:
             parts.append(f"{self.lose_batches:.0%} of messages lost")
         if self.lose_events:
@@ -142,7 +131,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What cases must have in common to be beside each other."""
+        """Settings that cases must share to be compared."""
         load = self.load
         if load.workload == MULTITENANT:
             asked = f"{load.tenants.num_chats} chats of {load.tenants.num_tenants} tenants"
@@ -190,7 +179,6 @@ def in_turn(rounds: Iterable[int], cases: Sequence[Case]) -> list[tuple[int, Cas
 _KINDS: dict[str, Callable[[str], Any]] = {
     "num_gateways": int,
     "use_directory": lambda value: bool(int(value)),
-    "use_step_clock": lambda value: bool(int(value)),
     "lose_batches": float,
     "lose_events": float,
 }

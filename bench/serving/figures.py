@@ -1,4 +1,4 @@
-"""What is said of a run: its requests as rows, a trace of them, and figures."""
+"""A run's results: its requests as rows, a trace of them, and figures."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from bench.serving.load import Stream
 
-from quire.worker.hashing import as_token_ids, hash_blocks, root_hash
+from quire.worker.api.hashing import as_token_ids, hash_blocks, root_hash
 
 WARM_UP = 0.2
 """The share of the requests, first sent, that find caches empty and are not counted."""
@@ -34,8 +34,6 @@ def rows_of(streams: Sequence[Stream]) -> list[Row]:
             "predicted": stream.num_predicted_tokens,
             "output": len(stream.tokens),
             "group": stream.group,
-            "id": stream.server_id,
-            "sent_s": round(stream.sent_s, 6),
             "tokens": hashlib.sha256(json.dumps(stream.tokens).encode()).hexdigest()[:12],
             "error": stream.error,
         }

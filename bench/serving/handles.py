@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from bench.serving.load import Stream, Target
 
 from quire.cluster.config import ClusterConfig
-from quire.worker.request import TokenDelta
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -53,7 +53,7 @@ def groups_behind_serve(config: ClusterConfig) -> Iterator[Target]:
     """Runs ``config``'s groups on the Ray cluster that this process is connected to."""
     from ray import serve
 
-    from quire.cluster.deployments import ReplicaGroup
+    from quire.cluster.deploy.deployments import ReplicaGroup
 
     groups = serve.deployment(
         num_replicas=config.num_groups,

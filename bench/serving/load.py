@@ -35,12 +35,12 @@ class Request:
     deadline_s: float | None = None
     """That the call is given, as a gRPC deadline."""
     cancel_after: int | None = None
-    """The client cancels once it has so many tokens; the stream's finish is "cancelled"."""
+    """The client cancels after this number of tokens; the stream's finish is "cancelled"."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Stream:
-    """What came of a request."""
+    """The result of a request."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -53,11 +53,11 @@ class Stream:
     sent_s: float = 0.0
     ended_s: float = 0.0
     server_id: str = ""
-    """What the gateway calls the request."""
+    """The gateway's id of the request."""
     group: str = ""
     """That it went to first."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in that group's cache."""
+    """Prompt tokens found in that group's cache."""
     num_predicted_tokens: int = 0
     """Expected there by the gateway."""
 
@@ -84,7 +84,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a user says, and how long the answer is."""
+    """A user's message, and the length of the answer."""
 
     token_ids: Sequence[int]
     max_tokens: int

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deployments import Gateway
-from quire.cluster.gateway.server import new_table
-from quire.router.directory import Applied, GroupId, NeedsResync
+from quire.cluster.deploy.deployments import Gateway
+from quire.cluster.deploy.gateway_server import new_table
+from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
 from quire.router.table import RoutingTable
-from quire.worker.events import BlockEvent, BlocksStored, EventBatch
-from quire.worker.hashing import BlockHashes
+from quire.worker.api.events import BlockEvent, BlocksStored, EventBatch
+from quire.worker.api.hashing import BlockHashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +20,13 @@ class Loss:
     """Shares, from 0 to 1."""
 
     batches: float = 0.0
-    """Of messages that never arrive: the next one shows the gap, and a replay mends it."""
+    """Share of messages that never arrive: the next one reveals the gap, and a replay fills it."""
     events: float = 0.0
-    """Of events left out in messages that look whole: only a digest can show it."""
+    """Share of events left out of messages that look whole: only a digest can reveal it."""
     repeated: float = 0.0
-    """Of messages that come twice."""
+    """Share of messages that arrive twice."""
     overtaken: float = 0.0
-    """Of messages that come behind the group's next one."""
+    """Share of messages that arrive after the group's next one."""
     seed: int = 0
 
     @property
@@ -66,7 +66,7 @@ class LossyTable(RoutingTable):
 
 
 def lossy_gateway(loss: Loss) -> type[Gateway]:
-    """A gateway class for `quire.cluster.app.running_app`."""
+    """A gateway class for `quire.cluster.deploy.app.running_app`."""
 
     class LossyGateway(Gateway):
         def make_table(self, config: ClusterConfig) -> RoutingTable:

@@ -5,7 +5,6 @@ import json
 import random
 import re
 import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from bench.machine import Machine
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
+from bench.provenance import commit
 from bench.serving.case import SERVE, Case
 from bench.serving.figures import figures, rows_of, write_trace
 from bench.serving.forecasts import Forecast
@@ -22,30 +23,23 @@ from bench.serving.gateways import Gateways
 from bench.serving.handles import groups_behind_serve
 from bench.serving.load import Request, Stream, Target, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
-from bench.serving.machine import Machine
-from bench.serving.timed import timed_gateway, timed_group
-from bench.serving.unclocked import unclocked_gateway
 
-from quire.cluster.app import running_app
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deployments import Gateway
-from quire.cluster.gateway.explanations import MAX_LIMIT
+from quire.cluster.deploy.app import running_app
+from quire.cluster.deploy.deployments import Gateway
+from quire.cluster.telemetry.explanations import MAX_LIMIT
 from quire.router.config import RoutingConfig
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
-from quire.worker.model_config import read_model_config, resolve_max_model_len
+from quire.worker.api.config import EngineConfig
+from quire.worker.model.config import read_model_spec, resolve_max_model_len
 
 _CHANNELS = 8
 """Connections to each gateway that there is, so that the kernel spreads them about evenly."""
-_PROBE_TOKENS = (64, 256, 512, 1024)
 _SETTLE_S = 1.5
 """For gateways to attach to all groups: only one of them is waited for."""
 
 Record = dict[str, Any]
-Probe = tuple[int, float]
-"""Tokens of a cold prompt, and seconds until its first token came."""
 
 
 class Runs:
@@ -63,26 +57,20 @@ class Runs:
             for record in self.records
         )
 
-    def run(self, case: Case, round_: int, *, folder: Path, timed: bool = False) -> Record:
-        """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints.
-
-        ``timed``: beside the trace, `bench.serving.timed` leaves a folder of what it keeps.
-        """
+    def run(self, case: Case, round_: int, *, folder: Path) -> Record:
+        """Starts the cluster, loads it, stops it; ``folder`` is for checkpoints."""
         trace = self.trace_folder / f"{len(self.records):04}.jsonl"
-        times = trace.with_suffix("") if timed else None
-        measured = measure(case, folder=folder, times=times)
+        measured = measure(case, folder=folder)
         streams = measured.streams
         rows = rows_of(streams)
         write_trace(streams, trace, block_size=EngineConfig.block_size)
         record = {
             "case": asdict(case),
             "round": round_,
-            "commit": _commit(),
+            "commit": commit(),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "trace": trace.name,
-            "times": times.name if times is not None else None,
             "gateways": measured.gateways,
-            "probes": measured.probes,
             "machine": measured.machine,
             "forecasts": measured.forecasts,
             "values": figures(rows, num_groups=case.num_groups),
@@ -101,7 +89,6 @@ class Runs:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     streams: list[Stream]
-    probes: list[Probe]
     machine: dict[str, float]
     """Cores that were busy while the load was on, and with whose work."""
     gateways: list[int] = field(default_factory=list)
@@ -109,23 +96,14 @@ class Measured:
     forecasts: list[Forecast] = field(default_factory=list)
 
 
-def measure(case: Case, *, folder: Path, times: Path | None = None) -> Measured:
+def measure(case: Case, *, folder: Path) -> Measured:
     config = cluster_config(case, folder=folder)
     loss = Loss(batches=case.lose_batches, events=case.lose_events)
-    if times is not None and case.policy == SERVE:
-        raise ConfigError(f"{case.label}: cannot be timed; leave --timed out")
     if case.policy == SERVE:
         with groups_behind_serve(config) as target:
             return asyncio.run(_apply_load(case, target, config))
-    gateway = Gateway
-    if loss.is_any:
-        gateway = lossy_gateway(loss)
-    elif not case.use_step_clock:
-        gateway = unclocked_gateway()
-    group = None
-    if times is not None:
-        gateway, group = timed_gateway(times.resolve(), gateway), timed_group(times.resolve())
-    with running_app(config, gateway=gateway, group=group) as endpoints:
+    gateway = lossy_gateway(loss) if loss.is_any else Gateway
+    with running_app(config, gateway=gateway) as endpoints:
 
         async def load() -> Measured:
             async with Gateways([endpoints.grpc], num_channels=_CHANNELS * case.num_gateways) as to:
@@ -169,14 +147,13 @@ async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> Meas
     await asyncio.sleep(_SETTLE_S)
     load = case.load
     await run(_warm_up(case), target, limit_s=20)
-    probes = await _probe(target)
     before = Machine.now()
     if load.loop == "closed":
         streams = await run_chats(
             load.chats(), target, num_users=load.num_users, limit_s=load.limit_s
         )
     else:
-        model = read_model_config(config.engine.model)
+        model = read_model_spec(config.engine.model)
         requests = load.requests(
             vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
             max_tokens=resolve_max_model_len(config.engine, model),
@@ -184,7 +161,7 @@ async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> Meas
         streams = await run(requests, target, limit_s=load.limit_s)
     after = Machine.now()
     machine = {} if before is None or after is None else after.since(before)
-    return Measured(streams=streams, probes=probes, machine=machine)
+    return Measured(streams=streams, machine=machine)
 
 
 def _warm_up(case: Case) -> Sequence[Request]:
@@ -200,23 +177,6 @@ def _warm_up(case: Case) -> Sequence[Request]:
         )
         for number in range(2 * _CHANNELS * case.num_gateways)
     ]
-
-
-async def _probe(target: Target) -> list[Probe]:
-    """What cold prompts take one after the other, when the cluster has nothing else to do."""
-    rng = random.Random(-2)
-    probes: list[Probe] = []
-    for number, num_tokens in enumerate(2 * _PROBE_TOKENS):
-        request = Request(
-            name=f"probe-{number}",
-            token_ids=[rng.randrange(3, 256) for _ in range(num_tokens)],
-            max_tokens=8,
-            cache_salt="probe",
-        )
-        (stream,) = await run([request], target, limit_s=20)
-        if stream.is_complete and stream.ttft_s is not None:
-            probes.append((num_tokens, stream.ttft_s))
-    return probes
 
 
 def _forecasts(address: str, streams: Sequence[Stream]) -> list[Forecast]:
@@ -251,9 +211,9 @@ def _completions(http_address: str, num_gateways: int) -> list[int]:
 
 
 def counts_by_gateway(pages: Iterable[str], *, num_gateways: int) -> list[int]:
-    """Completions that ended, least first, from ``pages`` of metrics; reads no more of them when
-    it has found so many gateways. When a gateway began to count tells it from the others: they
-    may have ended equally many."""
+    """Ended completions of each gateway, least first, from ``pages`` of metrics; stops reading when
+    ``num_gateways`` are found. The start time of a gateway's counter tells it from the others,
+    because counts may be equal."""
     counts: dict[str, int] = {}
     for text in pages:
         (began,) = re.findall(r"^quire_prompt_tokens_created (\S+)$", text, re.MULTILINE)
@@ -269,12 +229,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -1,4 +1,4 @@
-"""What is asked of the cluster: chats of many tenants, a recorded trace, a file of one's own.
+"""The cluster's load: chats of many tenants, a recorded trace, or a file.
 
 All of it is token ids and follows from a seed, so that every policy is asked the same. A chat can
 be held in a closed loop, where each prompt contains the real answers before it, or be laid out in
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.serving.load import Chat, Request, Turn
 
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 _FIRST_TOKEN_ID = 3  # Below are the specials of bench/peers' checkpoints.
 
@@ -114,7 +114,7 @@ def laid_out(
 def read_conversation(
     file: Path, *, num_requests: int, shrink: int, speed: float, max_tokens: int, vocab_size: int
 ) -> list[Request]:
-    """A trace in Mooncake's format, every length divided by ``shrink``, so many times as fast.
+    """A trace in Mooncake's format, lengths divided by ``shrink``, ``speed`` times as fast.
 
     What is longer than ``max_tokens`` then, output included, is left out.
 

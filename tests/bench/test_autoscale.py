@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.cluster.autoscaling.settings import AutoscalingSettings
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.simulate.trace import Row, Trace
 
 BenchModule = Callable[[str], ModuleType]

@@ -24,7 +24,7 @@ with socketserver.ThreadingTCPServer((sys.argv[1], 7), Echo) as server:
     print("listening", flush=True)
     server.serve_forever()
 """
-# Says a word a line that it is told, and prints what it hears within so many seconds.
+# An input line has a timeout in seconds and a word: sends the word, prints the answer or "silence".
 CLIENT = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 7), timeout=60) as connection:

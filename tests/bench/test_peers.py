@@ -229,13 +229,14 @@ def test_q_and_k_change_from_halves_to_neighbours(peers: Any, monkeypatch: Any) 
     assert interleaved[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_a_process_is_no_bystander_of_itself(peers: Any) -> None:
+def test_a_process_is_no_bystander_of_itself(bench_module: Import) -> None:
+    machine = bench_module("machine")
     idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         # What others do between two readings is in the second alone: the middle one is within.
-        before = peers.bystanders.others_s(idle.pid)
-        beside_us = peers.bystanders.others_s(os.getpid())
-        after = peers.bystanders.others_s(idle.pid)
+        before = machine.others_s(idle.pid)
+        beside_us = machine.others_s(os.getpid())
+        after = machine.others_s(idle.pid)
         if beside_us is None:
             pytest.skip("this machine has no /proc/stat")
         assert before - beside_us <= time.process_time() + 0.5

@@ -69,6 +69,7 @@ def test_a_trace_that_is_not_there_is_skipped_with_its_path(
     assert "multitenant: skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shared"),
     [

@@ -1,23 +1,23 @@
 """The serving bench without a cluster: what it asks, what it loses, what it makes of answers."""
 
 import json
+import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from quire.cluster.autoscaling.demand import Demand
-from quire.cluster.gateway.telemetry import Telemetry
 from quire.cluster.links.groups import Groups
-from quire.router.directory import Applied, GroupId, NeedsResync
-from quire.router.policy import GroupState, RouteRequest
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
+from quire.router.simulate.trace_files import load_trace
 from quire.router.table import RoutingTable
-from quire.worker.errors import ConfigError
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import BlocksStored, EventBatch
+from quire.worker.api.hashing import BlockHash
 
 BenchModule = Callable[[str], ModuleType]
 A = GroupId("a")
@@ -108,21 +108,19 @@ def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
     module = bench_module("serving.case")
     load = module.Load()
     plain, lossy, blind = module.cases(
-        ["serve", "prefix_aware:lose_events=0.1,num_gateways=4", "random:use_directory=0"],
+        ["serve", "prefix_aware:lose_events=0.1,num_gateways=4", "power_of_two:use_directory=0"],
         load=load,
         lose_batches=0.0,
     )
     assert (plain.label, plain.num_gateways) == ("serve", 1)
     assert lossy.label == "prefix_aware, 10% of events lost, 4 gateways"
-    assert blind.label == "random, no directory"
+    assert blind.label == "power_of_two, no directory"
     assert plain.title == lossy.title
     assert module.case_of(json.loads(lossy.key)) == lossy
     for spec, message in (
         ("fastest", "policy='fastest': must be one of serve, prefix_aware"),
-        ("random:lose=1", "'lose=1' is none of num_gateways"),
-        ("random:lose_events=2", "lose_events=2.0: must be from 0 to 1"),
-        ("random:use_step_clock=0", "random has none, use prefix_aware"),
-        ("prefix_aware:use_step_clock=0,lose_events=0.1", "cannot be combined with losses"),
+        ("power_of_two:lose=1", "'lose=1' is none of num_gateways"),
+        ("power_of_two:lose_events=2", "lose_events=2.0: must be from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             module.cases([spec], load=load)
@@ -132,23 +130,10 @@ def test_each_case_runs_before_each_other_one_in_every_second_round(
     bench_module: BenchModule,
 ) -> None:
     module = bench_module("serving.case")
-    some = module.cases(["serve", "random", "round_robin"], load=module.Load())
+    some = module.cases(["serve", "power_of_two", "round_robin"], load=module.Load())
     order = [(number, case.policy) for number, case in module.in_turn(range(1, 3), some)]
-    back, forth = ["round_robin", "random", "serve"], ["serve", "random", "round_robin"]
+    back, forth = ["round_robin", "power_of_two", "serve"], ["serve", "power_of_two", "round_robin"]
     assert order == [*((1, name) for name in back), *((2, name) for name in forth)]
-
-
-def test_without_its_clock_the_policy_takes_no_step_to_be_under_way(
-    bench_module: BenchModule,
-) -> None:
-    unclocked = bench_module("serving.unclocked")
-    request = RouteRequest(hashes=[], num_prompt_tokens=300, block_size=16, now_s=10.0)
-    state = GroupState(group=A, num_running=10, num_waiting=2, num_reserved_requests=1)
-    busy = replace(state, step_began_s=9.9, step_s=0.2, num_step_tokens=64)
-    costs = unclocked.Unclocked().costs(request, [busy, GroupState(group=GroupId("b"))], [100, 0])
-    behind_each = 1 / 16 / 3072
-    expected = [(1.25 + 200 * behind_each) * 200 + 24 * 13, (1.25 + 300 * behind_each) * 300]
-    assert costs == pytest.approx(expected)
 
 
 # What is lost.
@@ -268,7 +253,7 @@ def streams(load: ModuleType) -> Iterable[Any]:
         yield stream
 
 
-def test_a_run_is_tabled_and_replayed_in_the_simulator(
+def test_a_run_is_tabled_and_leaves_a_trace_for_the_simulator(
     bench_module: BenchModule, tmp_path: Path
 ) -> None:
     case_module, figures = bench_module("serving.case"), bench_module("serving.figures")
@@ -281,8 +266,6 @@ def test_a_run_is_tabled_and_replayed_in_the_simulator(
             rows = figures.rows_of(sent)
             record = {
                 **{"case": json.loads(case.key), "round": 0, "trace": "t.jsonl", "gateways": [40]},
-                # 10 ms, 0.08 a token; and half as much again of everything, and 3 ms of path.
-                **{"probes": [(100, 0.018), (200, 0.03), (200, 0.1)]},
                 **{"rows": rows, "values": figures.figures(rows, num_groups=1)},
             }
             file.write(json.dumps(record) + "\n")
@@ -294,15 +277,47 @@ def test_a_run_is_tabled_and_replayed_in_the_simulator(
     assert "40 requests were answered by several runs; 0 of them not" in table
 
     figures.write_trace(sent, runs.trace_folder / "t.jsonl", block_size=16)
-    fit = tmp_path / "step.json"
-    steps = [("1 decode", 2000.0), ("8 decodes", 2700.0), ("prefill 100", 10_000.0)]
-    data = {
-        **{"benchmark": "step", "context": 100, "num_steps": 10},
-        "rows": [{"kind": k, "is_async": False, "step": {"median_us": us}} for k, us in steps],
-    }
-    fit.write_text(json.dumps(data))
-    text = "\n".join(bench_module("serving.validate").validation(runs, fit=[fit]))
-    # Each tenant's 6 blocks are computed once, before what is counted: then one token is left.
-    assert "took 1.50 times as long as `quire bench step` says, and the path adds 3.0 ms" in text
-    assert "| prefix_aware | 1 | 99.0 % / 99.0 % | 6." in text
-    assert "Hit rates differ by 0.0 points" in text
+    replayed = load_trace(runs.trace_folder / "t.jsonl", format="log", block_size=16)
+    assert replayed.num_input == [97] * 40
+    assert replayed.num_output == [4] * 40
+
+
+def test_forecasts_are_held_against_what_came_behind_the_warm_up(
+    bench_module: BenchModule,
+) -> None:
+    forecasts = bench_module("serving.forecasts")
+    run = [(9.0, 1.0), (9.0, 1.0), (None, 0.05), *[(0.09, 0.1)] * 4, (0.3, 0.1), (0.2, 0.4)]
+    table = "\n".join(forecasts.forecast_table([("a", run), ("b", [(None, 1.0)] * 5)]))
+    # 20 % of 9 is 1: that one is left out. Errors are then 10 % four times, 50 %, 200 % and 800 %,
+    # whose place 0.9 * 6 is two fifths of the way between the last two; the sums are 9.86 and 1.9.
+    assert "| a | 8 | 7 | 10% | 440% | 10.0 | 5.19 |" in table
+    assert "| b |" not in table
+    assert list(forecasts.forecast_table([])) == []
+
+
+# A machine that others use too.
+
+
+def test_others_work_is_what_is_not_of_this_process_and_its_descendants(
+    bench_module: BenchModule, tmp_path: Path
+) -> None:
+    machine = bench_module("machine")
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+
+    def write(busy: int, processes: dict[int, tuple[int, int]]) -> None:
+        (tmp_path / "stat").write_text(f"cpu  {busy - 30} 0 10 5000 7 5 5 10 0 0\ncpu0 1\n")
+        for number, (parent, ticks) in processes.items():
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+            stat = f"{number} (a) (b c) S {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 1 1 1 20 0 1 0 99\n"
+            (tmp_path / str(number) / "stat").write_text(stat)
+
+    ours = os.getpid()
+    write(1000, {1: (0, 900), ours: (1, 50), 7: (ours, 10), 8: (7, 5), 9: (1, 40)})
+    before = machine.Machine.now(proc=tmp_path)
+    write(1300, {1: (0, 900), ours: (1, 150), 7: (ours, 20), 8: (7, 95), 9: (1, 140)})
+    after = machine.Machine.now(proc=tmp_path)
+    assert before is not None
+    assert after is not None
+    assert after.busy_s - before.busy_s == pytest.approx(300 * tick_s)
+    assert after.ours_s - before.ours_s == pytest.approx(200 * tick_s)
+    assert machine.Machine.now(proc=tmp_path / "none") is None

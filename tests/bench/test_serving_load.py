@@ -115,6 +115,7 @@ def test_what_goes_wrong_with_a_stream_is_its_error(
     assert good.is_complete
 
 
+@pytest.mark.slow
 def test_a_stream_that_hangs_is_stopped_at_the_limit(load: ModuleType) -> None:
     (stream,) = send(load, request(load, "x", cache_salt="hangs"), limit_s=5.0)
     assert stream.error == "not finished within 5.0 s: stopped after 2 tokens"

@@ -22,26 +22,29 @@ import pytest
 import tokenizers
 import uvicorn
 from openai import AsyncOpenAI
+from tests.steps import banned_ids, samples
 
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.failover.completion_request import CompletionConfig
-from quire.cluster.gateway.grpc_server import build_grpc_server
-from quire.cluster.gateway.service import Gateway, GatewayConfig
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.grpc_server import build_grpc_server
+from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.service import GroupService, build_group_server
-from quire.cluster.http.openai_http import build_http_app
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import RankFailure
+from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
-from quire.worker.errors import RankFailure
-from quire.worker.executor import DirectExecutor
-from quire.worker.model_facts import ModelFacts
-from quire.worker.step import StepInput, StepOutput, TokenLogprobs
-from quire.worker.text import Tokenizer
+from quire.worker.model.facts import ModelFacts
+from quire.worker.ranks.executor import DirectExecutor
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 400
@@ -121,6 +124,8 @@ class HashExecutor(DirectExecutor):
         self.num_blocks = num_blocks
         self.step_s = 0.0
         self.fails = False
+        self.breaks_at: int | None = None
+        """A token behind which the logits are NaN."""
         self.num_steps = 0
         self._model = model
         self._slots = np.zeros(num_blocks * BLOCK_SIZE, dtype=np.int64)
@@ -131,20 +136,22 @@ class HashExecutor(DirectExecutor):
         self.num_steps += 1
         time.sleep(self.step_s)
         self._slots[step.slot_mapping_T] = step.token_ids_T
-        token_ids = []
-        for index, row in enumerate(step.sample_rows_S.tolist()):
-            positions = np.arange(step.seq_lens_B[row])
+        token_ids, broken_rows = [], []
+        for sample, row, length in samples(step):
+            positions = np.arange(length)
             blocks = step.block_tables_BM[row][positions // BLOCK_SIZE].astype(np.int64)
             context = self._slots[blocks * BLOCK_SIZE + positions % BLOCK_SIZE].tolist()
-            banned: list[int] = step.sampling.banned_ids.get(index, np.empty(0, np.int64)).tolist()
-            seed = int(step.sampling.seed_S[index])
+            if self.breaks_at in context:
+                broken_rows.append(sample)
+            banned = banned_ids(step.sampling, sample)
+            seed = int(step.sampling.seed_S[sample])
             token_ids.append(self._model.next_token(context, seed=seed, banned=banned))
         wanted = step.sampling.num_logprobs_S.tolist()
         logprobs = tuple(
             _logprobs(token, number) if number >= 0 else None
             for token, number in zip(token_ids, wanted, strict=True)
         )
-        return StepOutput(np.array(token_ids, dtype=np.int64), logprobs)
+        return StepOutput(np.array(token_ids, dtype=np.int64), logprobs, tuple(broken_rows))
 
     def close(self) -> None:
         pass
@@ -207,7 +214,7 @@ class Cluster:
     groups: dict[str, Group]
     table: RoutingTable
     connections: Groups
-    gateway: Gateway
+    gateway: ModelService
     clock: Clock
     """The gateway's."""
     grpc_address: str = ""
@@ -312,6 +319,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         config: dict[str, Any] | None = None,
         expected: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
+        keys: ApiKeys | None = None,
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
@@ -332,7 +340,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
             stack.push_async_callback(connections.close)
             connections.set_addresses(group.address for group in started)
             clock = Clock()
-            gateway = Gateway(
+            gateway = ModelService(
                 model=MODEL,
                 tokenizer=model.tokenizer,
                 groups=connections,
@@ -348,7 +356,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
             )
             groups = {group.name: group for group in started}
             cluster = Cluster(model, groups, table, connections, gateway, clock)
-            await _serve(cluster, stack)
+            await _serve(cluster, stack, keys)
             if expected is None:
                 await cluster.wait_ready(num_groups)
             yield cluster
@@ -356,8 +364,8 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
     return start
 
 
-async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack) -> None:
-    server = build_grpc_server(cluster.gateway)
+async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKeys | None) -> None:
+    server = build_grpc_server(cluster.gateway, keys=keys)
     cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     stack.push_async_callback(server.stop, None)
@@ -366,7 +374,7 @@ async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack) -> None:
 
     http = uvicorn.Server(
         uvicorn.Config(
-            build_http_app(cluster.gateway, allow_origins=["http://localhost:3000"]),
+            build_http_app(cluster.gateway, keys=keys, allow_origins=["http://localhost:3000"]),
             host="127.0.0.1",
             port=0,
             log_level="warning",

@@ -1,6 +1,6 @@
-"""Admission that keeps nothing of the groups: each question goes through all of them anew, in turn.
+"""Admission that keeps no state of the groups: each question goes through all of them in turn.
 
-What it takes from the code is how fast a group is (`quire.cluster.admission.speeds`).
+What it takes from the code is how fast a group is (`quire.cluster.serving.speeds`).
 """
 
 from bisect import insort
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from quire.cluster.admission.admission import Admission
-from quire.cluster.admission.capacity import Capacity
-from quire.cluster.admission.speeds import GroupPace
-from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad, order
-from quire.router.policy import GroupState
+from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.speeds import GroupPace
+from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad, order
+from quire.router.policies.policy import GroupState
 from quire.v1 import group_pb2 as pb
 
 

@@ -8,15 +8,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cluster.admission.admission import Admission
-from quire.cluster.admission.capacity import Capacity
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.admission.ticket import Stage, Ticket, WaitingLoad
 from quire.cluster.errors import Overloaded
-from quire.router.directory import GroupId
-from quire.router.policy import GroupState
+from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad
+from quire.router.policies.policy import GroupState
+from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2 as pb
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 NUM_SLOTS = 4
 

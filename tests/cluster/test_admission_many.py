@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.cluster.plain_admission import PlainAdmission, PlainCapacity
 
-from quire.cluster.admission.admission import Admission
-from quire.cluster.admission.capacity import Capacity
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.admission.ticket import Stage, Ticket
 from quire.cluster.errors import Overloaded
-from quire.router.directory import GroupId
-from quire.router.policy import GroupState
+from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.ticket import Stage, Ticket
+from quire.router.policies.policy import GroupState
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
 from quire.v1 import group_pb2 as pb
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -314,7 +314,7 @@ NOTHING = [0, (0, 0), 0, 0, 0, 0, 0]
 
 
 async def what_is_left(cluster: Any) -> list[Any]:
-    """Of requests, in every part of the cluster."""
+    """The traces of requests that remain in every part of the cluster."""
     for group in cluster.groups.values():
         await group.settle()
     routing = cluster.table.stats()

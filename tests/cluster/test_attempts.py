@@ -1,24 +1,24 @@
 """Attempts without a cluster: what they count, and how long they wait, in simulated time."""
 
 import asyncio
+import contextlib
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
-from quire.cluster.errors import Death, GroupDied, Unavailable
+from quire.cluster.errors import Death, GroupDied, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.resume import Blame, Resumes
-from quire.cluster.gateway.telemetry import Telemetry
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.router.directory import GroupId
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.sampling_params import SamplingParams
 
 CONFIG = CompletionConfig(group_wait_s=5, resume_wait_s=60)
 EPOCH = 7
@@ -42,6 +42,10 @@ class Silent(Groups):
         )
 
 
+WINDOW_S = 3.0
+"""In which groups that died together are missed: one and a half silence timeouts."""
+
+
 class Scene:
     """A gateway's parts, in simulated time, and the attempts of its completions."""
 
@@ -51,29 +55,19 @@ class Scene:
         self.groups = Silent(table=self.table, expected=Expectation(model="m", block_size=4))
         self.groups.set_members(*members)
         self._telemetry = Telemetry(groups=self.groups, table=self.table)
-        self._resumes = Resumes(CONFIG.resume, clock=loop.time)
+        self.resumes = Resumes(CONFIG.resume, clock=loop.time)
         self._num = 0
 
     def attempts(self, blame: Blame) -> Attempts:
         self._num += 1
-        request = CompletionRequest(
-            request_id=f"r{self._num}",
-            index=0,
-            model=None,  # type: ignore[arg-type]
-            prompt_token_ids=np.arange(5, dtype=np.uint32),
-            hashes=[],
-            params=SamplingParams(seed=1, max_tokens=9),
-            cache_salt="",
-            arrival_s=0.0,
-            blame=blame,
-        )
         return Attempts(
-            request,
+            prepared(f"r{self._num}", range(5), seed=1, max_tokens=9),
+            blame=blame,
             groups=self.groups,
             table=self.table,
             telemetry=self._telemetry,
             config=CONFIG,
-            resumes=self._resumes,
+            resumes=self.resumes,
             clock=self._loop.time,
         )
 
@@ -155,3 +149,114 @@ def test_what_a_suspect_waited_in_line_is_not_taken_for_a_wait_for_a_group() -> 
         return loop.time()
 
     assert simulate(main, seed=1) == 50 + CONFIG.resume_wait_s
+
+
+def test_a_group_that_died_before_it_began_an_attempt_counts_for_nothing_but_time() -> None:
+    async def main(loop: SimLoop) -> tuple[int, int]:
+        scene, blame = Scene(loop, members=("g",)), Blame()
+        attempts = scene.attempts(blame)
+        await attempts.begin([])
+        attempts.lose(GroupDied("gone", Death("g", EPOCH)))  # It may have begun the first one.
+        num_lost = 0
+        with contextlib.suppress(Unavailable):
+            while num_lost < 1000:
+                await attempts.begin([])
+                await asyncio.sleep(1)
+                num_lost += 1
+                attempts.lose(GroupDied("gone", Death("g", num_lost)))
+        await scene.groups.close()
+        return blame.num_deaths, num_lost
+
+    assert simulate(main, seed=1) == (1, CONFIG.resume_wait_s)
+
+
+def test_a_suspect_is_sent_on_once_all_that_died_with_the_last_group_are_known() -> None:
+    async def main(loop: SimLoop) -> float:
+        scene = Scene(loop, members=("g",))
+        scene.groups.died(Death("x", 1))
+        loop.call_later(2, scene.groups.died, Death("y", 2))
+        await scene.attempts(suspected()).begin([1])
+        await scene.groups.close()
+        return loop.time()
+
+    assert simulate(main, seed=1) == 2 + WINDOW_S
+
+
+def test_where_groups_die_faster_than_that_a_suspect_gives_up_in_time() -> None:
+    async def main(loop: SimLoop) -> float:
+        scene = Scene(loop, members=("g",))
+        scene.groups.died(Death("x", 0))
+        for number in range(1, 100):
+            loop.call_later(number, scene.groups.died, Death("x", number))
+        with pytest.raises(Unavailable):
+            await scene.attempts(suspected()).begin([1])
+        await scene.groups.close()
+        return loop.time()
+
+    assert simulate(main, seed=1) <= CONFIG.resume_wait_s
+
+
+class Open:
+    """Somebody who was there, and of whom nothing more is known."""
+
+    blame = None
+    num_attempts = num_killed = 0
+    is_past = is_over = False
+
+
+@pytest.mark.parametrize(
+    ("what_else", "is_guilty"),
+    [
+        ("nothing", True),
+        ("another group died a while before", True),
+        ("another group dies too", False),
+        ("the group comes back", False),
+        ("somebody else was there", True),
+    ],
+)
+def test_a_death_on_probation_convicts_where_nothing_else_explains_it(
+    what_else: str, is_guilty: bool
+) -> None:
+    async def main(loop: SimLoop) -> bool:
+        scene = Scene(loop, members=("g",))
+        suspect = scene.attempts(suspected())
+        if what_else == "another group died a while before":
+            scene.groups.died(Death("x", 1))
+        await suspect.begin([1])
+        death = Death("g", EPOCH)
+        scene.groups.died(death)
+        suspect.end()
+        suspect.lose(GroupDied("gone", death))
+        somebody = Open()
+        if what_else == "another group dies too":
+            loop.call_later(WINDOW_S - 1, scene.groups.died, Death("x", 1))
+        if what_else == "the group comes back":
+            death.is_refuted = True
+        if what_else == "somebody else was there":
+            scene.resumes.scenes.add(death, somebody)
+        try:
+            await suspect.begin([1])
+        except Quarantined:
+            return True
+        finally:
+            await scene.groups.close()
+        return False
+
+    assert simulate(main, seed=1) is is_guilty
+
+
+def test_without_a_group_nobody_is_convicted_for_want_of_witnesses() -> None:
+    async def main(loop: SimLoop) -> None:
+        scene = Scene(loop, members=("g",))
+        suspect, somebody, death = scene.attempts(suspected()), Open(), Death("g", EPOCH)
+        await suspect.begin([1])
+        scene.groups.set_members()
+        scene.groups.died(death)
+        suspect.end()
+        suspect.lose(GroupDied("gone", death))
+        scene.resumes.scenes.add(death, somebody)
+        with pytest.raises(Unavailable):
+            await suspect.begin([1])
+        await scene.groups.close()
+
+    simulate(main, seed=1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.cluster.autoscaling.policy import Decision, Observation, Sample, State, decide
-from quire.cluster.autoscaling.settings import AutoscalingSettings
-from quire.worker.errors import ConfigError
+from quire.cluster.scaling.policy import Observation, Sample, ScalingDecision, State, decide
+from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.worker.api.errors import ConfigError
 
 SPEED = 1000.0  # Prompt tokens a second.
 TICK_S = 0.1  # Serve asks so often, and groups report once in ten.
@@ -67,7 +67,7 @@ class World:
     def __post_init__(self) -> None:
         self.groups += [Group(ready_s=0) for _ in range(self.settings.min_groups)]
 
-    def run(self, seconds: float, arrivals: Callable[[float], float]) -> Decision:
+    def run(self, seconds: float, arrivals: Callable[[float], float]) -> ScalingDecision:
         """``arrivals`` gives the tokens that come in the tick at a time."""
         for _ in range(round(seconds / TICK_S)):
             self.now_s += TICK_S
@@ -84,7 +84,7 @@ class World:
             decision = self.decide(running)
         return decision
 
-    def decide(self, running: list[Group]) -> Decision:
+    def decide(self, running: list[Group]) -> ScalingDecision:
         observation = Observation(
             num_groups=len(self.groups),
             groups=[tuple(group.samples) for group in running],
@@ -100,7 +100,7 @@ class World:
 
 
 def steady(groups: float) -> Callable[[float], float]:
-    """Tokens for so many groups' whole speed."""
+    """Tokens that occupy ``groups`` groups fully."""
     return lambda _: groups * SPEED * TICK_S
 
 
@@ -253,18 +253,6 @@ def test_a_prediction_is_what_waits_over_what_the_groups_do() -> None:
     state = State(speed=SPEED, learnt_s=1)
     decision, _ = decide(observation, state, 1, SETTINGS)
     assert decision.predicted_wait_s == pytest.approx(4.0)
-
-
-def test_groups_go_in_the_order_of_their_worth_and_of_equals_the_newest_first() -> None:
-    groups = [
-        [Sample(time_s=1, worth=9e9), Sample(time_s=2, worth=30)],
-        [Sample(time_s=2, worth=10)],
-        [Sample(time_s=2, worth=20)],
-        [Sample(time_s=2, worth=10)],
-        [],
-    ]
-    decision, _ = decide(Observation(num_groups=5, groups=groups), State(), 2, SETTINGS)
-    assert decision.going == (4, 3, 1, 2, 0)
 
 
 @pytest.mark.parametrize(

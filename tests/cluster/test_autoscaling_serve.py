@@ -4,10 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from quire.cluster.autoscaling import serve
-from quire.cluster.autoscaling.serve import ServePolicy, observe
+from quire.cluster.scaling.serve import ServePolicy, observe
 
 
 def context(**given: Any) -> Any:
@@ -31,7 +28,7 @@ def raw_metrics() -> Iterator[tuple[str, dict[str, list[Any]]]]:
     counters = {"num_prefilled_tokens": (0.0, 2000.0), "num_full_step_tokens": (0.0, 500.0)}
     counters["full_step_s"] = (0.0, 0.5)
     gauges = {"num_pending_prefill_tokens": 500.0, "num_running": 3.0, "num_waiting": 1.0}
-    gauges |= {"max_num_seqs": 16.0, "kv_use": 0.5, "worth": 70.0}
+    gauges |= {"max_num_seqs": 16.0, "kv_use": 0.5}
     for name, (before, now) in counters.items():
         yield name, {"a": series((98.0, before), (99.0, now))}
     for name, value in gauges.items():
@@ -48,7 +45,6 @@ def test_what_serve_hands_over_is_understood() -> None:
     samples, none = observation.groups
     assert [sample.time_s for sample in samples] == [98.0, 99.0]
     assert samples[-1].num_prefilled_tokens == 2000
-    assert samples[-1].worth == 70
     assert not none
     assert observation.num_gateway_tokens == 42
 
@@ -60,15 +56,3 @@ def test_the_policy_keeps_its_state_with_serve() -> None:
     assert num_groups == 3  # 2,000 tokens a second come, at a speed of 1,000.
     again = context(raw_metrics=metrics, running_replicas=["a"], policy_state=state)
     assert policy(again)[1]["quire"].speed == 1000
-
-
-def test_serve_is_told_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(serve, "stop_first", lambda *given: told.append(given))
-    metrics = dict(raw_metrics())
-    for by_replica in metrics.values():
-        by_replica["b"] = by_replica["a"]
-    metrics["worth"] = {"a": series((98.0, 1.0), (99.0, 5.0)), "b": series((99.0, 7.0))}
-    replicas = ["b", "new", "a"]
-    ServePolicy(max_groups=4)(context(raw_metrics=metrics, running_replicas=replicas))
-    assert told == [("groups", ["new", "a", "b"])]

@@ -1,16 +1,17 @@
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from quire.cluster import app
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy import app
 from quire.cluster.errors import StartFailed
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 
@@ -28,7 +29,6 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--block-size", "24"], "block-size"),
         (["serve", "/nowhere"], "/nowhere"),
-        (["serve", "some/model"], "to fetch a repository of that name: hf download some/model"),
         (["serve", "--host", "192.0.2.7"], "host='192.0.2.7': not an address of this machine"),
         (["serve", *FREE_PORTS, "-tp", "2", "--nodes-per-group", "2"], "has one node"),
         (["serve", "--ray-address", "127.0.0.1:1"], "'127.0.0.1:1': nothing answers there"),
@@ -61,6 +61,13 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--address", "localhost"], "address='localhost': must be host:port"),
         (["generate", "hi", "--address", "[::1]:65536"], "address='[::1]:65536': must be host:"),
         (["generate", "hi", "--address", "http://[::1]:80"], "address='http://[::1]:80': must be"),
+        (["serve", "--model", "x"], "--model; MODEL is given without a flag"),
+        (["serve", "--model=x"], "--model=x; MODEL is given without a flag"),
+        (
+            ["serve", "/nowhere/x.gguf"],
+            "no such directory, and GGUF files are not read; model must",
+        ),
+        (["serve", __file__], "a file, not a directory; model must be a checkpoint directory"),
         (["serve", "--num-group", "2"], "unrecognized arguments: --num-group (is --num-groups me"),
         (["bench", "prefix", "--block-size=8"], "--block-size=8 (is --block-sizes meant?); `quire"),
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
@@ -190,6 +197,36 @@ def test_help_shows_no_default_where_there_is_none(
     shown = capsys.readouterr().out
     assert "default: None" not in shown
     assert "default: False" not in shown
+
+
+WITHOUT_EXTRA = """
+import sys
+for name in ("google.protobuf", "grpc", "prometheus_client", "pydantic", "ray", "starlette"):
+    sys.modules[name] = None  # Python then says that there is no such module.
+from quire.cluster.cli.main import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def without_the_extra(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_EXTRA, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["demo"], ["generate", "hi"], ["explain"]])
+def test_without_the_cluster_s_packages_it_is_said_what_to_install(command: list[str]) -> None:
+    ended = without_the_extra(*command)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("quire: ")
+    assert "is not installed" in line
+    assert "pip install '.[cluster]'" in line
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "generate", "explain", "bench", "simulate"])
+def test_help_needs_no_package_of_the_cluster(command: str) -> None:
+    ended = without_the_extra(command, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_every_flag_says_what_it_is_for() -> None:

@@ -3,20 +3,20 @@
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.prepared import prepared
 
 from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
-from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
-from quire.cluster.model_card import Expectation, ModelCard
-from quire.router.directory import GroupId
+from quire.cluster.model_card import Expectation
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.model_card import ModelCard
 
 pytestmark = pytest.mark.anyio
 
@@ -45,16 +45,8 @@ async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
         group_pb2.TokenDelta(token_ids=model.letters[:2], finish_reason=pb.FINISH_REASON_LENGTH),
     ]
     telemetry = Telemetry(groups=groups, table=table)
-    request = CompletionRequest(
-        request_id="r",
-        index=0,
-        model=ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4)),
-        prompt_token_ids=np.arange(5, dtype=np.uint32),
-        hashes=[],
-        params=SamplingParams(seed=1, max_tokens=2),
-        cache_salt="",
-        arrival_s=0.0,
-    )
+    card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
+    request = prepared("r", range(5), model=card, seed=1, max_tokens=2)
     completion = Completion(
         request,
         groups=groups,

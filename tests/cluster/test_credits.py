@@ -7,11 +7,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quire.cluster.gateway.generation import GenerationRequest
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.request import Request, Tokens
+from quire.worker.api.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -87,8 +87,8 @@ async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any
         num_groups=1, client={"window_tokens": WINDOW, "step_deadline_s": 1.5}
     ) as cluster:
         params = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)
-        generation = await cluster.gateway.prepare(GenerationRequest(prompt=PROMPT, params=params))
-        chunks = cluster.gateway.stream([generation])
+        prepared = await cluster.gateway.prepare(Request(prompt=(Tokens(PROMPT),), sampling=params))
+        chunks = cluster.gateway.stream([prepared])
         found = list((await anext(chunks)).token_ids)
         await cluster.groups["g0"].settle()
         await asyncio.sleep(2.5)

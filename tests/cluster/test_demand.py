@@ -6,8 +6,8 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.autoscaling.demand import Demand
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio

@@ -11,17 +11,18 @@ import pytest
 from ray import serve
 
 from quire import demo_model
-from quire.cluster import deployments
-from quire.cluster.autoscaling.demand import Demand
-from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deployments import POOL, Gateway, ReplicaGroup
-from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.deploy import deployments
+from quire.cluster.deploy.deployments import POOL, Gateway, ReplicaGroup
+from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
-from quire.router.directory import GroupId
+from quire.cluster.links.group_link import GroupContact
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 
 pytestmark = [
     pytest.mark.anyio,
@@ -40,13 +41,14 @@ class FakeServer:
     def __init__(self) -> None:
         self.groups = self
         self.gateway = self
+        self.explanations = SimpleNamespace()
         self.table = object()
         self.demand = Demand()
         self.addresses: list[str] = []
         self.hash_prompt = None
 
-    def set_addresses(self, addresses: Iterable[str]) -> None:
-        self.addresses = list(addresses)
+    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
+        self.addresses = [contact.address for contact in contacts]
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         REGISTRY.publish(POOL, [FIRST, SECOND])  # Started while this gateway's last streams end.
@@ -69,7 +71,7 @@ class FakeCall:
 
 
 class FakeHandle:
-    """Of the groups: a call raises, or cancelling it does."""
+    """A handle to the groups whose calls raise, or whose cancellation does."""
 
     def __init__(self, *, raises: bool = False) -> None:
         self.told: asyncio.Queue[int] = asyncio.Queue()

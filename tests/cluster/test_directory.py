@@ -9,11 +9,11 @@ import pytest
 
 from quire.cluster.links import event_reader
 from quire.cluster.wire import events_from_proto
-from quire.router.directory import BlockDirectory
+from quire.router.prefix_index.directory import BlockDirectory
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.events import EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import EventBatch
+from quire.worker.api.hashing import BlockHash
 
 pytestmark = pytest.mark.anyio
 
@@ -110,7 +110,7 @@ async def test_what_nobody_foresaw_in_an_event_is_logged_and_the_events_go_on(
                 raise failures.pop()
             return apply(group_id, batch)
 
-        monkeypatch.setattr(event_reader, "_PAUSE_AFTER_SURPRISE_S", 0.05)
+        monkeypatch.setattr(event_reader, "_MAX_PAUSE_S", 0.05)
         monkeypatch.setattr(cluster.table, "apply_events", fail_once)
         await ask_all(cluster)
         while not _is_true(cluster.table._directory, cluster):  # pytest's patience is the limit.

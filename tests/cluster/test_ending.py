@@ -2,22 +2,22 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.prepared import prepared
 
 from quire.cluster.errors import Unavailable
 from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
-from quire.cluster.gateway.telemetry import Telemetry
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
-from quire.cluster.model_card import Expectation, ModelCard
-from quire.router.directory import GroupId
+from quire.cluster.model_card import Expectation
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.errors import InvalidRequest, QueueFull, QuireError
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.api.model_card import ModelCard
 
 pytestmark = pytest.mark.anyio
 
@@ -80,17 +80,9 @@ async def test_what_failed_is_told_with_why_at_its_last_attempt(
     groups.are_gone = are_gone
     table.update_members([GroupId("a"), GroupId("b")])
     ending = Ending()
+    card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
     completion = Completion(
-        CompletionRequest(
-            request_id="r",
-            index=0,
-            model=ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4)),
-            prompt_token_ids=np.arange(5, dtype=np.uint32),
-            hashes=[],
-            params=SamplingParams(seed=1, max_tokens=2),
-            cache_salt="",
-            arrival_s=0.0,
-        ),
+        prepared("r", range(5), model=card, seed=1, max_tokens=2),
         groups=groups,
         table=table,
         tokenizer=model.tokenizer,

@@ -1,22 +1,19 @@
 import asyncio
+import threading
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.prepared import prepared
 
-from quire.worker.errors import InvalidRequest, RankFailure
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
+from quire.cluster.group import engine_loop, server
+from quire.worker.api.errors import InvalidRequest, QueueFull, RankFailure
+from quire.worker.api.request import Prepared
 
 pytestmark = pytest.mark.anyio
 
 
-def request(name: str, *, max_tokens: int = 10, prompt: tuple[int, ...] = (20, 21)) -> Request:
-    return Request(
-        request_id=name,
-        prompt_token_ids=np.array(prompt, dtype=np.uint32),
-        params=SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True),
-    )
+def request(name: str, *, max_tokens: int = 10, prompt: tuple[int, ...] = (20, 21)) -> Prepared:
+    return prepared(name, prompt, seed=1, max_tokens=max_tokens, ignore_eos=True)
 
 
 class Sink:
@@ -99,3 +96,67 @@ async def test_an_engine_that_raises_anything_fails_the_group(
         await sink.ended.wait()
         assert "ZeroDivisionError" in str(sink.error)
         assert "division by zero" in caplog.text
+
+
+async def test_what_comes_after_the_close_is_answered_at_once(start_group: Any) -> None:
+    async with start_group() as group:
+        await group.engine_loop.close()
+        sink = Sink()
+        group.engine_loop.submit(request("a"), sink)
+        assert "the group's engine is closed" in str(sink.error)
+        with pytest.raises(RankFailure, match="is closed"):
+            await group.engine_loop.call(lambda engine: engine.stats())
+
+
+async def test_what_runs_or_waits_at_the_close_is_told_of_it(start_group: Any) -> None:
+    async with start_group() as group:
+        group.executor.step_s = 0.05
+        sink = Sink()
+        group.engine_loop.submit(request("a", max_tokens=300), sink)
+        while not sink.token_ids:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(group.engine_loop.close())
+        waiting = asyncio.create_task(group.engine_loop.call(lambda engine: engine.stats()))
+        await closing
+        assert "is closed" in str(sink.error)
+        with pytest.raises(RankFailure, match="is closed"):
+            await waiting
+
+
+async def test_no_more_commands_wait_for_the_engine_than_a_limit(
+    start_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_loop, "_MAX_INBOX", 3)
+    async with start_group() as group:
+        may_go_on = threading.Event()
+        blocked = asyncio.create_task(group.engine_loop.call(lambda _: may_go_on.wait()))
+        while not group.engine_loop._inbox.empty() or blocked.done():
+            await asyncio.sleep(0.001)
+        sinks = [Sink() for _ in range(4)]
+        for number, sink in enumerate(sinks):
+            group.engine_loop.submit(request(str(number)), sink)
+        refused = sinks[-1].error
+        assert isinstance(refused, QueueFull)
+        assert "3 commands wait for the engine, 3 at most" in str(refused)
+        with pytest.raises(QueueFull):
+            await group.engine_loop.call(lambda engine: engine.stats())
+        may_go_on.set()
+        for sink in sinks[:-1]:
+            await sink.ended.wait()
+            assert sink.error is None
+
+
+async def test_a_reader_far_behind_in_the_groups_own_process_loses_its_request(
+    start_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MAX_UNREAD", 4)
+    async with start_group() as group:
+        local = server.GroupServer.__new__(server.GroupServer)
+        local._engine_loop = group.engine_loop
+        deltas = local.generate(request("a", max_tokens=100))
+        first = await anext(deltas)
+        await group.settle()
+        rest = [await anext(deltas) for _ in range(4)]
+        with pytest.raises(QueueFull, match="4 outputs of the request wait"):
+            await anext(deltas)
+        assert [delta.token_offset for delta in (first, *rest)] == [0, 1, 2, 3, 4]

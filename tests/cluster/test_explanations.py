@@ -206,7 +206,7 @@ async def test_whoever_asks_for_much_holds_up_no_stream(
 ) -> None:
     loop_went_on = threading.Event()
 
-    def recent(limit: int) -> list[Explanation]:
+    def recent(limit: int, *, tenant: str | None) -> list[Explanation]:
         assert loop_went_on.wait(120), "the event loop waits for this"
         return []
 
@@ -262,3 +262,49 @@ async def test_the_command_line_prints_what_the_gateway_knows(
     assert "NOT_FOUND: request_id='nobody'" in unknown[2]
     assert refused[0] == 2
     assert "limit=0: must be 1 or more" in refused[2]
+
+
+async def test_what_other_gateways_know_is_part_of_the_answer(start_cluster: Any) -> None:
+    """Newest first among all, as many as were asked for; of one request, oldest first."""
+
+    def told(name: str, decided_at_s: float) -> pb.RoutingDecision:
+        return pb.RoutingDecision(request_id=name, decided_at_s=decided_at_s)
+
+    asked: list[tuple[str, str | None]] = []
+
+    async def others(
+        question: pb.ExplainRoutingRequest, tenant: str | None
+    ) -> tuple[list[pb.ExplainRoutingResponse], str]:
+        asked.append((question.request_id, tenant))
+        early, late = told("early", 1e9), told("late", 3e9)
+        answers = [[late, early], [told("later", 4e9)]]
+        return [pb.ExplainRoutingResponse(decisions=each) for each in answers], "g3 is silent"
+
+    async with start_cluster(num_groups=1) as cluster:
+        own = (await complete(cluster))["id"].removeprefix("cmpl-") + "-0"
+        cluster.gateway.explanations.ask_others = others
+        recent = await explain(cluster, limit=3)
+        by_name = await explain(cluster, request_id="elsewhere")
+        page = (await decisions(cluster, "?limit=1")).json()
+    assert [each.request_id for each in recent] == ["later", "late", own]
+    assert [each.request_id for each in by_name] == ["early", "late", "later"]
+    assert [each["request_id"] for each in page["data"]] == ["later"]
+    assert page["incomplete"] == "g3 is silent"
+    assert asked == [("", None), ("elsewhere", None), ("", None)]
+
+
+async def test_where_a_gateway_does_not_answer_a_request_may_not_be_unknown(
+    start_cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def silent(*_: object) -> tuple[list[pb.ExplainRoutingResponse], str]:
+        return [], "1 other gateways did not answer"
+
+    async with start_cluster(num_groups=1) as cluster:
+        await complete(cluster)
+        cluster.gateway.explanations.ask_others = silent
+        answer = await decisions(cluster, "?request_id=nobody")
+        command = ["explain", "--address", cluster.grpc_address]
+        assert await asyncio.to_thread(cli.main, command) == 0
+    assert answer.status_code == 404
+    assert "or again, since 1 other gateways did" in answer.json()["error"]["message"]
+    assert "there may be more: 1 other gateways did not answer" in capsys.readouterr().err

@@ -3,16 +3,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
+from tests.prepared import prepared
 
-from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.resume import ResumeConfig, Resumes
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -129,16 +128,8 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
     async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
         former = cluster.groups["g0"]
         former.executor.step_s = SLOW_S
-        request = CompletionRequest(
-            request_id="r",
-            index=0,
-            model=cluster.connections.card,
-            prompt_token_ids=np.array(PROMPT, dtype=np.uint32),
-            hashes=[],
-            params=SamplingParams(seed=5, max_tokens=NUM_TOKENS, ignore_eos=True),
-            cache_salt="",
-            arrival_s=0.0,
-        )
+        card = cluster.connections.card
+        request = prepared("r", PROMPT, model=card, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
         stream = Completion(
             request,
             groups=cluster.connections,

@@ -8,7 +8,7 @@ import pytest
 def test_a_gateway_imports_neither_torch_nor_ray_nor_transformers() -> None:
     script = (
         "import sys\n"
-        "import quire.cluster.gateway.grpc_server, quire.cluster.http.openai_http\n"
+        "import quire.cluster.edge.grpc_server, quire.cluster.edge.openai_http\n"
         "heavy = {'torch', 'triton', 'transformers', 'ray'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -10,9 +10,9 @@ import trustme
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway.server import GatewayServer
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from tests.cluster.group_calls import connect, read_deltas, submit
 
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import hash_blocks, root_hash
+from quire.worker.api.events import BlocksStored, EventBatch
+from quire.worker.api.hashing import hash_blocks, root_hash
 
 pytestmark = pytest.mark.anyio
 

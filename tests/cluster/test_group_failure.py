@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from tests.cluster.group_calls import connect, read_deltas, read_to_end, submit
 
-from quire.cluster.group.attachment import Attachment, Door
+from quire.cluster.group.session import Door, GatewaySession
 from quire.v1 import group_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +56,7 @@ async def test_a_request_that_comes_after_a_groups_failure_is_not_to_blame(
         await call.write(submit("killer", [20]))
         (delta,) = await read_deltas(call, "killer")
         assert delta.error.code == pb.GroupError.GROUP_FAILED
-        attachment = Attachment(group.engine_loop, Door(), name="late")
+        attachment = GatewaySession(group.engine_loop, Door(), name="late")
 
         async def commands() -> AsyncIterator[Any]:
             yield submit("late", [20])
@@ -72,7 +72,7 @@ async def test_tokens_that_were_not_sent_when_a_group_fails_come_before_the_erro
 ) -> None:
     async with start_group() as group:
         group.executor.step_s = 0.05
-        attachment = Attachment(group.engine_loop, Door(), name="slow")
+        attachment = GatewaySession(group.engine_loop, Door(), name="slow")
 
         async def commands() -> AsyncIterator[Any]:
             yield submit("a", [20], max_tokens=300)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tests.cluster.group_calls import connect, read_deltas, submit
 
-from quire.cluster.group.attachment import Attachment, Door
+from quire.cluster.group.session import Door, GatewaySession
 from quire.v1 import group_pb2 as pb
+from quire.worker.api.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +51,7 @@ async def test_each_gateway_hears_of_each_step_with_prompts_that_gave_no_token(
 
 
 async def read_until_gateways(call: Any, num_gateways: int) -> None:
-    """Reads frames until they say that there are so many; pytest's patience is the limit."""
+    """Reads frames until they report ``num_gateways``; pytest's timeout is the limit."""
     while (await call.read()).load.num_gateways != num_gateways:
         pass
 
@@ -77,7 +78,7 @@ async def test_a_silent_gateway_does_not_count_long_before_it_is_given_up(
 ) -> None:
     """It may have lost its connection and come back over another."""
     async with start_group() as group:
-        attachment = Attachment(group.engine_loop, Door(), name="silent")
+        attachment = GatewaySession(group.engine_loop, Door(), name="silent")
         assert attachment.may_submit
         listening = asyncio.create_task(attachment.listen(0.04))
         while attachment.may_submit:
@@ -104,3 +105,51 @@ async def test_frames_say_how_many_submits_their_load_counts(start_group: Any) -
             assert frame.num_submits >= num_submits
             num_submits = frame.num_submits
             assert not num_submits or frame.load.num_running + frame.load.num_waiting == 1
+
+
+async def later_attempt() -> AsyncIterator[Any]:
+    command = submit("a", [20, 21], resumed=[22])
+    command.submit.attempt = 2
+    yield command
+
+
+async def test_a_later_attempt_is_acknowledged_before_the_engine_has_it(start_group: Any) -> None:
+    async with start_group() as group:
+        attachment = GatewaySession(group.engine_loop, Door(), name="gateway")
+        await attachment.read(later_attempt())
+        frame = attachment.take_frame()
+        (delta,) = frame.deltas
+        assert (delta.request_id, delta.attempt, delta.token_offset) == ("a", 2, 1)
+        assert not delta.token_ids
+        assert not delta.HasField("error")
+        assert (group.engine_loop.num_submitted, frame.num_submits) == (0, 0)
+        attachment.take_frame()  # That one was written.
+        assert group.engine_loop.num_submitted == 1
+        attachment.close()
+
+
+async def test_a_later_attempt_that_is_aborted_before_it_begins_never_does(
+    start_group: Any,
+) -> None:
+    async with start_group() as group:
+        attachment = GatewaySession(group.engine_loop, Door(), name="gateway")
+        await attachment.read(later_attempt())
+        attachment.take_frame()
+        attachment.close()
+        assert not attachment.take_frame().deltas
+        assert group.engine_loop.num_submitted == 0
+
+
+async def test_a_group_that_fails_before_it_begins_a_later_attempt_does_not_accuse_it(
+    start_group: Any,
+) -> None:
+    async with start_group() as group:
+        attachment = GatewaySession(group.engine_loop, Door(), name="gateway")
+        await attachment.read(later_attempt())
+        attachment.take_frame()
+        group.engine_loop._fail(RankFailure("died of something else"))
+        await group.engine_loop.failed
+        (delta,) = attachment.take_frame().deltas
+        assert delta.error.code == pb.GroupError.DRAINING
+        assert "had failed before" in delta.error.message
+        assert attachment.num_requests == 0

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from tests.cluster.group_calls import connect, read_deltas, read_to_end, submit, tokens
 
-from quire.cluster.group import attachment
+from quire.cluster.group import session as attachment
 from quire.v1 import group_pb2 as pb
 from quire.v1 import inference_pb2
 
@@ -146,11 +146,11 @@ async def test_a_bad_request_is_refused_and_others_go_on(
 async def test_what_nobody_foresaw_in_a_command_is_logged_and_counts_as_a_death(
     start_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(message: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise RuntimeError("nobody foresaw this")
 
     async with start_group() as group, connect(group) as stub:
-        monkeypatch.setattr(attachment, "params_from_proto", fail)
+        monkeypatch.setattr(attachment, "prepared_of", fail)
         call = stub.Attach()
         await call.write(submit("a", [20]))
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -18,11 +18,16 @@ class Wire:
     """A stream, and what it told the group."""
 
     def __init__(
-        self, *, num_resumed: int = 0, probation_tokens: int = 0, turns: Turns | None = None
+        self,
+        *,
+        num_resumed: int = 0,
+        probation_tokens: int = 0,
+        attempt: int = 1,
+        turns: Turns | None = None,
     ) -> None:
         self.submit = pb.Submit(
             request_id="r",
-            attempt=1,
+            attempt=attempt,
             resumed_token_ids=tokens_to_bytes([5] * num_resumed),
             probation_tokens=probation_tokens,
         )
@@ -113,6 +118,17 @@ async def test_a_suspect_is_proven_by_tokens_or_its_end_read_or_not(how: str) ->
     else:
         wire.push(4, finish_reason=inference_pb2.FINISH_REASON_STOP)
     assert wire.num_proven == 1
+
+
+async def test_a_later_attempt_may_have_begun_once_it_is_acknowledged() -> None:
+    assert Wire().stream.may_have_begun, "a first attempt is begun without further ado"
+    wire = Wire(num_resumed=2, probation_tokens=1, attempt=2)
+    assert not wire.stream.may_have_begun
+    assert wire.push(2)
+    assert wire.stream.may_have_begun
+    assert wire.num_proven == 0
+    assert wire.push(2, 7)
+    assert [len(delta.token_ids) for delta in await wire.stream.next()] == [1], "it is no output"
 
 
 async def test_what_comes_before_its_turn_is_taken_with_the_rest() -> None:

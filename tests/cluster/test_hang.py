@@ -9,12 +9,11 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from tests.prepared import prepared
 
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import RankFailure
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -117,11 +116,7 @@ async def test_an_idle_engine_and_a_working_one_pass_the_watch(start_group: Any)
         group.engine_loop.watch(step_deadline_s=2)
         await asyncio.sleep(2.5)
         group.executor.step_s = 0.01
-        request = Request(
-            request_id="a",
-            prompt_token_ids=np.array(PROMPT, dtype=np.uint32),
-            params=SamplingParams(seed=1, max_tokens=60, ignore_eos=True),
-        )
+        request = prepared("a", PROMPT, seed=1, max_tokens=60, ignore_eos=True)
         ended = asyncio.Event()
         group.engine_loop.submit(
             request, lambda output: ended.set() if output.finish_reason else None
@@ -134,11 +129,7 @@ async def test_closing_does_not_wait_for_a_thread_that_hangs(start_group: Any, h
     async with start_group() as group:
         group.engine_loop.watch(step_deadline_s=0.1)
         hang.stop(group)
-        request = Request(
-            request_id="a",
-            prompt_token_ids=np.array(PROMPT, dtype=np.uint32),
-            params=SamplingParams(seed=1, max_tokens=5),
-        )
+        request = prepared("a", PROMPT, seed=1, max_tokens=5)
         group.engine_loop.submit(request, lambda output: None)
         await asyncio.to_thread(hang.has_begun.wait)
         await group.engine_loop.close()
@@ -201,4 +192,4 @@ async def test_a_gateway_with_nothing_to_say_is_heard_all_the_same(start_cluster
         (group,) = cluster.groups.values()
         (attachment,) = group.service._attachments
         await asyncio.sleep(3)
-        assert group.service._attachments == [attachment], "never attached anew"
+        assert group.service._attachments == [attachment], "never attached again"

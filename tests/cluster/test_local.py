@@ -4,7 +4,7 @@ import os
 import pytest
 import ray
 
-from quire.cluster.local import ray_session
+from quire.cluster.deploy.local import ray_session
 
 NICENESS = "RAY_worker_niceness"
 

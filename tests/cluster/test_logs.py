@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cluster.logs import log_beside_serve
+from quire.cluster.deploy.logs import log_beside_serve
 
 
 @pytest.fixture

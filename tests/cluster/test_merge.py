@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from quire.cluster.gateway.merge import merge
+from quire.cluster.serving.merge import merge
 
 pytestmark = pytest.mark.anyio
 

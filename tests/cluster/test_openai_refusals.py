@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from quire.cluster.http.openai_schema import CompletionBody
+from quire.cluster.edge.openai_schema import CompletionBody
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"prompt": None}, 400, "prompt", "prompt"),
     ({"n": 128, "prompt": ["a"] * 9}, 400, None, "1152"),
     ({"stream_options": {"include_usage": True}}, 400, None, "stream"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {"five": 1}}, 400, "logit_bias", "'five'"),
+    ({"logit_bias": {"99999": 1}}, 400, None, "99999"),
+    ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, 400, None, "at most 1024"),
     ({"echo": True}, 400, "echo", "not supported"),
     ({"stop": [""]}, 400, "stop", "none empty"),
     ({"max_tokens": 10_000, "stream": True}, 400, None, "max_tokens=10000"),

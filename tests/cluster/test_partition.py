@@ -109,7 +109,7 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
         await cut.settle()
         assert cut.executor.num_steps < NUM_TOKENS
         near.executor.step_s = 0.002
-        # All that was on the way arrives late, and the gateway attaches anew.
+        # All that was on the way arrives late, and the gateway attaches again.
         wire.is_flowing.set()
         await cluster.wait_ready(2)
         found = await asyncio.gather(*reads)

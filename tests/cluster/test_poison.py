@@ -15,7 +15,7 @@ import pytest
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import RankFailure
+from quire.worker.api.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -64,8 +64,15 @@ def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
     return bool(written.get(slot, group.executor._slots[slot]) == poison)
 
 
-@pytest.mark.parametrize("where", ["in its prompt", "behind 25 tokens"])
-@pytest.mark.parametrize("spread", [True, False], ids=["spread", "together"])
+@pytest.mark.parametrize(
+    ("where", "spread"),
+    [
+        ("in its prompt", True),
+        pytest.param("in its prompt", False, marks=pytest.mark.slow),
+        pytest.param("behind 25 tokens", True, marks=pytest.mark.slow),
+        pytest.param("behind 25 tokens", False, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
     start_cluster: Any, spread: bool, where: str
 ) -> None:
@@ -112,6 +119,7 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
         assert tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_once: int) -> None:
     """Four of them, on two groups that die one after the other or at once."""
@@ -141,6 +149,7 @@ async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_o
     assert num_dead == MAX_GROUP_DEATHS
 
 
+@pytest.mark.slow
 async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_cluster: Any) -> None:
     """Two groups crash under it; the third is killed by a request sent there afresh."""
     poison = [250, *range(20, 40)]
@@ -175,6 +184,7 @@ async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_clus
     assert num_dead == 2 + MAX_GROUP_DEATHS
 
 
+@pytest.mark.slow
 async def test_a_quarantined_request_over_http_is_an_error_that_is_not_retried(
     start_cluster: Any,
 ) -> None:
@@ -203,7 +213,7 @@ def suspect(name: str) -> group_pb2.GroupCommand:
 
 
 async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.GroupError.Code:
-    """Reads until a request has so many tokens more, or is refused; the code of the refusal."""
+    """Reads until a request has ``num_tokens`` more, or is refused; returns the refusal's code."""
     num = 0
     while num < num_tokens:
         for delta in (await call.read()).deltas:
@@ -216,7 +226,7 @@ async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.Gro
 
 @contextlib.contextmanager
 def steps_of(group: Any, num_steps: int) -> Iterator[None]:
-    """Inside, ``group`` runs so many steps and no more."""
+    """Inside, ``group`` runs ``num_steps`` steps and no more."""
     allowed, is_over = threading.Semaphore(num_steps), threading.Event()
     execute = group.executor.execute
 

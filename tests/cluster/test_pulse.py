@@ -1,8 +1,8 @@
-from quire.cluster.links.pulse import Pulse
+from quire.cluster.links.liveness import Liveness
 
 
-def pulse() -> Pulse:
-    return Pulse(silence_timeout_s=2.0, step_deadline_s=1.0)
+def pulse() -> Liveness:
+    return Liveness(silence_timeout_s=2.0, step_deadline_s=1.0)
 
 
 def test_a_group_that_says_nothing_for_the_whole_timeout_is_lost() -> None:

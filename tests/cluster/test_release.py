@@ -9,7 +9,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from quire.cluster.admission.config import AdmissionConfig
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +97,7 @@ async def test_a_hundred_cancelled_calls(start_cluster: Any) -> None:
         await check_released(cluster, steps)
 
 
+@pytest.mark.slow
 async def test_a_hundred_calls_past_their_deadline(start_cluster: Any) -> None:
     async with start_cluster(**OPTIONS) as cluster:
         (group,) = cluster.groups.values()

@@ -5,7 +5,7 @@ import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.failover.resume import Blame, Losses, Probation, ResumeConfig, RetryBudget
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -16,14 +16,14 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import demo_model
-from quire.cluster.auth import ApiKeys
 from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.edge.auth import ApiKeys
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

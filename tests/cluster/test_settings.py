@@ -5,7 +5,7 @@ import pytest
 from quire import demo_model
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 
 def test_fields_are_read_by_name() -> None:

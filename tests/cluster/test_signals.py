@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cluster.signals import ended_by_signal
+from quire.cluster.deploy.signals import ended_by_signal
 
 
 @pytest.fixture
@@ -22,6 +22,17 @@ def test_a_closing_terminal_ends_us_as_a_supervisor_does(number: signal.Signals)
     with pytest.raises(KeyboardInterrupt), ended_by_signal():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
+
+
+def test_what_a_script_started_in_the_background_is_ended_by_sigint() -> None:
+    """Shells have such a process ignore it."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), ended_by_signal():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.usefixtures("hung_up_as_by_default")

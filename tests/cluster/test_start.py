@@ -1,4 +1,4 @@
-"""What whoever starts a cluster is told while, or instead of, waiting."""
+"""Messages to the user who starts a cluster, while or instead of waiting."""
 
 from pathlib import Path
 
@@ -7,15 +7,15 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import DeploymentStatusOverview
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.start import check_nodes, check_room, is_hopeless, obstacles
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.cluster.deploy.start import check_nodes, check_room, is_hopeless, obstacles
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 
 TRACEBACK = """The replica failed to start.
 ray::ServeReplica:quire:ReplicaGroup.initialize() (pid=1)
 Traceback (most recent call last):
   File "somewhere.py", line 1, in start
-quire.worker.errors.ConfigError: kv_cache_memory_bytes=10: too little"""
+quire.worker.api.errors.ConfigError: kv_cache_memory_bytes=10: too little"""
 
 
 def overview(status: str, message: str) -> DeploymentStatusOverview:

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.cluster import wait_idle
-from quire.router.pace import MIN_OBSERVATIONS
+from quire.cluster.deploy import wait_idle
+from quire.router.policies.pace import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ TYPES = {"counter", "gauge", "histogram", "summary"}
 
 @pytest.fixture
 async def page(start_cluster: Any) -> str:
-    """Of a gateway that served a few requests with each of its groups."""
+    """The metrics page of a gateway that served a few requests with each of its groups."""
     async with start_cluster() as cluster, httpx.AsyncClient(timeout=None) as client:
         for number in range(4 * MIN_OBSERVATIONS):
             message = pb.GenerateRequest()

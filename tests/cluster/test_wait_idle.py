@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from quire.cluster import wait_idle
+from quire.cluster.deploy import wait_idle
 
 
 @contextmanager

@@ -1,3 +1,7 @@
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,15 +11,18 @@ from quire.cluster.wire import (
     events_to_proto,
     params_from_proto,
     params_to_proto,
+    prepared_of,
+    submit_of,
     tokens_from_bytes,
     tokens_to_bytes,
 )
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import InvalidRequest
-from quire.worker.events import BlocksRemoved, BlocksStored, Digest, EventBatch
-from quire.worker.hashing import BlockHash, BlockHashes
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBatch
+from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
 events = st.one_of(
@@ -34,29 +41,83 @@ def test_half_a_token_is_refused() -> None:
         tokens_from_bytes(b"1234567")
 
 
-def test_every_field_of_sampling_survives_the_wire() -> None:
-    params = SamplingParams(
-        n=3,
-        temperature=0.5,
-        top_p=0.25,
-        top_k=7,
-        min_p=0.125,
-        max_tokens=99,
-        min_tokens=4,
-        seed=2**63 - 1,
-        stop=["a", "b"],
-        stop_token_ids=[5, 6],
-        ignore_eos=True,
-        logprobs=0,
-        presence_penalty=-1.5,
-        frequency_penalty=1.25,
-        repetition_penalty=1.5,
-        skip_special_tokens=False,
-        include_stop_str_in_output=True,
+# Every field of what travels, each with values of its own: one that is new fails here until it has
+# some, and until the messages have it.
+SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, 128),
+    "temperature": st.floats(0, 100, width=32),
+    "top_p": st.floats(0, 1, width=32, exclude_min=True),
+    "top_k": st.integers(0, 2**31 - 1),
+    "min_p": st.floats(0, 1, width=32),
+    "max_tokens": st.integers(2**20, 2**32 - 1),
+    "min_tokens": st.integers(0, 2**20),
+    "seed": st.integers(0, MAX_SEED),
+    "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3),
+    "stop_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(0, 20),
+    "presence_penalty": st.floats(-2, 2, width=32),
+    "frequency_penalty": st.floats(-2, 2, width=32),
+    "repetition_penalty": st.floats(0, 100, width=32, exclude_min=True),
+    "logit_bias": st.none()
+    | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
+    "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+}
+token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(as_token_ids)
+TRAVELS: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": st.text(max_size=9),
+    "prompt_token_ids": token_ids,
+    "resumed_token_ids": token_ids,
+    "sampling": st.builds(SamplingParams, **SAMPLING),
+    "cache_salt": st.text(max_size=9),
+    "priority": st.integers(-(2**31), 2**31 - 1),
+}
+STAYS = {"tenant", "client_id", "explain_routing", "hashes", "model", "arrival_s", "deadline_s"}
+
+
+def test_every_field_of_a_request_travels_or_stays_with_the_gateway() -> None:
+    assert (
+        SAMPLING.keys() == names(SamplingParams) == {*pb.SamplingParams.DESCRIPTOR.fields_by_name}
     )
-    message = params_to_proto(params)
-    assert len(message.ListFields()) == len(pb.SamplingParams.DESCRIPTOR.fields)
-    assert params_from_proto(message) == params
+    assert TRAVELS.keys() | STAYS == names(Prepared)
+    of_the_attempt = {"attempt", "token_limit", "probation_tokens"}
+    assert TRAVELS.keys() | of_the_attempt == {*group_pb2.Submit.DESCRIPTOR.fields_by_name}
+
+
+@given(st.fixed_dictionaries(SAMPLING))
+def test_sampling_survives_the_wire(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    data = params_to_proto(params).SerializeToString()
+    assert params_from_proto(pb.SamplingParams.FromString(data)) == params
+
+
+@given(st.fixed_dictionaries(TRAVELS), st.integers(1, 9), st.integers(0, 9))
+def test_a_request_survives_the_wire(values: dict[str, Any], attempt: int, probation: int) -> None:
+    submit = submit_of(
+        Prepared(**values, tenant="t", client_id="c", explain_routing=True),
+        attempt=attempt,
+        probation_tokens=probation,
+    )
+    submit = group_pb2.Submit.FromString(submit.SerializeToString())
+    assert (submit.attempt, submit.probation_tokens) == (attempt, probation)
+    came = prepared_of(submit)
+    for name, value in values.items():
+        assert_same(getattr(came, name), value)
+    assert (came.tenant, came.client_id, came.explain_routing) == ("", "", False)
+    assert prepared_of(submit, request_id="mine").request_id == "mine"
+
+
+def names(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def assert_same(value: Any, expected: Any) -> None:
+    if isinstance(expected, np.ndarray):
+        assert value.dtype == expected.dtype
+        value, expected = value.tolist(), expected.tolist()
+    assert value == expected
 
 
 def test_fields_that_are_not_set_take_their_defaults() -> None:

@@ -54,6 +54,7 @@ def test_core_kinds_are_valid(manifests: list[Manifest]) -> None:
         kubernetes_validate.validate(whole, KUBERNETES, strict=True)
 
 
+@pytest.mark.slow
 def test_the_ray_service_is_valid(manifests: list[Manifest]) -> None:
     path = CRDS / "rayservices.yaml"
     if not path.exists():

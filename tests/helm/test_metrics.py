@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 from tests.helm.charts import CHART, VALUES, of_kind, render
 
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.admission.queue import AdmissionQueue
-from quire.cluster.autoscaling.demand import Demand
-from quire.cluster.gateway import telemetry
 from quire.cluster.links.groups import Groups
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.queue import AdmissionQueue
+from quire.cluster.telemetry import metrics as telemetry
 from quire.router.table import RoutingTable
 
 

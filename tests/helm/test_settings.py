@@ -12,15 +12,15 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 from tests.helm.charts import CHART, Manifest, num_replicas, of_kind, pods, render, settings
 
-from quire.cluster import wait_idle
-from quire.cluster.app import application as build
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deployments import Gateway, ReplicaGroup
+from quire.cluster.deploy import wait_idle
+from quire.cluster.deploy.app import application as build
+from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
 
 BOUNDS = {
     ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",
@@ -31,6 +31,12 @@ BOUNDS = {
     ("failover", "stepDeadlineSeconds"): "step_deadline_s",
     ("failover", "maxGroupDeaths"): "max_group_deaths",
     ("gateway", "handoverSeconds"): "handover_s",
+}
+CONNECTIONS = {
+    "max": "max_connections",
+    "headTimeoutSeconds": "head_timeout_s",
+    "bodyTimeoutSeconds": "body_timeout_s",
+    "idleTimeoutSeconds": "idle_timeout_s",
 }
 """Values of the chart that the application knows by another name, and has the same default for."""
 
@@ -63,6 +69,26 @@ def test_admission_and_failover_are_as_given_or_as_without_the_chart(
     for (section, name), field in BOUNDS.items():
         wanted = values.get(section, {}).get(name, getattr(ClusterConfig, field))
         assert getattr(config, field) == wanted
+
+
+def test_connections_are_bounded_as_given_or_as_without_the_chart(
+    manifests: list[Manifest], values: dict[str, Any]
+) -> None:
+    config = config_from(settings(manifests))
+    assert chart("gateway")["connections"].keys() == CONNECTIONS.keys()
+    given = values.get("gateway", {}).get("connections", {})
+    for name, field in CONNECTIONS.items():
+        assert getattr(config, field) == given.get(name, getattr(ClusterConfig, field))
+
+
+def test_what_scrapes_reaches_each_gateway_by_a_port_of_its_own(manifests: list[Manifest]) -> None:
+    (container,) = pods(manifests)["gateway"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["own-metrics"] == settings(manifests)["metrics_port"]
+    for monitor in of_kind(manifests, "PodMonitor"):
+        assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == ["own-metrics"]
+    for service in of_kind(manifests, "Service"):
+        assert "own-metrics" not in [each["targetPort"] for each in service["spec"]["ports"]]
 
 
 def chart(section: str) -> dict[str, Any]:
@@ -118,6 +144,7 @@ def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
         ({"admission": {"maxQueueWaitSeconds": -1}}, "maxQueueWaitSeconds"),
         ({"admission": {"maxQueueWait": 2}}, "maxQueueWait"),
         ({"failover": {"maxGroupDeaths": 1}}, "maxGroupDeaths"),
+        ({"gateway": {"connections": {"max": 0}}}, "max"),
         ({"model": {"source": "s3"}}, "source"),
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is needed"),
         ({"gateway": {"tls": {"enabled": True}}}, "gateway.tls.secretName is needed"),

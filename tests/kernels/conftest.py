@@ -1,11 +1,22 @@
-"""The native library for every instruction set that this CPU has."""
+"""The native library for every instruction set that this CPU has.
+
+With ``QUIRE_NATIVE_ISA`` set, tests of other ones are left out; under a sanitizer (`make sanitize`)
+each packed weight and each buffer ends where its memory does, so that reads beyond it are seen.
+"""
 
 import ctypes
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
-from quire.kernels import native
+from quire.kernels import native, native_linear
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # `tools.ptx`
 
 
 @pytest.fixture(scope="session", params=native.available_isas())
@@ -13,3 +24,22 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     return native.load(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    chosen = os.environ.get("QUIRE_NATIVE_ISA")
+    if chosen:
+        others = native.ISA_FLAGS.keys() - {chosen}
+        items[:] = [item for item in items if others.isdisjoint(_parameters(item))]
+
+
+def _parameters(item: pytest.Item) -> set[str]:
+    call = getattr(item, "callspec", None)
+    return set() if call is None else {x for x in call.params.values() if isinstance(x, str)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_that_ends() -> None:
+    if os.environ.get("QUIRE_NATIVE_SANITIZE"):
+        native_linear._CHUNK_BYTES = 0
+        native_linear._HUGE_PAGE_BYTES = 1

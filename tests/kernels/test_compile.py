@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     )
 
 from quire.kernels.compile_cases import KernelCase, shipped_cases
-from quire.kernels.compile_check import all_cases, compile_all
+from quire.kernels.compile_check import all_cases, compile_all, compile_case
 from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
@@ -38,13 +38,37 @@ def test_every_shipped_kernel_compiles_without_fault(part: int) -> None:
     assert list(faults) == [name(case) for case in all_cases()[part::NUM_PARTS]]
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_decode_loads_a_tile_while_it_computes_with_another(capability: int) -> None:
+    cases = shipped_cases(head_sizes=(128,), dtypes=(torch.bfloat16,), capabilities=(capability,))
+    for case in cases:
+        if case.name in ("decode", "decode_fp8"):
+            compiled = compile_case(case)
+            assert compiled.tile_bytes > 0
+            assert compiled.shared_bytes >= 2 * 2 * compiled.tile_bytes  # of K and of V
+
+
 @pytest.mark.parametrize("case", list(shipped_cases()), ids=name)
 def test_tiles_fit_the_splits_and_the_dot_product(case: KernelCase) -> None:
+    constants = case.launch(compiles=False).constants
     if case.kernel in (decode_kernel, prefill_kernel):
-        assert SPLIT_TOKENS % case.constants["BLOCK_N"] == 0
-        assert case.constants["BLOCK_M"] >= 16
+        assert SPLIT_TOKENS % constants["BLOCK_N"] == 0
+        assert constants["BLOCK_M"] >= 16
     if case.kernel is decode_kernel:  # as what rows share is read in tiles of the same shape
-        assert case.constants["BLOCK_M"] == SHARED_PAIRS
+        assert constants["BLOCK_M"] == SHARED_PAIRS
+
+
+def test_a_case_is_what_its_launcher_starts() -> None:
+    """Rows of a vocabulary that is a multiple of 16 are aligned, and loaded four values at once."""
+    samples = {case.size: case for case in shipped_cases() if case.name == "sample"}
+    loads = {
+        size: case.launch().compiled.asm["ptx"].count("ld.global.v4")
+        for size, case in samples.items()
+    }
+    assert [bool(loads[size]) for size in sorted(loads, key=lambda size: size % 16)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("head_size", [8, 48, 512])

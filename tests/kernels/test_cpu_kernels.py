@@ -98,9 +98,12 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [1, 60, TILE, 10_000])
-def test_a_window_is_that_of_the_twin_in_any_chunk(window: int) -> None:
-    options = AttentionOptions(window=window)
+def test_a_window_and_a_cap_are_those_of_the_twin_in_any_chunk(
+    window: int, cap: float | None
+) -> None:
+    options = AttentionOptions(window=window, soft_cap=cap)
     batch = paged_batch(RAGGED, num_heads=6, num_kv_heads=2, head_size=32, block_size=16)
     got = batch.attend(CPU, num_decodes=4, options=options)
     assert_near_twin(got, batch.expected(options=options))
@@ -109,11 +112,36 @@ def test_a_window_is_that_of_the_twin_in_any_chunk(window: int) -> None:
     assert torch.equal(chunk, got[start + 100 : start + 200])
 
 
-def test_a_window_has_a_backend_and_a_soft_cap_has_none() -> None:
+def test_a_window_and_a_soft_cap_have_a_backend() -> None:
     cpu = torch.device("cpu")
-    assert backend_for(cpu, options=AttentionOptions(window=9)).name == "cpu"
-    with pytest.raises(ValueError, match=r"soft_cap=30\.0: only the kernels for GPUs"):
-        backend_for(cpu, options=AttentionOptions(soft_cap=30.0))
+    for options in (AttentionOptions(window=9), AttentionOptions(soft_cap=30.0)):
+        assert backend_for(cpu, options={options}).name == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_norm_and_of_gelu_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(37, 101).to(dtype) * 3, torch.randn(101), torch.randn(101)
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        norms = [
+            reference.wide_norm(x, weight, bias, eps=1e-5, is_centred=is_centred)
+            for is_centred in (False, True)
+        ]
+        return [*norms, reference.gelu(x, gated=False), reference.gelu(x[:, 1:], gated=True)]
+
+    together = run(x)
+    for first, last in ((0, 1), (1, 4), (5, 37)):
+        for alone, all_rows in zip(run(x[first:last].clone()), together, strict=True):
+            assert torch.equal(alone, all_rows[first:last])
+    wide = x.float()
+    theirs = [
+        torch.nn.functional.rms_norm(wide, (101,), weight, 1e-5) + bias,
+        torch.nn.functional.layer_norm(wide, (101,), weight, bias, 1e-5),
+        torch.nn.functional.gelu(wide, approximate="tanh"),
+    ]
+    for ours, expected in zip(together, theirs, strict=False):
+        torch.testing.assert_close(ours, expected.to(dtype))
 
 
 def test_a_decode_of_length_0_gets_zeros() -> None:

@@ -10,7 +10,13 @@ from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
+from quire.kernels.testing import (
+    PagedBatch,
+    adjustments,
+    assert_near_twin,
+    paged_batch,
+    shared_splits,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -265,19 +271,11 @@ def test_norms_and_activations_are_those_of_the_twin(
     assert_near_twin(silu_and_mul(x), reference.silu_and_mul(x))
 
 
-def test_penalties_and_bans_have_the_bits_of_the_twin() -> None:
+def test_adjusted_logits_have_the_bits_of_the_twin() -> None:
     from quire.kernels.triton_logits import adjust_logits
 
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
-    cells = torch.randperm(8 * 5000, generator=torch.Generator().manual_seed(0))[:9000]
-    arguments = {
-        "rows_E": (cells // 5000).int(),
-        "token_ids_E": (cells % 5000).int(),
-        "counts_E": (cells % 5 - 1).int(),
-        "presence_S": torch.linspace(-1, 1, 8),
-        "frequency_S": torch.linspace(0, 0.7, 8),
-        "repetition_S": torch.linspace(0.7, 1.4, 8),
-    }
+    arguments = adjustments(8, 5000, num_pairs=9000)
     got = logits.cuda()
     adjust_logits(got, **{name: values.cuda() for name, values in arguments.items()})
     reference_sampling.adjust_logits(logits, **arguments)

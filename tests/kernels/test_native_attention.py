@@ -189,7 +189,7 @@ def test_threads_that_share_one_long_row_give_its_bits(best: NativeBackend, quer
         alone = batch.attend(best)
         for num_threads in (2, 7):
             torch.set_num_threads(num_threads)
-            for _ in range(3):  # whoever comes last adds up
+            for _ in range(3):  # the last thread adds up
                 assert torch.equal(batch.attend(best), alone)
     finally:
         torch.set_num_threads(before)
@@ -245,6 +245,56 @@ def test_an_int8_cache_holds_what_the_twins_does_and_nothing_else_is_touched(
         # The order within a block is the library's own.
         native_bytes, twin_bytes = (c.flatten(1).sort(1).values for c in (native_cache, twin_cache))
         assert torch.equal(native_bytes, twin_bytes)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_decode_of_length_0_gets_zeros(any_isa: NativeBackend) -> None:
+    batch = paged_batch(
+        [(40, 1), (0, 1), (9, 1)], num_heads=4, num_kv_heads=2, head_size=16, block_size=4
+    )
+    batch = batch.stored_by(any_isa)
+    batch.attend(any_isa)  # what this thread's memory held is no zeros any more
+    out = batch.attend(any_isa)
+    assert torch.equal(out[1], torch.zeros(4, 16))
+    assert torch.equal(out[0], batch.only(0).attend(any_isa)[0])
+
+
+def test_a_wrong_index_is_refused_before_anything_is_written(best: NativeBackend) -> None:
+    batch = paged_batch([(40, 3)], num_heads=4, num_kv_heads=2, head_size=16, block_size=16)
+    num_slots = batch.k_cache.shape[0] * 16
+    values = torch.zeros(2, 2, 16)
+    before = batch.k_cache.clone()
+    for slot in (-1, num_slots):
+        with pytest.raises(IndexError, match=f"slot {slot}, must be below {num_slots}"):
+            best.write_kv(values, values, batch.k_cache, batch.v_cache, torch.tensor([0, slot]))
+    torch.testing.assert_close(batch.k_cache, before, atol=0, rtol=0, equal_nan=True)
+    with pytest.raises(IndexError, match="block id"):
+        replace(batch, block_tables=batch.block_tables + len(before)).attend(best)
+    with pytest.raises(IndexError, match=r"length of a sequence 40, must be from 3 to 32"):
+        replace(batch, block_tables=batch.block_tables[:, :2]).attend(best)
+    with pytest.raises(IndexError, match="start of queries 3, must be below 3"):
+        replace(batch, q=batch.q[:2]).attend(best)
+
+
+def test_a_wrong_shape_or_type_is_refused(best: NativeBackend) -> None:
+    batch = paged_batch([(40, 3)], num_heads=4, num_kv_heads=2, head_size=16, block_size=16)
+    values, slots = torch.zeros(2, 2, 16), torch.tensor([0, 1])
+    for message, arguments in [
+        ("slot mapping: .*int32", (values, values, batch.k_cache, batch.v_cache, slots.int())),
+        ("slot mapping", (values, values, batch.k_cache, batch.v_cache, slots[:1])),
+        ("V: ", (values, values[:1], batch.k_cache, batch.v_cache, slots)),
+        ("K cache", (values[:, :1], values[:, :1], batch.k_cache, batch.v_cache, slots)),
+        ("V cache", (values, values, batch.k_cache, batch.v_cache[1:], slots)),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            best.write_kv(*arguments)
+    for message, wrong in [
+        ("3 query heads: must be a multiple of 2", replace(batch, q=batch.q[:, :3])),
+        ("V cache", replace(batch, v_cache=batch.v_cache.bfloat16())),
+        ("block tables", replace(batch, block_tables=batch.block_tables.long())),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            wrong.attend(best)
 
 
 def _backend(isa: str) -> NativeBackend:

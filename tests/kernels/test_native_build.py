@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire import native_build
 from quire.kernels import native
 from quire.kernels.backend import backend_for
 
@@ -107,3 +109,70 @@ def test_only_a_change_is_compiled_again(small_source: Path) -> None:
     second = native.build("portable")
     assert second != first
     assert (_answer(first), _answer(second)) == (42, 43)
+
+
+def test_a_wheel_s_library_is_taken_without_a_compiler_while_the_sources_are_its_own(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "wheel"
+    monkeypatch.setattr(native_build, "PREBUILT", wheel)
+    compiled = native.build("portable")
+    wheel.mkdir()
+    brought = compiled.rename(wheel / compiled.name)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.build("portable") == brought
+    (small_source / "answer.h").write_text("#define ANSWER 43\n")
+    with pytest.raises(native_build.BuildError, match="no-such-compiler"):
+        native.build("portable")
+
+
+def test_a_wheel_s_library_is_not_taken_for_other_flags(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "cache")
+    brought = native.build("portable")
+    monkeypatch.setattr(native, "_FLAGS", ("-O1", "-fPIC"))
+    assert native.build("portable") != brought
+
+
+def test_what_is_compiled_at_first_use_is_said_once(
+    small_source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        library = native.build("portable")
+        native.build("portable")
+    (record,) = _ours(caplog)
+    assert record.getMessage().startswith("compiled in ")
+    assert str(library) in record.getMessage()
+
+
+def test_a_library_that_others_can_write_is_compiled_again(
+    small_source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = native.build("portable")
+    assert not library.stat().st_mode & 0o022
+    assert not library.parent.stat().st_mode & 0o022
+    library.write_bytes(b"planted")
+    library.chmod(0o775)
+    assert _answer(native.build("portable")) == 42
+    assert f"{library} is not only ours to write" in caplog.text
+
+
+def test_a_cache_of_ours_that_others_can_write_is_closed_to_them(small_source: Path) -> None:
+    cache = small_source.parent / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert native.build("portable").parent == cache
+    assert not cache.stat().st_mode & 0o022
+
+
+def test_a_cache_that_is_somebody_else_s_to_write_is_not_used(
+    small_source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = native.build("portable")
+    library.parent.chmod(0o777)
+    library.write_bytes(b"planted")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert _answer(native.build("portable")) == 42
+    assert library.read_bytes() == b"planted"
+    assert "set QUIRE_CACHE_DIR to a folder of yours" in caplog.text

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi, reference
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.decoder import PlainGatedLinear, PlainInt8Linear, PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import Arena

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import greedy, native_abi, reference
-from quire.kernels.decoder import PlainGatedLinear, PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainLinear
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.native_linear import Arena, PackedLinear
 
@@ -165,6 +165,45 @@ def test_what_cannot_be_packed_stays_with_pytorch(backend: NativeBackend) -> Non
     for weight in (torch.randn(4, 6).half(), torch.randn(4, 7).bfloat16()):
         assert isinstance(backend.pack_linear(weight), PlainLinear)
         assert isinstance(backend.pack_gated_linear(weight), PlainGatedLinear)
+
+
+def test_layers_and_inputs_of_the_wrong_shape_or_type_are_refused(library: ctypes.CDLL) -> None:
+    weight, backend = torch.zeros(6, 8), NativeBackend(library)
+    for message, rows, bias, num_parts, gated in [
+        ("bias: .*bfloat16", 6, torch.zeros(6).bfloat16(), 1, False),
+        ("bias: ", 6, torch.zeros(5), 1, False),
+        ("num_parts=3: must be 1, 2, 4 or 8", 6, None, 3, False),
+        ("weight of 5 rows: a gated layer", 5, None, 1, True),
+    ]:
+        wide = torch.zeros(rows, 24)
+        with pytest.raises(ValueError, match=message):
+            PackedLinear(library, Arena(library), wide, bias, num_parts=num_parts, gated=gated)
+    linear = backend.pack_linear(weight)
+    for x in (torch.zeros(2, 7), torch.zeros(2, 8).bfloat16(), torch.zeros(8)):
+        with pytest.raises(ValueError, match=r"input: .*; must be torch.float32 of 8 columns"):
+            linear(x)
+    with pytest.raises(ValueError, match="a norm's weight"):
+        backend.rms_norm(torch.zeros(2, 8), torch.zeros(7), eps=1e-5)
+    heads, angles = torch.zeros(3, 2, 8), torch.zeros(3, 4)
+    for message, x, cos, sin in [
+        ("cos: ", heads, angles[:2], angles),
+        ("sin: ", heads, angles, angles.double()),
+        ("8 channels to rotate: a head has 6", heads[..., :6], angles, angles),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            backend.rotary_embedding(x, cos, sin)
+
+
+def test_a_library_of_other_structures_is_not_loaded(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = (("numbers", ctypes.c_int64 * 6),)
+
+    structures = (*native_abi.STRUCTURES[:-1], Longer)
+    monkeypatch.setattr(native_abi, "STRUCTURES", structures)
+    with pytest.raises(RuntimeError, match="Longer has 40 bytes in the native library, 48 here"):
+        native_abi.declare(library)
 
 
 def test_a_packed_layer_needs_no_original_and_takes_views(backend: NativeBackend) -> None:

@@ -72,6 +72,20 @@ def test_rank_0_gathers_what_each_rank_has(lockstep: Lockstep[object]) -> None:
     assert all(torch.equal(part, x) for part, x in zip(gathered, inputs, strict=True))
 
 
+def test_a_rank_beside_the_group_and_too_small_a_file_are_refused() -> None:
+    library = native.library()
+    if library is None:
+        pytest.skip("there is no native library on this machine")
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, shared_bytes(2) - 1)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank={rank}: must be below 2"):
+            SharedGroup(library, fd, rank=rank, size=2)
+    with pytest.raises(ValueError, match="mmap"):
+        SharedGroup(library, fd, rank=0, size=2)
+    os.close(fd)
+
+
 def _tree(parts: list[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]

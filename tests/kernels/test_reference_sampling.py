@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.kernels import reference_sampling
-from quire.worker import sampler
+from quire.worker.sampling import draw
 
 
 def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_float32() -> None:
@@ -21,7 +21,7 @@ def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_floa
 @pytest.mark.parametrize("position", [0, 1, 2**31])
 def test_the_random_number_is_that_of_the_sampler(position: int) -> None:
     seeds = [0, 1, 2**40 + 7, 2**63 - 1]
-    want = sampler.uniforms(np.array(seeds), np.full(4, position))
+    want = draw.uniforms(np.array(seeds), np.full(4, position))
     assert [reference_sampling.random_uniform(seed, position) for seed in seeds] == want.tolist()
 
 

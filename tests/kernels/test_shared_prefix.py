@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.shared_prefix import MIN_SAVED_TOKENS, find_shared
+from quire.kernels.shared_prefix import find_shared, most_saved, most_saved_by_split
 
 BLOCK_SIZE = 64
 PER_SPLIT = SPLIT_TOKENS // BLOCK_SIZE
@@ -60,9 +60,39 @@ def test_little_sharing_is_left_alone() -> None:
 
     assert found(4, 2 * 8 * SPLIT_TOKENS)
     assert not found(4, 2 * 8 * SPLIT_TOKENS + 1)
-    assert not found(4, MIN_SAVED_TOKENS)
+    assert not found(4, 1 << 18)
     assert not found(16, 1), "a program has no room for two rows"
-    assert find_shared(tables[:1], lens[:1], block_size=BLOCK_SIZE, group=4) is None
-    assert find_shared(tables[:0], lens[:0], block_size=BLOCK_SIZE, group=4) is None
+    for rows in (1, 0):
+        few = tables[:rows], lens[:rows]
+        assert find_shared(*few, block_size=BLOCK_SIZE, group=4, min_saved_tokens=1) is None
     tables[:] = np.arange(tables.size).reshape(tables.shape)
     assert not found(4, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_is_never_below_what_sharing_saves(seed: int) -> None:
+    tables, lens = tree(seed, 20)
+    found = find_shared(tables, lens, block_size=BLOCK_SIZE, group=4, min_saved_tokens=1)
+    assert found is not None
+    reads = {
+        (int(tables[rows[0], (split + 1) * PER_SPLIT - 1]), split)
+        for rows, split in zip(found.rows_XR.tolist(), found.splits_X.tolist(), strict=True)
+    }
+    saved = (int(found.num_splits_B.sum()) - len(reads)) * SPLIT_TOKENS
+    closer = most_saved_by_split(tables, lens, block_size=BLOCK_SIZE)
+    assert 0 < saved <= closer <= most_saved(tables, lens, block_size=BLOCK_SIZE)
+
+
+def test_rows_that_share_too_little_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.kernels import shared_prefix
+
+    def searched(*_: object) -> None:
+        raise AssertionError("the search ran")
+
+    monkeypatch.setattr(shared_prefix, "_groups", searched)
+    tables, lens = tree(1, 64)
+    bound = most_saved_by_split(tables, lens, block_size=BLOCK_SIZE)
+    options = {"block_size": BLOCK_SIZE, "group": 4}
+    assert find_shared(tables, lens, **options, min_saved_tokens=bound + 1) is None
+    with pytest.raises(AssertionError, match="the search ran"):
+        find_shared(tables, lens, **options, min_saved_tokens=bound)

@@ -100,7 +100,7 @@ class Cluster:
         return {*self.ranks("a"), *self.ranks("b")}
 
     def wait_until_whole(self, *, num_kept: int, of: set[int]) -> None:
-        """Returns once there are two groups, with so many ranks ``of`` those before, and ready."""
+        """Returns once two groups are ready, with ``num_kept`` of the ranks ``of`` before."""
         eventually(
             lambda: (
                 len(self.ranks("a")) == len(self.ranks("b")) == 2

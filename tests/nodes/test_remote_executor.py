@@ -25,11 +25,13 @@ from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
-from quire.worker import lockstep
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError, RankFailure
 from quire.worker.bench.message_cost import decode_step
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError, RankFailure
-from quire.worker.step import StepInput
+from quire.worker.ranks import lockstep
+from quire.worker.step.messages import StepInput
+
+pytestmark = pytest.mark.slow
 
 HERE: tuple[str, Any] = ("127.0.0.1", list)
 HELLO = Hello(rank=3, pid=1, host="127.0.0.1", store_port=None)
@@ -134,7 +136,7 @@ def test_what_a_rank_raises_arrives_with_its_traceback(start: Any) -> None:
     executor.submit(_step())  # Unread, it must not stand in the message's way.
     with pytest.raises(RankFailure, match=message) as raised:
         executor.result()
-    assert any("llama.py" in note for note in raised.value.__notes__)
+    assert any("model.py" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from bench import rank_launcher
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
 config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
                       num_blocks=64, num_threads=1)
 executor, _ = rank_launcher.make_executor(config, 2 * [("127.0.0.1", list)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 # Ray 2.60 declares its models in a way that pydantic calls deprecated, once, on import.
 with warnings.catch_warnings():

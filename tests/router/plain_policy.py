@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log2
 
-from quire.router.policy import GroupState, RouteRequest
-from quire.worker.hashing import BlockHash
+from quire.router.policies.policy import GroupState, RouteRequest
+from quire.worker.api.hashing import BlockHash
 
 
 @dataclass

@@ -12,16 +12,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from tests.router.plain_policy import WrittenOut
 
 from quire.router.config import RoutingConfig
-from quire.router.decide import TIE_TOKENS, decide, decide_among_many
-from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
-from quire.router.loads import Loads
-from quire.router.pace import Pace
+from quire.router.policies.decide import TIE_TOKENS, decide, decide_among_many
+from quire.router.policies.loads import Loads
+from quire.router.policies.pace import Pace
+from quire.router.policies.policy import Decision, GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware, PrefixAwareConfig
-from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import BlocksRemoved, BlocksStored, EventBatch
+from quire.worker.api.hashing import BlockHash
 
 GROUPS = [GroupId(f"group-{number}") for number in range(12)]
 PROMPTS = [

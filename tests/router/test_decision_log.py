@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.router.decide import decide
 from quire.router.decision_log import MAX_OUTCOME_CHARS, DecisionLog
-from quire.router.directory import GroupId
+from quire.router.policies.decide import decide
+from quire.router.policies.policy import Decision, GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import Decision, GroupState, RouteRequest
+from quire.router.prefix_index.directory import GroupId
 
 
 def decision_of(num_groups: int) -> Decision:
@@ -83,6 +83,7 @@ def test_a_log_of_nothing_keeps_nothing() -> None:
     assert log.recent(5) == log.find("r-0") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups", [4, 512])
 def test_memory_is_bounded_however_many_groups_there_are(num_groups: int) -> None:
     log = DecisionLog(max_decisions=1024, max_candidates=32_768)

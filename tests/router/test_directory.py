@@ -6,12 +6,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.router import native_holders
-from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
-from quire.router.native_holders import NativeHolders
-from quire.router.python_holders import PythonHolders
-from quire.worker.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
+from quire.router.prefix_index import native_index as native_holders
+from quire.router.prefix_index.directory import (
+    Applied,
+    BlockDirectory,
+    GroupId,
+    NeedsResync,
+    Position,
+)
+from quire.router.prefix_index.native_index import NativePrefixIndex
+from quire.router.prefix_index.python_index import PythonPrefixIndex
+from quire.worker.api.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
+from quire.worker.api.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
 
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
 
@@ -27,9 +33,9 @@ def new(request: pytest.FixtureRequest) -> New:
 
     def make(max_blocks: int = 1000, **options: float) -> BlockDirectory:
         if request.param == "native" and library is not None:
-            index = NativeHolders(library, max_blocks=max_blocks)
+            index = NativePrefixIndex(library, max_blocks=max_blocks)
             return BlockDirectory(max_blocks=max_blocks, index=index, **options)
-        slow = PythonHolders(max_blocks=max_blocks)
+        slow = PythonPrefixIndex(max_blocks=max_blocks)
         return BlockDirectory(max_blocks=max_blocks, index=slow, **options)
 
     return make

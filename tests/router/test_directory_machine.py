@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.router import native_holders
-from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
-from quire.router.holders import HolderIndex, Lengths
-from quire.router.native_holders import NativeHolders
-from quire.router.python_holders import PythonHolders
-from quire.worker.events import EventBatch, EventLog
-from quire.worker.hashing import BlockHash
+from quire.router.prefix_index import native_index as native_holders
+from quire.router.prefix_index.directory import (
+    Applied,
+    BlockDirectory,
+    GroupId,
+    NeedsResync,
+    Position,
+)
+from quire.router.prefix_index.index import Lengths, PrefixIndex
+from quire.router.prefix_index.native_index import NativePrefixIndex
+from quire.router.prefix_index.python_index import PythonPrefixIndex
+from quire.worker.api.events import EventBatch, EventLog
+from quire.worker.api.hashing import BlockHash
 
 NUM_BLOCKS = 12
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
@@ -53,18 +59,18 @@ def held(directory: BlockDirectory, group: GroupId) -> set[BlockHash]:
     return {h for h in UNIVERSE if group in directory.longest_prefix([h])}
 
 
-def native(max_blocks: int) -> HolderIndex:
+def native(max_blocks: int) -> PrefixIndex:
     library = native_holders.library()
     if library is None:
         pytest.skip("no C++ compiler")
-    return NativeHolders(library, max_blocks=max_blocks)
+    return NativePrefixIndex(library, max_blocks=max_blocks)
 
 
-def python(max_blocks: int) -> HolderIndex:
-    return PythonHolders(max_blocks=max_blocks)
+def python(max_blocks: int) -> PrefixIndex:
+    return PythonPrefixIndex(max_blocks=max_blocks)
 
 
-IMPLEMENTATIONS: tuple[Callable[[int], HolderIndex], ...] = (native, python)
+IMPLEMENTATIONS: tuple[Callable[[int], PrefixIndex], ...] = (native, python)
 
 
 def both(*, max_blocks: int = 1000, stale_after_s: float = 30) -> list[BlockDirectory]:
@@ -286,7 +292,7 @@ TestDirectory.settings = settings(max_examples=60, stateful_step_count=40)
 )
 @settings(max_examples=60)
 def test_a_full_directory_claims_less_but_nothing_false(
-    make: Callable[[int], HolderIndex],
+    make: Callable[[int], PrefixIndex],
     changes: list[tuple[GroupId, bool, int]],
     max_blocks: int,
 ) -> None:

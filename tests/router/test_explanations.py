@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import pytest
 
 from quire.router.config import RoutingConfig
-from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable, UnknownDecision
-from quire.router.pace import MIN_OBSERVATIONS
 from quire.router.policies.catalog import POLICIES
+from quire.router.policies.pace import MIN_OBSERVATIONS
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.errors import ConfigError
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import BlocksStored, EventBatch
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B = GroupId("a"), GroupId("b")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 
@@ -36,7 +36,7 @@ class Burst:
 def burst(
     prompts: Sequence[Sequence[BlockHash]], *, num_gateways: int, requests_per_frame: int = 10**9
 ) -> Burst:
-    """Prompts come to the gateways in turn; after each so many, every group ends a step."""
+    """Prompts arrive at the gateways in turn; each ``requests_per_frame``, groups end a step."""
     tables = [RoutingTable(block_size=16, clock=lambda: 0.0) for _ in range(num_gateways)]
     for table in tables:
         table.update_members(GROUPS)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.router import native_holders
-from quire.router.holders import HolderIndex
-from quire.router.native_holders import NativeHolders
-from quire.router.python_holders import PythonHolders
-from quire.worker.events import NUM_BUCKETS, bucket_of, keys_of
+from quire.router.prefix_index import native_index as native_holders
+from quire.router.prefix_index.index import PrefixIndex
+from quire.router.prefix_index.native_index import NativePrefixIndex
+from quire.router.prefix_index.python_index import PythonPrefixIndex
+from quire.worker.api.events import NUM_BUCKETS, bucket_of, keys_of
 
 NUM_BLOCKS = 400
 NUM_SLOTS = 70  # More than the bits of a word.
@@ -35,11 +35,14 @@ def crowded(number: int) -> bytes:
 BLOCKS = [crowded(number) for number in range(NUM_BLOCKS)]
 
 
-def indexes(max_blocks: int) -> list[HolderIndex]:
+def indexes(max_blocks: int) -> list[PrefixIndex]:
     library = native_holders.library()
     if library is None:
         pytest.skip("no C++ compiler")
-    return [NativeHolders(library, max_blocks=max_blocks), PythonHolders(max_blocks=max_blocks)]
+    return [
+        NativePrefixIndex(library, max_blocks=max_blocks),
+        PythonPrefixIndex(max_blocks=max_blocks),
+    ]
 
 
 spans = st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(1, NUM_BLOCKS))
@@ -190,13 +193,33 @@ def names_of_one_segment(seed: int, count: int) -> bytes:
     return crowd.tobytes()
 
 
+def test_a_slot_that_was_not_admitted_is_refused() -> None:
+    index = indexes(max_blocks=10)[0]
+    index.admit(3)
+    for slot in (-1, 4, 1 << 32):
+        for use in (
+            lambda slot: index.add(BLOCKS[0], slot=slot),
+            lambda slot: index.remove(BLOCKS[0], slot=slot),
+            lambda slot: index.replace(BLOCKS[0], slot=slot, buckets=b"\0"),
+            lambda slot: index.clear(slot=slot),
+            lambda slot: index.num_held(slot),
+            lambda slot: index.digests(slot),
+        ):
+            with pytest.raises(IndexError, match=f"slot {slot}: must be one of 4"):
+                use(slot)
+    for slot in (-1, 1 << 24, 1 << 32):
+        with pytest.raises(IndexError, match=f"slot {slot}: must be below"):
+            index.admit(slot)
+    assert index.num_slots == 4
+
+
 def test_large_segments_keep_what_is_theirs_while_others_come_and_go() -> None:
     library = native_holders.library()
     if library is None:
         pytest.skip("no C++ compiler")
-    alive: dict[int, tuple[NativeHolders, bytes]] = {}
+    alive: dict[int, tuple[NativePrefixIndex, bytes]] = {}
     for seed in range(12):
-        index = NativeHolders(library, max_blocks=100_000)
+        index = NativePrefixIndex(library, max_blocks=100_000)
         index.admit(1)
         data = names_of_one_segment(seed, 3000 * (1 + seed % 4))
         for start in range(0, len(data), 32 * 500):
@@ -221,7 +244,7 @@ def test_an_index_that_is_gone_gives_its_memory_back() -> None:
     if library is None:
         pytest.skip("no C++ compiler")
     data = names_of_one_segment(0, 600_000)
-    index = NativeHolders(library, max_blocks=600_000)
+    index = NativePrefixIndex(library, max_blocks=600_000)
     index.admit(0)
     index.add(data, slot=0)
     taken, before = index.num_bytes, resident()
@@ -234,7 +257,7 @@ def test_a_large_index_gives_most_of_its_memory_back_and_takes_it_again() -> Non
     library = native_holders.library()
     if library is None:
         pytest.skip("no C++ compiler")
-    index = NativeHolders(library, max_blocks=1_000_000)
+    index = NativePrefixIndex(library, max_blocks=1_000_000)
     index.admit(1)
     draw = random.Random(3)
     leaving, staying = draw.randbytes(32 * 600_000), draw.randbytes(32 * 60_000)
@@ -279,3 +302,14 @@ def _digest(blocks: set[bytes]) -> bytes:
     for (key,) in (keys_of(block) for block in blocks):
         xor[bucket_of(key)] ^= key
     return b"".join(xor[bucket].to_bytes(8, "little") for bucket in range(NUM_BUCKETS))
+
+
+@pytest.mark.parametrize("size", ["HASH_BYTES", "NUM_BUCKETS"])
+def test_a_library_with_buffers_of_other_sizes_is_refused(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_holders.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(native_holders, size, 48)
+    with pytest.raises(RuntimeError, match=r"is (32|256) in the native directory, 48 here"):
+        native_holders._load()

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-import quire.router.policy
+import quire.router.table
 
-ROUTER = Path(quire.router.policy.__file__).parent
-OF_WORKER = {"quire.worker.errors", "quire.worker.events", "quire.worker.hashing"}
+ROUTER = Path(quire.router.table.__file__).parent
+OF_WORKER = {"quire.worker.api.errors", "quire.worker.api.events", "quire.worker.api.hashing"}
 
 
 def imports(path: Path) -> set[str]:
@@ -23,7 +23,11 @@ def test_only_the_simulator_knows_the_block_pool_and_nobody_knows_the_simulator(
 
 
 def test_nothing_of_the_router_needs_the_engine_or_a_model() -> None:
-    engine = {"quire.worker.engine", "quire.worker.scheduler", "quire.worker.model_runner"}
+    engine = {
+        "quire.worker.engine",
+        "quire.worker.schedule.scheduler",
+        "quire.worker.runner.model_runner",
+    }
     for path in ROUTER.rglob("*.py"):
         assert not imports(path) & engine, path
         assert "import torch" not in path.read_text(), path

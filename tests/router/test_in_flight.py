@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.router import native_holders
 from quire.router.in_flight import NativeCounts, PrefixCounts, PythonCounts
+from quire.router.prefix_index import native_index as native_holders
 
 BLOCKS = [hashlib.sha256(bytes([number])).digest() for number in range(40)]
 GROUPS = (0, 1, 7)
@@ -48,3 +48,9 @@ def test_a_prefix_goes_on_as_long_as_some_request_in_flight_has_its_blocks(
         ]
         for counts in implementations:
             assert counts.extend(b"".join(BLOCKS), GROUPS, [length] * 3).tolist() == expected
+
+
+def test_groups_and_lengths_are_as_many() -> None:
+    counts = both()[0]
+    with pytest.raises(ValueError, match="1 groups, 2 lengths"):
+        counts.extend(BLOCKS[0], [0], [0, 0])

@@ -7,7 +7,7 @@ from statistics import mean, median
 
 import pytest
 
-from quire.router.pace import MIN_OBSERVATIONS, Pace, PaceFit
+from quire.router.policies.pace import MIN_OBSERVATIONS, Pace, PaceFit
 
 RATES = Pace(own_s=1e-4, ahead_s=1e-4, beside_s=4e-3, fixed_s=0.02)
 
@@ -37,7 +37,7 @@ class Queue:
 
 
 def errors(fit: PaceFit, requests: Iterator[tuple[dict[str, int], float]]) -> list[float]:
-    """Of the forecasts as the requests come, as shares of the waits."""
+    """Errors of the forecasts as the requests arrive, as shares of the waits."""
     found = []
     for numbers, waited_s in requests:
         if fit.pace is not None:

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.decide import decide
-from quire.router.directory import GroupId
 from quire.router.errors import NoGroupAvailable
-from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Decision, GroupState, Policy, RouteRequest
-from quire.worker.hashing import BlockHash
+from quire.router.policies.decide import decide
+from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
+from quire.router.prefix_index.directory import GroupId
+from quire.router.simulate.baselines import SIMULATED_POLICIES
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ requests = st.builds(
 overlaps = st.dictionaries(
     st.sampled_from([GroupId(name) for name in "abcdefgh"]), st.integers(0, 600)
 )
-every_policy = pytest.mark.parametrize("policy", POLICIES)
+every_policy = pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 
 
 def route(
@@ -54,7 +54,9 @@ def route(
     policy: str = "prefix_aware",
 ) -> Decision:
     """What a policy that has seen nothing yet decides."""
-    return decide(POLICIES[policy](), request, groups, [overlap.get(s.group, 0) for s in groups])
+    return decide(
+        SIMULATED_POLICIES[policy](), request, groups, [overlap.get(s.group, 0) for s in groups]
+    )
 
 
 def request(blocks: Blocks, name: object, *, num_tokens: int) -> RouteRequest:
@@ -199,7 +201,7 @@ def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Block
     prompt = request(blocks, "p", num_tokens=10_240)
     home, idle_one = queued("home", 60_000), queued("idle", 0)
     others = [queued(name, 30_000) for name in "abcdef"]
-    policy = POLICIES["prefix_aware"]()
+    policy = SIMULATED_POLICIES["prefix_aware"]()
     for second in range(60):
         # However long they have been so.
         now = replace(prompt, now_s=float(second))
@@ -209,7 +211,7 @@ def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Block
 
 def after_requests_that_bring(num_tokens: int) -> Policy:
     """Ours, after many whose beginning is cached and whose end is new."""
-    policy = POLICIES["prefix_aware"]()
+    policy = SIMULATED_POLICIES["prefix_aware"]()
     asked = RouteRequest(hashes=(), num_prompt_tokens=100_000, block_size=BLOCK_SIZE)
     for _ in range(1000):
         policy.costs(asked, idle("a", "b"), [0, 100_000 - num_tokens])

@@ -4,10 +4,10 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import Member, Registry
 from quire.router.table import RoutingTable
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 
 def member(name: str, **metadata: object) -> Member:

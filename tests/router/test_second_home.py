@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from quire.router.decide import decide
-from quire.router.directory import GroupId
 from quire.router.policies.catalog import POLICIES
-from quire.router.policies.second_home import Regrets
-from quire.router.policy import Decision, GroupState, RouteRequest
-from quire.worker.hashing import BlockHash
+from quire.router.policies.decide import decide
+from quire.router.policies.policy import Decision, GroupState, RouteRequest
+from quire.router.policies.replication import Regrets
+from quire.router.prefix_index.directory import GroupId
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 BLOCK_SIZE = 16

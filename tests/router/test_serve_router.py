@@ -1,6 +1,7 @@
 """The request router as Serve drives it, without a cluster: its replicas are stand-ins."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ from ray.serve._private.common import (
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.router.serve_router import PrefixAwareRouter
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
+from quire.worker.api.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
 
 DEPLOYMENT = DeploymentID(name="Group", app_name="test")
 POOL = "test-serve-router"
@@ -274,3 +275,22 @@ def test_serve_backs_off_when_every_queue_is_full(table: RoutingTable) -> None:
         assert request.routing_context.should_backoff
 
     asyncio.run(scenario())
+
+
+def test_what_keeps_a_call_from_being_routed_is_logged_once(
+    table: RoutingTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failures() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "failed" in record.message]
+
+    async def scenario() -> None:
+        router = new_router(FakeReplica("a"))
+        assert await ranks(router, call("no group", token_ids=[1, 2])) == [[], ["a"]]
+        assert not failures(), "that there is no group"
+        for number in range(3):
+            assert await ranks(router, call(str(number), token_ids=["odd"])) == [[], ["a"]]
+
+    asyncio.run(scenario())
+    (record,) = failures()
+    assert "routing a call by its prefix failed" in record.message
+    assert record.exc_info is not None

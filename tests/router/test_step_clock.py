@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.decide import decide
-from quire.router.directory import GroupId
+from quire.router.policies.decide import decide
+from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policy import GroupState, RouteRequest
-from quire.router.step_clock import MIN_STEPS, StepClock
+from quire.router.policies.step_clock import MIN_STEPS, StepClock
+from quire.router.prefix_index.directory import GroupId
 
 
 def run(clock: StepClock, queues: list[int], *, fixed_s: float, per_token_s: float) -> float:

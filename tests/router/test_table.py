@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.router.config import RoutingConfig
-from quire.router.directory import Applied, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable
-from quire.router.policy import GroupState
+from quire.router.policies.policy import GroupState
+from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync, Position
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.errors import ConfigError
-from quire.worker.events import BlocksStored, EventBatch
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import BlocksStored, EventBatch
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B = GroupId("a"), GroupId("b")
@@ -238,6 +238,9 @@ def test_what_is_remembered_of_requests_is_bounded(blocks: Blocks) -> None:
 def test_a_setting_that_cannot_work_names_itself() -> None:
     with pytest.raises(ConfigError, match="policy='fastest': must be one of prefix_aware"):
         RoutingConfig(policy="fastest")
+    serving = "prefix_aware, round_robin, least_loaded, power_of_two"
+    with pytest.raises(ConfigError, match=f"policy='dynamo': must be one of {serving}$"):
+        RoutingConfig(policy="dynamo")  # It runs in the simulator only.
     with pytest.raises(ConfigError, match="stale_after_s=0: must be above 0"):
         RoutingConfig(stale_after_s=0)
     with pytest.raises(ConfigError, match="stale_after_s=nan: must be above 0"):

@@ -13,11 +13,11 @@ import grpc
 import pytest
 
 from quire import demo_model
-from quire.cluster.app import Endpoints, running_app
-from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
-from quire.cluster.local import ray_session
-from quire.worker.config import EngineConfig
+from quire.cluster.deploy.app import Endpoints, running_app
+from quire.cluster.deploy.local import ray_session
+from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.worker.api.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -62,9 +62,10 @@ def pace(pace_file: Path) -> Iterator[Callable[[float], None]]:
 
 @pytest.fixture(scope="module")
 def endpoints(pace_file: Path) -> Iterator[Endpoints]:
-    """Of a module: a process has one Ray at a time, and some tests here start their own.
+    """A served cluster for one module.
 
-    How long the machine takes is no matter, nor is how little: see `pace`.
+    A process has one Ray at a time, and some tests start their own. The machine's speed does not
+    matter: see `pace`.
     """
     config = replace(CONFIG, max_queue_wait_s=1000, standing_wait_s=1000)
     with marked_processes(), paced_cluster(config) as endpoints:

@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from quire.cluster import deployments
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy import deployments
 
 PACE = "QUIRE_TEST_PACE"
 """The environment variable with the file that says how many seconds a step waits before it begins.

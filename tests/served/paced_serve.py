@@ -2,8 +2,8 @@
 
 from tests.served.paced_group import ReplicaGroup
 
-from quire.cluster import deployments
 from quire.cluster.cli.main import main
+from quire.cluster.deploy import deployments
 
 if __name__ == "__main__":
     deployments.ReplicaGroup = ReplicaGroup  # type: ignore[misc]

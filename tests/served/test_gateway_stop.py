@@ -24,13 +24,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway.server import GatewayServer
+from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.links.group_link import GroupContact
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 NUM_STREAMS = 8
 NUM_TOKENS = 400
@@ -57,14 +58,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def run_gateway(group: str, pipe: Connection) -> None:
+def run_gateway(group: GroupContact, pipe: Connection) -> None:
     """The body of a gateway's process: what a Serve replica does, which Serve stops by a call."""
 
     async def run() -> None:
         told = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         server = await GatewayServer.start(CONFIG)
-        server.groups.set_addresses([group])
+        server.set_groups([group])
         while not server.groups.num_ready:
             await server.groups.wait_for_change(timeout_s=1)
         pipe.send((server.grpc_address, server.http_address))
@@ -75,7 +76,7 @@ def run_gateway(group: str, pipe: Connection) -> None:
 
 
 @contextlib.asynccontextmanager
-async def gateway(group: str) -> AsyncIterator[tuple[SpawnProcess, str, str]]:
+async def gateway(group: GroupContact) -> AsyncIterator[tuple[SpawnProcess, str, str]]:
     """Its process and where it listens, gRPC and HTTP."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -151,7 +152,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_takes_no_more() -> No
     group = await GroupServer.start(CONFIG, group_id="group")
     is_told = threading.Event()
     wait_before_steps(group, is_told)  # So that no stream has ended when all have begun.
-    async with gateway(group.address) as leaving, gateway(group.address) as staying:
+    async with gateway(group.contact) as leaving, gateway(group.contact) as staying:
         process, grpc_address, http_address = leaving
         both = f"ipv4:{grpc_address},{staying[1]}"  # The first that answers is taken.
         async with (

@@ -12,25 +12,29 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import pytest
 
 from quire import demo_model
-from quire.cluster.admission.config import AdmissionConfig
 from quire.cluster.config import ClusterConfig
-from quire.cluster.gateway.generation import GenerationRequest
-from quire.cluster.gateway.service import Gateway, GatewayConfig
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
-from quire.worker.config import EngineConfig
-from quire.worker.process_executor import ProcessExecutor
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.text import Tokenizer
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.request import Request, Text
+from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 100
 NUM_TOKENS = 80
@@ -68,7 +72,7 @@ def run_group(config: ClusterConfig, name: str, step_s: float, pipe: Connection)
         server._engine.step = wait_and_step  # type: ignore[method-assign]
         executor = server._engine._executor
         ranks = executor.pids if isinstance(executor, ProcessExecutor) else ()
-        pipe.send((server.address, ranks))
+        pipe.send((server.contact, ranks))
         await asyncio.to_thread(pipe.recv)
         await server.stop(drain_timeout_s=0)
 
@@ -78,8 +82,8 @@ def run_group(config: ClusterConfig, name: str, step_s: float, pipe: Connection)
 @contextlib.asynccontextmanager
 async def group(
     name: str, *, num_ranks: int, step_s: float = 0.0
-) -> AsyncIterator[tuple[str, int, tuple[int, ...]]]:
-    """Yields its address, its process id and those of its ranks, if they have processes."""
+) -> AsyncIterator[tuple[GroupContact, int, tuple[int, ...]]]:
+    """Yields how it is reached, its process id and those of its ranks, if they have processes."""
     engine = replace(CONFIG.engine, tensor_parallel_size=num_ranks)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -88,18 +92,18 @@ async def group(
     process.start()
     theirs.close()
     try:
-        address, ranks = await asyncio.to_thread(ours.recv)
+        contact, ranks = await asyncio.to_thread(ours.recv)
         assert process.pid is not None
-        yield address, process.pid, ranks
+        yield contact, process.pid, ranks
     finally:
         process.kill()
         await asyncio.to_thread(process.join)
 
 
-def request(number: int) -> GenerationRequest:
-    return GenerationRequest(
-        prompt=f"Question {number}: what is it?",
-        params=SamplingParams(
+def request(number: int) -> Request:
+    return Request(
+        prompt=(Text(f"Question {number}: what is it?"),),
+        sampling=SamplingParams(
             temperature=number % 2, seed=number, max_tokens=NUM_TOKENS, ignore_eos=True
         ),
     )
@@ -108,7 +112,7 @@ def request(number: int) -> GenerationRequest:
 class Streams:
     """All requests, under way at one gateway."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: ModelService) -> None:
         self._gateway = gateway
         self.token_ids: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
         self._tasks = [asyncio.create_task(self._run(n)) for n in range(NUM_STREAMS)]
@@ -122,8 +126,8 @@ class Streams:
         return self.token_ids
 
     async def _run(self, number: int) -> None:
-        generation = await self._gateway.prepare(request(number))
-        async for chunk in self._gateway.stream([generation]):
+        prepared = await self._gateway.prepare(request(number))
+        async for chunk in self._gateway.stream([prepared]):
             assert chunk.token_offset == len(self.token_ids[number])
             self.token_ids[number] += chunk.token_ids
 
@@ -140,6 +144,7 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
         }
         spare, _, _ = await stack.enter_async_context(group("spare", num_ranks=1))
         table = RoutingTable(block_size=CONFIG.engine.block_size)
+        contacts: dict[str, GroupContact] = {}
         groups = Groups(
             table=table,
             expected=Expectation(model="demo", block_size=CONFIG.engine.block_size),
@@ -149,11 +154,12 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
                 # So few that no group gets far ahead of a gateway that does not get the CPU.
                 window_tokens=16,
             ),
+            connect=partial(grpc_connect, contacts=contacts),
         )
         stack.push_async_callback(groups.close)
         tokenizer = Tokenizer.load(demo_model.PATH)
         patient = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
-        gateway = Gateway(
+        gateway = ModelService(
             model="demo",
             tokenizer=tokenizer,
             groups=groups,
@@ -161,15 +167,17 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
             config=GatewayConfig(admission=patient),
         )
 
-        await only(groups, "spare", spare)
+        contacts[spare.address] = spare
+        await only(groups, "spare", spare.address)
         expected = await Streams(gateway).have_ended()
         assert all(len(ids) == NUM_TOKENS for ids in expected)
         for how, victim in victims.items():
-            async with victim as (address, process_id, ranks):
-                await only(groups, how, address)
+            async with victim as (contact, process_id, ranks):
+                contacts[contact.address] = contact
+                await only(groups, how, contact.address)
                 streams = Streams(gateway)
                 await streams.have_begun()
-                groups.set_addresses([address, spare])
+                groups.set_addresses([contact.address, spare.address])
                 resumed = gateway.telemetry.resumes._value.get()
                 target = ranks[1] if how.startswith("rank") else process_id
                 os.kill(target, signal.SIGKILL if how.endswith("killed") else signal.SIGSTOP)

@@ -4,8 +4,10 @@ signal ends us first."""
 import itertools
 import os
 import signal
+import stat
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,8 @@ import pytest
 import ray
 from ray._private import node, services, worker
 
+from quire.cluster.deploy.local import ray_session
 from quire.cluster.errors import StartFailed
-from quire.cluster.local import ray_session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("no_process_is_left")]
 
@@ -34,21 +36,28 @@ class LateRaylets:
 
     def _get_node_if_in_time(self, gcs_address: str, node_id: str) -> Any:
         self._seen[node_id] = None
-        if list(self._seen).index(node_id) < self._num_late:
-            raise RuntimeError("not in time")
-        while True:
+        while True:  # A raylet that is there has said something in its log.
             try:
-                return self._get_node(gcs_address, node_id)
+                found = self._get_node(gcs_address, node_id)
+                break
             except RuntimeError:
                 time.sleep(0.1)
+        if list(self._seen).index(node_id) < self._num_late:
+            raise RuntimeError("not in time")
+        return found
 
 
 def test_another_node_is_started_when_a_raylet_does_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     LateRaylets(monkeypatch, num_late=1)
-    with ray_session() as logs:
-        assert logs is not None
+    with ray_session() as session:
+        assert session.logs is not None
+        # Ray opens what it makes to everyone, down from a folder that is ours alone.
+        private = session.logs.parents[3]
+        assert private.parent == Path(tempfile.gettempdir())
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert session.lost() is None
         assert ray.get(ray.remote(lambda: 5).remote()) == 5
         assert len([each for each in ray.nodes() if each["Alive"]]) == 1
 

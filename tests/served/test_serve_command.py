@@ -1,27 +1,25 @@
 """``quire serve`` as its user runs it: a process, a signal."""
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+from tests.hub_server import Repository, files_of, hub_server
+from tests.served.serve_process import serving
 
+from quire import demo_model
 from quire.cluster.cli.main import main
 from quire.cluster.client import generate
+from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(
     ended_by: signal.Signals, send: Callable[[int, int], None]
 ) -> None:
-    with serving("--num-groups", "1") as (server, grpc_address, _):
+    with serving("--num-groups", "1", sigint=signal.SIG_IGN) as (server, grpc_address, _):
         with grpc.insecure_channel(grpc_address) as channel, ThreadPoolExecutor(1) as pool:
             sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True)
             stream = generate(channel, pb.GenerateRequest(text="Once", sampling=sampling))
@@ -91,33 +89,36 @@ def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) ->
     assert not errors
 
 
-@contextlib.contextmanager
-def serving(*flags: str, module: str = "quire") -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """``quire serve`` with the demo model, and where it listens: gRPC and HTTP."""
-    free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
-    with subprocess.Popen(
-        [sys.executable, "-m", module, "serve", *free, *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        # A shell's background job ignores it, and so would its children.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    ) as server:
-        assert server.stdout is not None
-        assert server.stderr is not None
-        printed = ""
-        addresses = re.compile(r"gRPC\s+(\S+).*HTTP\s+http://([^/\s]+)/", re.DOTALL)
-        while not (found := addresses.search(printed)):
-            line = server.stdout.readline()
-            assert line, f"it ended: {server.stderr.read()}"
-            printed += line
-        try:
-            yield server, found[1], found[2]
-        finally:
-            if server.poll() is None:
-                server.send_signal(signal.SIGINT)
+@pytest.mark.usefixtures("no_process_is_left")
+def test_groups_serve_the_commit_that_a_model_of_the_hub_was_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are fetched once, and the branch moves before the groups start."""
+    sampling = pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    request = pb.GenerateRequest(text="What is", sampling=sampling)
+    with hub_server() as hub:
+        repository = hub.repositories["org/demo"] = Repository()
+        first = repository.commit(files_of(demo_model.PATH))
+        hub.amid_weights = lambda: repository.commit({"config.json": b"{}"})
+        for name, value in hub.environment(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        with serving("org/demo", "--num-groups", "2") as (server, grpc_address, http_address):
+            with grpc.insecure_channel(grpc_address) as channel:
+                chunks = list(generate(channel, request))
+            models = httpx.get(f"http://{http_address}/v1/models", timeout=120).json()
+            server.send_signal(signal.SIGINT)
+            _, errors = server.communicate()
+    assert server.returncode == 0, errors
+    assert [model["id"] for model in models["data"]] == ["org/demo"]
+    assert hub.sent(".safetensors") == ["model.safetensors"]
+    assert len(repository.commits) == 2
+    assert {each.split("/")[6] for each in hub.requests if "/tree/" in each} == {first}
+    with LLM(model=demo_model.PATH, kv_cache_memory_bytes=2**22) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        (output,) = llm.generate(request.text, greedy, use_tqdm=False)
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(
+        output.outputs[0].token_ids
+    )
 
 
 @pytest.mark.usefixtures("no_process_is_left")

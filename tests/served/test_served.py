@@ -19,18 +19,18 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ray import serve
 
 from quire import demo_model
-from quire.cluster.app import APP_NAME, Endpoints
 from quire.cluster.cli.main import main
 from quire.cluster.client import chat_request, generate
+from quire.cluster.deploy.app import APP_NAME, Endpoints
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.request import TokenDelta
+from quire.worker.api.outputs import TokenDelta
 
 T = TypeVar("T")
 SetPace = Callable[[float], None]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 BLOCK_SIZE = 16
 _numbers = itertools.count()
@@ -243,7 +243,7 @@ def test_groups_and_gateways_do_not_come_after_all_other_processes() -> None:
 
 
 def _listening_addresses() -> set[str]:
-    """Of the TCP sockets of all processes of the test cluster."""
+    """Listening addresses of all processes of the test cluster."""
     inodes = _of_processes(lambda process: [os.readlink(fd) for fd in (process / "fd").iterdir()])
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

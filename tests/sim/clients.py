@@ -22,7 +22,7 @@ class Load:
     rate: float = 1.0
     """Requests a second."""
     burst: int = 0
-    """Once a minute on average so many come within a second, whatever there is room for."""
+    """Requests that arrive within one second, once a minute on average, whatever the room."""
     mean_output: int = 30
     num_documents: int = 4
     """Prompts begin with one of these, whose KV can be shared."""

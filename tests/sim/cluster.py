@@ -1,7 +1,7 @@
 """A simulated cluster: groups, gateways, and who brings them back, all of the real parts.
 
 Real are `Engine` with scheduler, block pool and events, `EngineLoop`, `GroupService`,
-`GroupClient`, `Groups`, `RoutingTable`, `Gateway` and the `Inference` service. Made up are the
+`GroupClient`, `Groups`, `RoutingTable`, `ModelService` and the `Inference` service. Made up are the
 model, the network and the place of Ray Serve: *operations*, which finds after a while that a
 process is dead or its engine has failed, starts another, and tells the gateways sooner or later
 who there is.
@@ -19,20 +19,20 @@ from tests.sim.loop import Process, SimLoop
 from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCost
 from tests.sim.network import GroupLinkOver, Network
 
-from quire.cluster.failover.completion_request import CompletionConfig
-from quire.cluster.gateway.grpc_server import InferenceService
-from quire.cluster.gateway.service import Gateway, GatewayConfig
+from quire.cluster.edge.grpc_server import InferenceService
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.group.service import GroupService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.config import EngineConfig
+from quire.worker.api.config import EngineConfig
 from quire.worker.engine import Engine
-from quire.worker.model_facts import ModelFacts
+from quire.worker.model.facts import ModelFacts
 
 MODEL = "hash"
 BLOCK_SIZE = 4
@@ -139,7 +139,7 @@ class SimGateway:
             connect=self._connect,
             jitter=cluster.rng.uniform,
         )
-        self.gateway = Gateway(
+        self.gateway = ModelService(
             model=MODEL,
             tokenizer=cluster.model.tokenizer,
             groups=self.groups,
@@ -157,7 +157,7 @@ class SimGateway:
             yield GroupLinkOver(connection)
 
     async def hear_of_groups(self, groups: "list[SimGroup]") -> None:
-        """Of those that are there when it gets to it: news keep their order."""
+        """Tells the gateway of the groups, in the order in which news arrive."""
         self.groups.set_addresses([group.address for group in groups])
 
 

@@ -17,7 +17,7 @@ _IDLE_S = 2.0
 
 
 class Judge:
-    """Of one run."""
+    """The judge of one run."""
 
     def __init__(self, cluster: Cluster, clients: Clients, chaos: Chaos) -> None:
         self._cluster, self._clients, self._chaos = cluster, clients, chaos

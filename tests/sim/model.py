@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tests.steps import samples
 
 from quire.cluster.group.engine_loop import EngineLoop
+from quire.worker.api.errors import RankFailure
 from quire.worker.engine import Engine
-from quire.worker.errors import RankFailure
-from quire.worker.executor import DirectExecutor
-from quire.worker.step import StepInput, StepOutput
-from quire.worker.text import Tokenizer
+from quire.worker.ranks.executor import DirectExecutor
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.text.tokenizer import Tokenizer
 
 EOS = 256
 POISON = 255
@@ -97,11 +98,11 @@ class HashExecutor(DirectExecutor):
             raise RankFailure(self.failure)
         self._slots[step.slot_mapping_T] = step.token_ids_T
         token_ids = []
-        for index, row in enumerate(step.sample_rows_S.tolist()):
-            positions = np.arange(step.seq_lens_B[row])
+        for sample, row, length in samples(step):
+            positions = np.arange(length)
             blocks = step.block_tables_BM[row][positions // self._block_size].astype(np.int64)
             context = self._slots[blocks * self._block_size + positions % self._block_size]
-            seed = int(step.sampling.seed_S[index])
+            seed = int(step.sampling.seed_S[sample])
             token_ids.append(self._model.next_token(context, seed=seed))
         return StepOutput(np.array(token_ids, dtype=np.int64))
 

@@ -16,10 +16,10 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.failover.completion_request import CompletionConfig
-from quire.cluster.gateway.service import GatewayConfig
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.service import GatewayConfig
 
 COST = StepCost(step_s=0.05, token_s=0.001)
 MEAN_OUTPUT = 20
@@ -109,6 +109,7 @@ def capacity_per_s() -> float:
     return done_per_s(loaded(30.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gateways", [1, 3])
 def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capacity(
     num_gateways: int,
@@ -125,6 +126,7 @@ def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capa
         assert ask.num_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gateways", [2, 3])
 def test_gateways_that_nobody_told_of_each_other_queue_no_more_than_one_would(
     num_gateways: int,
@@ -159,6 +161,7 @@ def test_gateways_learn_how_many_they_are() -> None:
     assert seen == [{3}, {2}, {3}, {2}, {1}, {1}]
 
 
+@pytest.mark.slow
 def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:
     """Half of what the cluster can do is urgent, five times as much is not. Bursts may wait."""
     patient = AdmissionConfig(max_queue_wait_s=10, standing_wait_s=10)

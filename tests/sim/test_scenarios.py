@@ -1,6 +1,7 @@
 """One fault at a time, and how long at most a client waits for its next token."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
 from tests.sim.world import Plan, Result, World, run
 
-from quire.cluster.failover.completion_request import CompletionConfig
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 
 CLIENT = GroupClientConfig(silence_timeout_s=2.0, step_deadline_s=5.0)
@@ -24,8 +25,7 @@ NUM_STREAMS = 30
 NUM_TOKENS = 100
 PROMPT = list(range(50))
 
-# All that a group has to compute anew when it is given the streams of another one, in turn with
-# the decodes of its own.
+# The time for a group to recompute the streams of another one, in turn with its own decodes.
 RECOMPUTE_S = NUM_STREAMS * COST(len(PROMPT) + NUM_TOKENS) + 1.0
 
 Step = Callable[[World], Awaitable[None]]
@@ -104,6 +104,25 @@ def test_groups_that_share_no_fate_lose_nothing_when_each_is_rolled() -> None:
 def test_a_lone_group_that_crashes_is_waited_for() -> None:
     plan = Plan(cluster=replace(CLUSTER, num_groups=1, detect_s=1.0, start_s=2.0, news_s=0.5))
     result = play(fault("crash"), plan=plan)
+    assert result.outcomes == {"done": NUM_STREAMS}
+
+
+@pytest.mark.parametrize("kind", ["crash", "vanish", "rank failure"])
+@pytest.mark.parametrize("seed", range(10))
+def test_where_all_groups_die_together_every_stream_is_done_once_they_are_back(
+    seed: int, kind: str
+) -> None:
+    """Within some steps of each other, before the streams have had many tokens."""
+    rng = random.Random(seed)
+
+    async def step(world: World) -> None:
+        for group in tuple(world.cluster.groups):
+            await asyncio.sleep(rng.choice([0.0, 0.001, 0.05]))
+            world.chaos.begin(kind, group=group)
+        await asyncio.sleep(30)
+
+    plan = Plan(cluster=replace(CLUSTER, num_groups=rng.choice([3, 6])))
+    result = play(step, plan=plan, seed=seed, warm_s=rng.choice([0.05, 0.1, 0.2]))
     assert result.outcomes == {"done": NUM_STREAMS}
 
 

@@ -29,7 +29,7 @@ from tests.sim.loop import SimLoop, simulate
 from tests.sim.model import HashModel, make_tokenizer
 from tests.sim.network import Network, NetworkConfig
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2
 
 _TAIL = 60

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.steps import banned_ids, samples
 
-from quire.worker.config import EngineConfig
+from quire.worker.api.arrays import Longs
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import RankFailure
+from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
-from quire.worker.errors import RankFailure
-from quire.worker.executor import DirectExecutor
-from quire.worker.model_facts import ModelFacts
-from quire.worker.step import Longs, StepInput, StepOutput, TokenLogprobs
+from quire.worker.model.facts import ModelFacts
+from quire.worker.ranks.executor import DirectExecutor
+from quire.worker.step.messages import StepInput, StepOutput
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -67,11 +70,10 @@ class PagedExecutor(DirectExecutor):
 
         sampling = step.sampling
         token_ids = []
-        for index, row in enumerate(step.sample_rows_S.tolist()):
-            assert sampling.position_S[index] == len(contexts[row])
-            banned = sampling.banned_ids.get(index, np.empty(0, dtype=np.int64))
-            seed = int(sampling.seed_S[index])
-            token_ids.append(next_token(contexts[row], seed=seed, banned=banned.tolist()))
+        for sample, row, length in samples(step):
+            assert sampling.position_S[sample] == length
+            banned, seed = banned_ids(sampling, sample), int(sampling.seed_S[sample])
+            token_ids.append(next_token(contexts[row][:length], seed=seed, banned=banned))
         self._sampled = np.array(token_ids, dtype=np.int64)
         wanted = sampling.num_logprobs_S.tolist()
         logprobs = tuple(

@@ -6,10 +6,12 @@ Blocks have 4 tokens in these tests, and the end token is 1.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.prepared import prepared
+
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.hashing import as_token_ids
-from quire.worker.request import Request, TokenDelta
-from quire.worker.sampling_params import SamplingParams
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
@@ -24,18 +26,17 @@ def request(
     resumed: Sequence[int] = (),
     salt: str = "",
     **params: Any,
-) -> Request:
-    defaults: dict[str, Any] = {"seed": 0, "ignore_eos": True}
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=as_token_ids(prompt),
-        params=SamplingParams(max_tokens=max_tokens, **{**defaults, **params}),
+) -> Prepared:
+    return prepared(
+        request_id,
+        prompt,
         resumed_token_ids=as_token_ids(resumed),
         cache_salt=salt,
+        **{"max_tokens": max_tokens, "ignore_eos": True, **params},
     )
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, TokenDelta]:
+def run(engine: Engine, *requests: Prepared) -> dict[str, TokenDelta]:
     """Runs to the end; returns each request's last output, with all of its tokens."""
     for one in requests:
         engine.add_request(one)

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -5,14 +6,62 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.worker.blocks import BlockId, BlockPool
-from quire.worker.errors import NoFreeBlocks
-from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
-from quire.worker.eviction import LowestUtility, PolicyFactory
-from quire.worker.eviction_baselines import S3Fifo, by_score, gdsf, lru, turnovers
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import NoFreeBlocks
+from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
+from quire.worker.api.hashing import BlockHash
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.eviction import EvictionQueue, LowestUtility, PolicyFactory
 
 Chain = tuple[int, ...]
+
+
+class Use(NamedTuple):
+    """What a block was used for, when it becomes evictable."""
+
+    last_used: int
+    num_hits: int
+    position: int
+
+
+class Scored:
+    """An eviction policy: the block with the lowest score goes."""
+
+    def __init__(self, num_blocks: int, score: Callable[[Use], int]) -> None:
+        self._score = score
+        self._queue = EvictionQueue[int]()
+        self._uses = [Use(0, 0, 0)] * num_blocks
+
+    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+        self._uses[block_id] = Use(0, 0, position)
+
+    def hit(self, block_id: int) -> None:
+        use = self._uses[block_id]
+        self._uses[block_id] = use._replace(num_hits=use.num_hits + 1)
+
+    def held(self, block_id: int, *, now: int) -> None:
+        self._queue.remove(block_id)
+
+    def released(self, block_id: int, *, now: int) -> None:
+        self._uses[block_id] = self._uses[block_id]._replace(last_used=now)
+
+    def offer(self, block_id: int, *, now: int) -> None:
+        self._queue.push(block_id, self._score(self._uses[block_id]))
+
+    def evict(self, *, now: int) -> int:
+        return self._queue.pop()
+
+
+def by_score(score: Callable[[Use], int]) -> PolicyFactory:
+    return lambda num_blocks: Scored(num_blocks, score)
+
+
+POLICIES: dict[str, PolicyFactory] = {
+    "default": LowestUtility,
+    "oldest": by_score(lambda use: use.last_used),
+    "fewest hits": by_score(lambda use: use.num_hits),
+    "odd": by_score(lambda use: hash(use) % 7),
+    "newest": by_score(lambda use: -use.last_used),
+}
 
 
 def name(chain: Chain) -> BlockHash:
@@ -58,7 +107,7 @@ def test_of_two_prefixes_used_alike_the_one_used_longer_ago_goes_first() -> None
 
 def test_a_policy_can_let_a_prefix_that_was_hit_outlive_newer_ones_that_were_not() -> None:
     log = EventLog(epoch=0)
-    pool = BlockPool(num_blocks=4, block_size=4, log=log, policy=by_score(turnovers))
+    pool = BlockPool(num_blocks=4, block_size=4, log=log, policy=by_score(lambda use: use.num_hits))
     pool.release(compute(pool, (1, 2)))
     pool.release(compute(pool, (1, 2)))
     pool.release(compute(pool, (3, 4)))
@@ -128,17 +177,6 @@ def test_a_pool_of_a_million_blocks_needs_no_object_per_block() -> None:
     pool = make_pool(1_000_000)
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.num_free == 999_997
-
-
-POLICIES: dict[str, PolicyFactory] = {
-    "default": LowestUtility,
-    "S3-FIFO": S3Fifo,
-    "LRU": by_score(lru),
-    "GDSF": by_score(gdsf),
-    "turnovers": by_score(turnovers),
-    "odd": by_score(lambda use: hash(use) % 7),
-    "newest": by_score(lambda use: -use.last_used),
-}
 
 
 class Holder(NamedTuple):

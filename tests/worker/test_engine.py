@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
-from quire.worker.step import StepInput
+from quire.worker.step.messages import StepInput
 
 # Prefix caching
 
@@ -92,7 +92,7 @@ def test_decodes_come_first_and_chunks_fill_the_budget(make_engine: MakeEngine) 
         engine.step()
     shapes = [(s.num_decodes, np.diff(s.query_starts_B1).tolist()) for s in executor.steps]
     assert shapes == [(0, [3]), (1, [1, 5]), (1, [1, 5]), (1, [1, 5]), (2, [1, 1])]
-    assert [len(s.sample_rows_S) for s in executor.steps] == [1, 1, 1, 1, 2]
+    assert [len(s.samples_S) for s in executor.steps] == [1, 1, 1, 1, 2]
 
 
 def test_requests_start_in_the_order_of_their_arrival(make_engine: MakeEngine) -> None:

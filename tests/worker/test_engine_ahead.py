@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.prepared import prepared
+from tests.steps import banned_ids
+
+from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.hashing import as_token_ids
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import StepInput
+from quire.worker.step.messages import StepInput
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
@@ -16,13 +17,9 @@ PROMPT = [2, 3, 4, 5, 6, 7]
 # Blocks have 4 tokens, and the end token is 1.
 
 
-def request(request_id: str, prompt: Sequence[int] = PROMPT, **params: Any) -> Request:
+def request(request_id: str, prompt: Sequence[int] = PROMPT, **params: Any) -> Prepared:
     defaults: dict[str, Any] = {"seed": 0, "ignore_eos": True, "max_tokens": 6}
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=as_token_ids(prompt),
-        params=SamplingParams(**(defaults | params)),
-    )
+    return prepared(request_id, prompt, **(defaults | params))
 
 
 def late_tokens(executor: Any) -> list[int]:
@@ -101,8 +98,8 @@ def test_a_request_with_penalties_is_not_scheduled_before_its_tokens_are_known(
     seen: list[list[int]] = []
 
     def note(step: StepInput) -> None:
-        (penalties,) = step.sampling.penalties
-        seen.append(penalties.output_counts_R.tolist())
+        assert step.sampling.adjustments is not None
+        seen.append(step.sampling.adjustments.seen_counts_E.tolist())
 
     executor.on_execute = note
     engine.add_request(request("a", presence_penalty=0.5, max_tokens=4))
@@ -111,12 +108,27 @@ def test_a_request_with_penalties_is_not_scheduled_before_its_tokens_are_known(
     assert [sum(counts) for counts in seen] == [0, 1, 2, 3]
 
 
+def test_a_request_with_penalties_holds_back_no_other(
+    make_engine: MakeEngine, generate: Generate
+) -> None:
+    engine, executor = make_engine(num_ahead=1)
+    engine.add_request(request("penalised", presence_penalty=0.5, max_tokens=4))
+    engine.add_request(request("plain", PROMPT[::-1], max_tokens=8))
+    tokens = run(engine)
+    assert tokens["penalised"] == generate(PROMPT, max_tokens=4, stop=())[0]
+    assert tokens["plain"] == generate(PROMPT[::-1], max_tokens=8, stop=())[0]
+    # The plain one has a token in every step, mostly behind one that is still in flight.
+    assert len(executor.steps) == 8
+    assert sum(late_tokens(executor)) == 7
+
+
 def test_min_tokens_counts_what_is_in_flight(make_engine: MakeEngine) -> None:
     engine, executor = make_engine(num_ahead=1)
     engine.add_request(request("a", max_tokens=4, min_tokens=2))
     run(engine)
     assert late_tokens(executor) == [0, 1, 1, 1]
-    assert [len(step.sampling.banned_ids) for step in executor.steps] == [1, 1, 0, 0]
+    banned = [banned_ids(step.sampling, 0) for step in executor.steps]
+    assert [len(ids) > 0 for ids in banned] == [True, True, False, False]
 
 
 def test_blocks_with_tokens_in_flight_are_named_when_the_tokens_come(

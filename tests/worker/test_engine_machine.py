@@ -15,14 +15,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.prepared import prepared
 
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.api.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
-from quire.worker.errors import InvalidRequest
-from quire.worker.events import BlockEvent, BlocksRemoved, BlocksStored
-from quire.worker.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
-from quire.worker.request import Request, TokenDelta
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import StepInput
+from quire.worker.step.messages import StepInput
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -124,10 +125,10 @@ class EngineMachine(RuleBasedStateMachine):
             banned=(EOS,),
             min_tokens=params.min_tokens,
         )
-        request = Request(
-            request_id=f"r{self.num_added}",
-            prompt_token_ids=as_token_ids(prompt),
-            params=params,
+        request = prepared(
+            f"r{self.num_added}",
+            prompt,
+            sampling=params,
             resumed_token_ids=as_token_ids(output[: spec.num_resumed]),
             cache_salt=spec.salt,
             priority=spec.priority,

@@ -1,11 +1,15 @@
 """How requests end, and which are refused."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+from tests.steps import banned_ids
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
-from quire.worker.errors import ConfigError, InvalidRequest, QueueFull, RankFailure
-from quire.worker.request import Request, derive_seed
+from quire.worker.api.errors import ConfigError, InvalidRequest, QueueFull, RankFailure
+from quire.worker.api.limits import derive_seed
+from quire.worker.api.request import Prepared
 
 # Ends
 
@@ -38,25 +42,48 @@ def test_before_min_tokens_neither_end_nor_stop_tokens_are_sampled(
     engine, executor = make_engine()
     one = request("a", [2, 3], max_tokens=4, min_tokens=2, stop_token_ids=[7], ignore_eos=True)
     run(engine, one)
-    banned = [step.sampling.banned_ids for step in executor.steps]
-    assert [ids[0].tolist() if ids else None for ids in banned] == [[1, 7], [1, 7], None, None]
+    banned = [banned_ids(step.sampling, 0) for step in executor.steps]
+    assert banned == [[1, 7], [1, 7], [], []]
 
 
+def test_a_bias_holds_for_every_token_and_a_ban_outweighs_it(make_engine: MakeEngine) -> None:
+    engine, executor = make_engine()
+    bias = {7: 5.0, 9: -1.5}
+    run(engine, request("a", [2], max_tokens=3, min_tokens=1, stop_token_ids=[7], logit_bias=bias))
+    found = []
+    for step in executor.steps:
+        edits = step.sampling.adjustments
+        assert edits is not None
+        found.append(dict(zip(edits.biased_ids_A.tolist(), edits.bias_A.tolist(), strict=True)))
+    assert found[0] == {1: -np.inf, 7: -np.inf, 9: -1.5}
+    assert found[1:] == [bias, bias][: len(found) - 1]
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.5])
 def test_penalties_name_each_token_of_output_and_prompt_once(
-    make_engine: MakeEngine, generate: Generate
+    make_engine: MakeEngine, generate: Generate, repetition: float
 ) -> None:
     engine, executor = make_engine()
     prompt = [5, 5, 6]
     output, _ = generate(prompt, max_tokens=12, stop=())
-    run(engine, request("a", prompt, max_tokens=12, resumed=output[:3], presence_penalty=0.5))
+    penalised = request(
+        *("a", prompt),
+        max_tokens=12,
+        resumed=output[:3],
+        presence_penalty=0.5,
+        repetition_penalty=repetition,
+    )
+    run(engine, penalised)
     for num_output, step in enumerate(executor.steps, 3):
-        (penalties,) = step.sampling.penalties
-        if step is executor.steps[-1]:
-            ids, counts = np.unique(output[:num_output], return_counts=True)
-            order = np.argsort(penalties.output_ids_R)
-            assert penalties.output_ids_R[order].tolist() == ids.tolist()
-            assert penalties.output_counts_R[order].tolist() == counts.tolist()
-            assert sorted(penalties.seen_ids_R.tolist()) == sorted({*prompt, *output[:num_output]})
+        edits = step.sampling.adjustments
+        assert edits is not None
+        counts = Counter(output[:num_output])
+        if repetition != 1:
+            counts.update(dict.fromkeys(prompt, 0))
+        found = zip(edits.seen_ids_E.tolist(), edits.seen_counts_E.tolist(), strict=True)
+        assert sorted(found) == sorted(counts.items())
+        assert edits.seen_rows_E.tolist() == [0] * len(counts)
+        assert (edits.presence_S[0], edits.repetition_S[0]) == (0.5, repetition)
 
 
 def test_abort_leaves_nothing_behind_and_says_nothing_more(make_engine: MakeEngine) -> None:
@@ -146,7 +173,7 @@ _SEEDS: list[tuple[str, int | None]] = [("a", None), ("b", 7), ("c", None)]
     ],
 )
 def test_what_can_never_be_served_is_refused_with_numbers_and_remedy(
-    make_engine: MakeEngine, one: Request, message: str
+    make_engine: MakeEngine, one: Prepared, message: str
 ) -> None:
     engine, _ = make_engine(max_model_len=20)
     engine.add_request(request("used", [2]))

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.worker.events import (
+from quire.worker.api.events import (
     NUM_BUCKETS,
     BlockEvent,
     BlocksRemoved,
@@ -11,7 +11,7 @@ from quire.worker.events import (
     EventBatch,
     EventLog,
 )
-from quire.worker.hashing import BlockHash, BlockHashes, root_hash
+from quire.worker.api.hashing import BlockHash, BlockHashes, root_hash
 
 A, B, C = (BlockHash(letter * 32) for letter in (b"a", b"b", b"c"))
 

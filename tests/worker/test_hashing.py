@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.worker import native_hashing
-from quire.worker.hashing import BlockHash, BlockHashes, HashChain, hash_blocks, root_hash
+from quire.worker.api import native_hashing
+from quire.worker.api.hashing import BlockHash, BlockHashes, HashChain, hash_blocks, root_hash
 
 ROOT = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16)
 
@@ -67,3 +67,19 @@ def test_what_cannot_be_names_is_refused() -> None:
         BlockHashes(bytes(33))
     with pytest.raises(ValueError, match="step=2"):
         BlockHashes(bytes(96))[::2]
+
+
+def test_a_root_that_is_no_name_and_blocks_without_tokens_are_refused() -> None:
+    for root, block_size in ((ROOT + b"x", 16), (ROOT[:31], 16), (ROOT, 0), (ROOT, -16)):
+        with pytest.raises(ValueError, match=f"root of {len(root)} bytes, {block_size=}"):
+            HashChain(BlockHash(root), block_size=block_size)
+
+
+def test_a_library_whose_structure_has_another_size_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if native_hashing.library() is None:
+        pytest.skip("no library on this machine")
+    monkeypatch.setattr(native_hashing, "CHAIN_BYTES", native_hashing.CHAIN_BYTES - 8)
+    with pytest.raises(RuntimeError, match=r"Chain has 104 bytes in chain.cpp, 96 here"):
+        native_hashing._load()

@@ -3,8 +3,9 @@
 import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import demo_model, llm
 from quire.llm import LLM, SamplingParams
-from quire.worker.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -55,6 +56,35 @@ def test_text_and_logprobs_are_those_of_transformers(demo: LLM) -> None:
             assert entry.decoded_token == tokenizer.decode([token_id])
         total += float(row[token])
     assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_biased_logits_choose_the_tokens_that_transformers_chooses(demo: LLM) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32)
+    free = demo.generate("The sea", GREEDY, use_tqdm=False)[0]
+    bias = {free.outputs[0].token_ids[0]: -100.0, free.outputs[0].token_ids[2]: 3.5}
+    params = replace(GREEDY, logit_bias=bias)
+    biased = demo.generate("The sea", params, use_tqdm=False)[0]
+    assert biased.outputs[0].token_ids != free.outputs[0].token_ids
+    expected = cast(Any, model).generate(
+        torch.tensor([biased.prompt_token_ids]),
+        do_sample=False,
+        max_new_tokens=len(biased.outputs[0].token_ids),
+        sequence_bias={(token,): value for token, value in bias.items()},
+    )
+    assert expected[0, len(biased.prompt_token_ids) :].tolist() == list(biased.outputs[0].token_ids)
+
+
+def test_only_allowed_tokens_are_sampled(demo: LLM) -> None:
+    allowed = [5, 31, 32, 200]
+    for temperature in (0.0, 1.5):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=20, allowed_token_ids=allowed, seed=1
+        )
+        output = demo.generate("The sea", params, use_tqdm=False)[0].outputs[0]
+        assert set(output.token_ids) <= set(allowed)
+        assert len(output.token_ids) == 20
+    with pytest.raises(InvalidRequest, match="allowed_token_ids"):
+        demo.generate("a", SamplingParams(allowed_token_ids=[10**6]), use_tqdm=False)
 
 
 def test_n_completions_differ_by_seed_and_share_the_prompt(demo: LLM) -> None:
@@ -166,6 +196,8 @@ def test_a_bad_prompt_is_named_and_none_is_run(
         ("logprobs", 21),
         ("presence_penalty", 3),
         ("repetition_penalty", 0),
+        ("logit_bias", [5]),
+        ("logit_bias", {-1: 2}),
     ],
 )
 def test_sampling_parameters_out_of_range_name_themselves(field: str, value: object) -> None:
@@ -213,6 +245,7 @@ def test_the_public_surface_is_this() -> None:
     )
     assert list(inspect.signature(LLM.__init__).parameters)[1:] == [
         "model",
+        "revision",
         "tensor_parallel_size",
         "dtype",
         "quantization",
@@ -228,6 +261,7 @@ def test_the_public_surface_is_this() -> None:
         "enable_prefix_caching",
         "device",
         "enforce_eager",
+        "deterministic",
         "num_threads",
         "async_scheduling",
         "scheduling_policy",

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.prepared import prepared
 
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.errors import ConfigError
-from quire.worker.hashing import as_token_ids
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.waiting import AGING
+from quire.worker.schedule.waiting import AGING
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
@@ -27,13 +26,8 @@ def prompt(length: int, *, seed: int = 0) -> list[int]:
 
 def request(
     request_id: str, tokens: Sequence[int], *, max_tokens: int = 1, priority: int = 0
-) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=as_token_ids(tokens),
-        params=SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
-        priority=priority,
-    )
+) -> Prepared:
+    return prepared(request_id, tokens, max_tokens=max_tokens, ignore_eos=True, priority=priority)
 
 
 def run(engine: Engine) -> dict[str, list[int]]:

@@ -5,11 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.prepared import prepared
 
 from quire.worker.engine import Engine
-from quire.worker.hashing import as_token_ids
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
@@ -33,11 +31,7 @@ class Harness:
 
     def add(self, index: int) -> None:
         self.engine.add_request(
-            Request(
-                request_id=str(index),
-                prompt_token_ids=as_token_ids(PROMPTS[index]),
-                params=SamplingParams(max_tokens=OUTPUT, ignore_eos=True, seed=0),
-            )
+            prepared(str(index), PROMPTS[index], max_tokens=OUTPUT, ignore_eos=True)
         )
 
     def step(self) -> None:

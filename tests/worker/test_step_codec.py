@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quire.worker.config import EngineConfig
-from quire.worker.step import Penalties, SamplingBatch, StepInput, StepOutput, TokenLogprobs
-from quire.worker.step_codec import (
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.step.codec import (
     StepSlots,
     all_slots_bytes,
     read_output,
@@ -20,6 +21,8 @@ from quire.worker.step_codec import (
     write_output,
     write_step,
 )
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 
 CONFIG = EngineConfig(model=Path("none"), max_num_seqs=5, max_num_batched_tokens=33, block_size=4)
 MAX_MODEL_LEN = 50
@@ -61,7 +64,7 @@ def random_step(
         seq_lens_B=ints(rows),
         query_starts_B1=ints(rows + 1),
         num_decodes=int(rng.integers(rows + 1)),
-        sample_rows_S=ints(sampled),
+        samples_S=ints(sampled),
         sampling=SamplingBatch(
             temperature_S=floats(sampled),
             top_p_S=floats(sampled),
@@ -82,13 +85,8 @@ def assert_equal(one: object, other: object) -> None:
         if isinstance(ours, np.ndarray):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
             assert (ours == theirs).all(), name
-        elif isinstance(ours, SamplingBatch):
+        elif isinstance(ours, SamplingBatch | Adjustments):
             assert_equal(ours, theirs)
-        elif name == "banned_ids":
-            ours, theirs = (
-                {row: ids.tolist() for row, ids in each.items()} for each in (ours, theirs)
-            )
-            assert ours == theirs
         else:
             assert ours == theirs
 
@@ -114,32 +112,35 @@ def test_two_steps_of_any_shape_lie_beside_each_other(
             assert_equal(shapes[number + ahead], read_step(rank.step(number + ahead), None))
 
 
-def test_bans_and_penalties_go_with_the_message(ends: tuple[StepSlots, StepSlots]) -> None:
-    engine, rank = ends
-    step = random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2)
+def with_adjustments(step: StepInput) -> StepInput:
     ids = np.array([7, 9])
-    step.sampling.banned_ids[1] = ids
-    penalties = Penalties(2, 0.5, 0.0, 1.0, ids, np.array([1, 2], np.int32), ids)
-    step = StepInput(
-        **{name: getattr(step, name) for name in StepInput.__slots__}
-        | {
-            "sampling": SamplingBatch(
-                **{name: getattr(step.sampling, name) for name in SamplingBatch.__slots__}
-                | {"penalties": (penalties,)}
-            )
-        }
+    edits = Edits(
+        biased_ids_A=ids,
+        bias_A=np.array([-np.inf, 2], np.float32),
+        seen_ids_E=ids,
+        seen_counts_E=np.array([1, 2], np.int32),
+        presence=0.5,
+        mask_W=np.array([-5, 9], np.int32),
     )
+    adjustments = Adjustments.of([(1, edits), (2, Edits())], num_samples=3)
+    return replace(step, sampling=replace(step.sampling, adjustments=adjustments))
+
+
+def test_adjustments_go_with_the_message(ends: tuple[StepSlots, StepSlots]) -> None:
+    engine, rank = ends
+    step = with_adjustments(random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2))
     message = write_step(step, engine.step(0))
-    found = read_step(rank.step(0), message).sampling
-    assert found.banned_ids == {1: ids}
-    assert found.penalties == (penalties,)
+    assert_equal(step, read_step(rank.step(0), message))
+
+
+def test_every_array_of_a_sampling_batch_has_a_type() -> None:
+    assert {*SAMPLE_TYPES, "adjustments"} == set(SamplingBatch.__slots__)
 
 
 def test_a_step_travels_as_one_message(ends: tuple[StepSlots, StepSlots]) -> None:
     engine, _ = ends
     plain = random_step(5, tokens=7, rows=3, sampled=2, late=1, blocks=5)
-    banning = random_step(6, tokens=3, rows=3, sampled=3, late=0, blocks=2)
-    banning.sampling.banned_ids[1] = np.array([7, 9])
+    banning = with_adjustments(random_step(6, tokens=3, rows=3, sampled=3, late=0, blocks=2))
     messages = [step_to_bytes(step, engine.step(0)) for step in (plain, banning)]
     for step, message in zip((plain, banning), messages, strict=True):
         found = step_from_bytes(message)

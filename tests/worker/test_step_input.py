@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
+from tests.prepared import prepared
 
-from quire.worker.blocks import BlockPool
-from quire.worker.events import EventLog
-from quire.worker.hashing import as_token_ids
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.scheduler import Scheduler
-from quire.worker.sequence import Sequence
-from quire.worker.step_input import StepInputs
+from quire.worker.api.events import EventLog
+from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.cache.blocks import BlockPool
+from quire.worker.schedule.scheduler import Scheduler
+from quire.worker.schedule.sequence import Sequence
+from quire.worker.schedule.step_input import StepInputs
 
 
 @pytest.fixture
@@ -18,10 +18,7 @@ def scheduler() -> Scheduler:
 
 def make_sequence(prompt: list[int], params: SamplingParams) -> Sequence:
     return Sequence(
-        request_id="a",
-        prompt_token_ids=as_token_ids(prompt),
-        resumed_token_ids=as_token_ids([]),
-        params=params,
+        prepared("a", prompt, sampling=params),
         seed=params.seed or 0,
         max_tokens=params.max_tokens or 0,
         eos_token_ids=(1,),
@@ -45,7 +42,7 @@ def test_a_decode_a_prompts_last_token_and_a_chunk_are_laid_out_as_the_contract_
     inputs = StepInputs(block_size=4)
     whole = inputs.build(first)
     assert whole.query_starts_B1.tolist() == [0, 4, 9]
-    assert whole.sample_rows_S.tolist() == [0]
+    assert whole.samples_S.tolist() == [3]
     scheduler.submitted(first)
     scheduler.finished()
     scheduler.append_token(decode, 14)
@@ -59,7 +56,7 @@ def test_a_decode_a_prompts_last_token_and_a_chunk_are_laid_out_as_the_contract_
     assert step.slot_mapping_T.tolist() == [12, 9, 16, 17, 18, 19, 20, 21, 22]
     assert step.seq_lens_B.tolist() == [5, 6, 7]
     assert step.query_starts_B1.tolist() == [0, 1, 2, 9]
-    assert step.sample_rows_S.tolist() == [0, 1]
+    assert step.samples_S.tolist() == [0, 1]
 
     sampling = step.sampling
     assert sampling.temperature_S.tolist() == [1, 0]
@@ -69,9 +66,9 @@ def test_a_decode_a_prompts_last_token_and_a_chunk_are_laid_out_as_the_contract_
     assert sampling.seed_S.tolist() == [7, 8]
     assert sampling.position_S.tolist() == [5, 6]
     assert sampling.num_logprobs_S.tolist() == [-1, 2]
-    assert (sampling.banned_ids, sampling.penalties) == ({}, ())
+    assert sampling.adjustments is None
 
     longs = (step.token_ids_T, step.positions_T, step.slot_mapping_T, sampling.position_S)
     assert {array.dtype for array in longs} == {np.dtype(np.int64)}
-    ints = (step.block_tables_BM, step.seq_lens_B, step.query_starts_B1, step.sample_rows_S)
+    ints = (step.block_tables_BM, step.seq_lens_B, step.query_starts_B1, step.samples_S)
     assert {array.dtype for array in ints} == {np.dtype(np.int32)}

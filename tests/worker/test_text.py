@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from quire.worker.errors import CheckpointError, InvalidRequest
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.text import TextStream, Tokenizer
+from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.text.tokenizer import TextStream, Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

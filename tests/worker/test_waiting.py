@@ -3,26 +3,22 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prepared import prepared
 
-from quire.worker.hashing import BlockHash, as_token_ids
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.sequence import Sequence
-from quire.worker.waiting import AGING, Turn, WaitingQueue, turn_of
+from quire.worker.api.hashing import BlockHash
+from quire.worker.schedule.sequence import Sequence
+from quire.worker.schedule.waiting import AGING, Turn, WaitingQueue, turn_of
 
 
 def make_sequence(number: int, *, arrival_s: float = 0.0, priority: int = 0) -> Sequence:
     seq = Sequence(
-        request_id=str(number),
-        prompt_token_ids=as_token_ids([1, 2, 3]),
-        resumed_token_ids=as_token_ids([]),
-        params=SamplingParams(),
+        prepared(str(number), [1, 2, 3], priority=priority),
         seed=0,
         max_tokens=1,
         eos_token_ids=(),
         block_size=4,
         root=None,
         arrival_s=arrival_s,
-        priority=priority,
     )
     seq.number = number
     return seq

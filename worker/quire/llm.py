@@ -19,16 +19,18 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.completion import Completion, Progress, request_output
-from quire.worker.config import Device, DType, EngineConfig, SchedulingPolicy
+from quire.worker.api.config import Device, DType, EngineConfig, SchedulingPolicy
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds, as_token_ids
+from quire.worker.api.limits import derive_seed
+from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.engine import Engine
-from quire.worker.errors import InvalidRequest
-from quire.worker.executor import make_executor
-from quire.worker.hashing import TokenIds, as_token_ids
-from quire.worker.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.worker.request import Request, derive_seed
-from quire.worker.sampling_params import MAX_SEED, SamplingParams, params_of_each
-from quire.worker.text import Message, Tokenizer
+from quire.worker.model.hub import fetch_checkpoint, with_revision
+from quire.worker.ranks.executor import make_executor
+from quire.worker.text.completions import OfflineCompletion, Progress, request_output
+from quire.worker.text.tokenizer import Message, Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -41,7 +43,9 @@ class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
     Args:
-        model: A checkpoint directory in Hugging Face format (Llama or Mistral, safetensors).
+        model: A checkpoint directory in Hugging Face format (safetensors; `docs/models.md`), or
+            ``ORG/NAME`` of the Hugging Face hub, which is fetched into its cache.
+        revision: A branch, tag or commit of a model of the hub; its main branch by default.
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
@@ -60,6 +64,7 @@ class LLM:
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
         device: "auto", "cpu" or "cuda".
         enforce_eager: On a GPU, run decodes without CUDA graphs.
+        deterministic: On a GPU, keep a row's bits independent of the batch.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
         async_scheduling: Prepare the next step while one runs; by default on a GPU.
         scheduling_policy: "shortest_prefill" computes the prompt with the least left next, "fcfs"
@@ -67,13 +72,15 @@ class LLM:
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
-        CheckpointError: The model's files are missing, damaged or of a foreign kind.
+        CheckpointError: The model's files are missing, damaged or of a foreign kind, or the hub
+            does not give them.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
+        revision: str | None = None,
         tensor_parallel_size: int = 1,
         dtype: DType = "auto",
         quantization: Quantization | None = None,
@@ -89,12 +96,13 @@ class LLM:
         enable_prefix_caching: bool = True,
         device: Device = "auto",
         enforce_eager: bool = False,
+        deterministic: bool = True,
         num_threads: int | None = None,
         async_scheduling: bool | None = None,
         scheduling_policy: SchedulingPolicy = "shortest_prefill",
     ) -> None:
         self.config = EngineConfig(
-            model=Path(model),
+            model=fetch_checkpoint(with_revision(Path(model), revision)),
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             quantization=quantization,
@@ -110,6 +118,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             device=device,
             enforce_eager=enforce_eager,
+            deterministic=deterministic,
             num_threads=num_threads,
             async_scheduling=async_scheduling,
             scheduling_policy=scheduling_policy,
@@ -204,32 +213,27 @@ class LLM:
 
     def _completions(
         self, index: int, prompt: Prompt, params: SamplingParams, priority: int
-    ) -> list[Completion]:
+    ) -> list[OfflineCompletion]:
         """The ``params.n`` completions of one prompt, checked and not yet begun."""
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         # Drawn here and not by the engine: the seeds of completions follow one another.
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
             text, token_ids, cache_salt = self._read_prompt(prompt)
-            completions = [
-                Completion(
-                    Request(
-                        request_id=f"{number}-{completion}",
-                        prompt_token_ids=token_ids,
-                        params=replace(params, n=1, seed=(seed + completion) & MAX_SEED),
-                        cache_salt=cache_salt,
-                        priority=priority,
-                    ),
-                    prompt=text,
-                    index=completion,
-                    tokenizer=self._tokenizer,
-                )
-                for completion in range(params.n)
-            ]
-            self._engine.check_request(completions[0].request)
+            request = Prepared(
+                request_id=str(number),
+                prompt_token_ids=token_ids,
+                sampling=replace(params, seed=seed),
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+            self._engine.check_request(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
-        return completions
+        return [
+            OfflineCompletion(each, prompt=text, index=number, tokenizer=self._tokenizer)
+            for number, each in enumerate(request.completions())
+        ]
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, TokenIds, str]:
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
@@ -250,9 +254,9 @@ class LLM:
             token_ids = as_token_ids(self.get_tokenizer().encode(text) if text else [])
         return text, token_ids, fields.get("cache_salt", "")
 
-    def _run(self, completions: Sequence[Completion], *, shown: bool) -> None:
+    def _run(self, completions: Sequence[OfflineCompletion], *, shown: bool) -> None:
         waiting = deque(completions)
-        running: dict[str, Completion] = {}
+        running: dict[str, OfflineCompletion] = {}
         try:
             with Progress(num_completions=len(completions), shown=shown) as progress:
                 while waiting or running:

@@ -12,8 +12,8 @@ import grpc
 from quire.cluster.wire import params_to_proto
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.errors import ConfigError
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.sampling_params import SamplingParams
 
 # As gRPC itself says that it has not reached a server.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")

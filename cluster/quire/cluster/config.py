@@ -1,20 +1,22 @@
-"""What a deployment can be told: the engine of each replica group, and the cluster around it."""
+"""Settings of a deployment: the engine of each replica group, and the cluster around it."""
 
 import re
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from quire.cluster.admission.config import AdmissionConfig
-from quire.cluster.autoscaling.settings import AutoscalingSettings
+from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.router.config import RoutingConfig
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.hub import model_name
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _WAIT_OF_TARGET = 5.0
-"""Times the autoscaler's target that a burst may wait: by how much it is above that says how many
-groups are wanted."""
+"""A burst may wait for this many times the autoscaler's target: the excess tells how many groups to
+start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,11 @@ class ClusterConfig:
     """
 
     engine: EngineConfig
-    """Of every replica group."""
+    """Engine settings of every replica group."""
     served_model_name: str | None = None
-    """What clients call the model; ``None`` is the name of its directory."""
+    """What clients call the model; ``None`` is the name of its directory, or ``ORG/NAME``."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    """Of every gateway."""
+    """Routing settings of every gateway."""
     num_groups: int = 1
     """Replica groups, each with ``engine.tensor_parallel_size`` ranks. Not used where
     ``autoscaling`` is set: it then starts with ``min_groups``."""
@@ -39,13 +41,13 @@ class ClusterConfig:
     nodes_per_group: int = 1
     """Nodes that the ranks of a group are spread over, as many on each. 1: a group's ranks are
     child processes of its replica, the fastest way; more: actors, which sum over the network. All
-    nodes have the model in the same place."""
+    nodes have the model in the same place, or fetch it from the hub."""
     cpus_per_group: float = 0
     """CPUs that Ray reserves for a group, in equal parts on each of its nodes; 0 places groups
     without counting CPUs. On GPUs, one GPU per rank is always reserved."""
     group_resource: str | None = None
-    """A resource of the Ray cluster of which each group takes one on each of its nodes, such as
-    nodes may be labelled with to say what runs where; as for gateways below."""
+    """A custom Ray resource that each group takes one of on each of its nodes, to choose the nodes
+    that groups run on; gateways have the same below."""
     num_gateways: int = 1
     """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
     gateway_resource: str | None = None
@@ -55,24 +57,42 @@ class ClusterConfig:
     """0 takes any free port."""
     http_port: int = 8000
     """0 takes any free port."""
+    metrics_port: int = 0
+    """Each gateway answers ``/metrics`` and ``/health`` by itself on the first free port from this
+    one on, so that those of one node can be told apart; 0 takes any free port."""
+    max_connections: int = ConnectionLimits.max_connections
+    """Connections of clients that a gateway keeps open, over HTTP and over gRPC each; fewer where a
+    process may not have four times as many files open. HTTP connections without a request make room
+    for new ones."""
+    head_timeout_s: float = ConnectionLimits.head_timeout_s
+    """From the opening of a connection to the end of its first request's headers, and from the
+    first byte of each other request to that; over gRPC, to the end of the handshake."""
+    body_timeout_s: float = ConnectionLimits.body_timeout_s
+    """From there to the end of the request's body, over HTTP."""
+    idle_timeout_s: float = ConnectionLimits.idle_timeout_s
+    """How long a connection without requests is kept."""
     group_host: str = "127.0.0.1"
     """Where groups listen for gateways: an address that every gateway's node can reach; "auto" is
     that of the group's own Ray node."""
     tls_certificate: Path | None = None
     """The gateways' certificate chain, PEM, with its key below; ``None`` serves without TLS. New
-    files in the same places are taken up within a minute."""
+    files in the same places are taken up within a minute. With it, groups have TLS too, each with a
+    certificate that it makes for itself."""
     tls_key: Path | None = None
     api_keys_file: Path | None = None
-    """One API key a line; clients must show one. ``None`` lets everyone in."""
+    """One API key a line; clients must show one. Behind a key and a space may stand its tenant, or
+    ``*`` for an operator's key, which sees the routing of everyone's requests. Tenants share no
+    cached prefix; a key without one is a tenant of its own. ``None`` lets everyone in."""
     allow_origins: tuple[str, ...] = ()
     """Origins whose pages browsers may call the HTTP API from, such as "https://chat.example.com";
     "*" is any. Without, pages of other origins cannot."""
     max_queue_wait_s: float | None = None
-    """A request that is predicted to wait for longer until a group begins it is refused at once.
-    ``None`` is 1 s; with ``autoscaling`` five times its ``target_ttft_s``, since a queue past that
-    is what asks for groups."""
+    """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s; with
+    ``autoscaling`` it is five times ``target_ttft_s``, because the queue beyond the target is what
+    starts groups."""
     standing_wait_s: float = AdmissionConfig.standing_wait_s
-    """The same, where it is less, once no request has found a free group for as long as this."""
+    """Replaces ``max_queue_wait_s``, if it is less, once no request has found a free group for this
+    time."""
     max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
     max_queued_tokens: int = AdmissionConfig.max_queued_tokens
@@ -80,20 +100,19 @@ class ClusterConfig:
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
     handover_s: float = 5.0
-    """The last part of that, in which what a stopping group still runs is moved to other groups;
-    as long as ``drain_timeout_s``, everything is moved at once. A move costs the prompt and the
-    tokens so far, computed again where they are not cached."""
+    """The last part of ``drain_timeout_s``, in which a stopping group's remaining requests are
+    moved to other groups; if it equals ``drain_timeout_s``, they are moved at once. A move
+    recomputes the prompt and the tokens so far where they are not cached."""
     silence_timeout_s: float = 2.0
-    """A group from which a gateway hears nothing for this long is lost, though its connection
-    stands: it was stopped, or is cut off. It says something eight times in that time at least. A
-    gateway that a group does not hear for three times as long has its requests there aborted."""
+    """A group that is silent for this long is lost even if its connection stands: it was stopped,
+    or is cut off. A group sends at least eight frames in that time. A gateway that is silent for
+    three times as long has its requests at the group aborted."""
     step_deadline_s: float = 30.0
-    """A group whose model takes longer for one step is lost: a rank hangs. Well above the longest
-    step that is right, which is ``engine.max_num_batched_tokens`` tokens of prefill, or compiles a
-    kernel for a shape that is new; the default is meant for slow CPUs, and a GPU's steps allow a
-    tenth of it."""
+    """A group that takes longer for one step is lost: a rank hangs. Keep it well above the longest
+    healthy step, which prefills ``engine.max_num_batched_tokens`` tokens or compiles a kernel for a
+    new shape. The default is meant for slow CPUs; a tenth is enough for GPUs."""
     max_group_deaths: int = 3
-    """Groups that may die under one request, one soon after the other, until it is refused."""
+    """A request is refused after this many groups died under it in a row."""
     start_first: bool = False
     """An upgrade starts each new group and gateway before it stops an old one. It needs room for
     one more of each, and waits where there is none; without it, a single group's clients wait."""
@@ -109,7 +128,7 @@ class ClusterConfig:
                 f"nodes_per_group={self.nodes_per_group}: must divide "
                 f"engine.tensor_parallel_size={num_ranks}"
             )
-        for name in ("grpc_port", "http_port"):
+        for name in ("grpc_port", "http_port", "metrics_port"):
             value = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise ConfigError(f"{name}={value!r}: must be a port from 0 to 65535")
@@ -123,7 +142,8 @@ class ClusterConfig:
                 raise ConfigError(
                     f"allow_origins={origin!r}: must be '*' or scheme://host[:port], with no path"
                 )
-        self.admission()  # Checks its own part.
+        self.admission()  # Checks its own part, as does the next.
+        self.connections()
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
@@ -165,6 +185,15 @@ class ClusterConfig:
             max_queued_tokens=self.max_queued_tokens,
         )
 
+    def connections(self) -> ConnectionLimits:
+        """Limits on client connections, for each gateway."""
+        return ConnectionLimits(
+            max_connections=self.max_connections,
+            head_timeout_s=self.head_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            idle_timeout_s=self.idle_timeout_s,
+        )
+
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.engine.model.resolve().name
+        return self.served_model_name or model_name(self.engine.model)

@@ -1,11 +1,12 @@
-"""What can go wrong between a client and the replica groups.
+"""Errors between a client and the replica groups.
 
-QuireError (quire.worker.errors)
+QuireError (quire.worker.api.errors)
 ├── InvalidRequest, QueueFull    as in the engine
 ├── Unauthenticated              the request shows no API key, or an unknown one
 ├── ModelNotFound                the request names a model that is not served here
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
 ├── StartFailed                  the application did not come up; nothing of it is left
+├── ClusterLost                  Ray died under what it ran, or did not stop it in time
 ├── GroupLost                    a group's stream broke; its requests can go on elsewhere
 │   ├── GroupDied                the group is gone, failed, silent or hangs
 │   └── HandedOver               the group is well, and asks to go on elsewhere
@@ -18,9 +19,11 @@ QuireError (quire.worker.errors)
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.worker.errors import QueueFull, QuireError
+from quire.worker.api.errors import QueueFull, QuireError
 
-RefusalReason = Literal["wait", "deadline", "queue_full", "displaced", "timeout", "inflight"]
+RefusalReason = Literal[
+    "wait", "deadline", "queue_full", "displaced", "timeout", "inflight", "bodies"
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +45,16 @@ class ModelNotFound(QuireError):
 
 
 class GroupMismatch(QuireError):
-    """What a group says of itself contradicts what this gateway works with. It gets nothing."""
+    """A group's description contradicts this gateway's model card. The group gets no requests."""
 
 
 class StartFailed(QuireError):
     """The application did not come up. Nothing of it is left."""
+
+
+class ClusterLost(QuireError):
+    """Ray died under the application, or did not stop it in time. What this process started is
+    gone."""
 
 
 class GroupLost(QuireError):
@@ -67,7 +75,7 @@ class HandedOver(GroupLost):
 
 
 class Quarantined(QuireError):
-    """Too many groups died under the request, and at the last it alone was suspected."""
+    """Too many groups died under the request, and at the last death it was the only suspect."""
 
 
 class Overloaded(QueueFull):

@@ -1,8 +1,9 @@
-"""What gateways and groups must agree on before a request passes between them.
+"""Whether a group serves what a gateway expects.
 
 The first group that a gateway meets fixes what its configuration left open; each later one has
 to say the same. Otherwise block hashes, token ids or limits would mean different things on the
-two sides, and the damage would look like a cache that never hits.
+two sides, and the damage would look like a cache that never hits; or a stream that moves between
+two groups would go on with other bits.
 """
 
 from dataclasses import dataclass, fields
@@ -10,12 +11,19 @@ from typing import Self
 
 from quire.cluster.errors import GroupMismatch
 from quire.v1 import group_pb2 as pb
-from quire.worker.hashing import BlockHash, root_hash
+from quire.worker.api.model_card import ModelCard
+
+_START_ALIKE = "start both with the same model and settings"
+_HOW_TO_ROLL = (
+    "a stream that moved between them would go on with other bits. It is used once no group of the "
+    "former kind takes requests; to keep both, serve the new groups as an application of their own "
+    "and move clients there"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """What a gateway was told of its model. ``None`` takes the first group's word."""
+    """A gateway's configured facts of its model. ``None`` adopts the first group's value."""
 
     model: str
     """Name under which the model is served."""
@@ -26,6 +34,12 @@ class Expectation:
     kv_dtype: str | None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
+    numerics: str | None = None
+    """Everything that decides the bits of a group's outputs besides the weights."""
+
+    @classmethod
+    def of(cls, card: ModelCard) -> Self:
+        return cls(**{field.name: getattr(card, field.name) for field in fields(cls)})
 
     def check(self, description: pb.GroupDescription) -> None:
         """Raises GroupMismatch, naming the first field that differs and both values."""
@@ -33,37 +47,8 @@ class Expectation:
             ours = getattr(self, field.name)
             theirs = getattr(description, field.name)
             if ours is not None and ours != theirs:
+                remedy = _HOW_TO_ROLL if field.name == "numerics" else _START_ALIKE
                 raise GroupMismatch(
                     f"group {description.group_id} has {field.name}={theirs!r}, this gateway "
-                    f"{ours!r}: start both with the same model and settings"
+                    f"{ours!r}: {remedy}"
                 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCard:
-    """The model that a gateway's groups serve."""
-
-    model: str
-    model_fingerprint: str
-    kv_dtype: str
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, description: pb.GroupDescription) -> Self:
-        return cls(**{field.name: getattr(description, field.name) for field in fields(cls)})
-
-    def expectation(self) -> Expectation:
-        return Expectation(
-            **{field.name: getattr(self, field.name) for field in fields(Expectation)}
-        )
-
-    def root(self, *, cache_salt: str) -> BlockHash:
-        """The hash from which block chains of this model begin, for one tenant."""
-        return root_hash(
-            model_fingerprint=self.model_fingerprint,
-            kv_dtype=self.kv_dtype,
-            block_size=self.block_size,
-            cache_salt=cache_salt,
-        )

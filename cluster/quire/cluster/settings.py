@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
-from quire.cluster.autoscaling.settings import AutoscalingSettings
 from quire.cluster.config import ClusterConfig
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:

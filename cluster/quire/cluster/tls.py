@@ -1,14 +1,25 @@
-"""A gateway's certificate, read again when its files change: who renews it restarts nothing."""
+"""Certificates: a gateway's, read again when its files change, and those of the links to groups.
+
+A group makes its own when it starts and tells gateways which it is: there is nothing to issue, to
+renew or to steal from a disk.
+"""
 
 import asyncio
+import datetime
 import ssl
 from pathlib import Path
 
 import grpc
 
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
+
+CERTIFICATE_NAME = "group.quire"
+"""Whom a group's own certificate is for, wherever the group is."""
 
 _LOOK_EVERY_S = 30.0
+_CLOCK_SKEW = datetime.timedelta(days=1)
+_LIFETIME = datetime.timedelta(days=36500)
+"""Lifetime of a group's own certificate: it is only used until the group's process ends."""
 
 
 class ServerTls:
@@ -41,7 +52,7 @@ class ServerTls:
             self.refresh()
 
     def refresh(self) -> None:
-        """Reads the files anew where they have changed."""
+        """Reads the files again if they have changed."""
         try:
             if self._changed_s() != self._loaded_s:
                 self._load()
@@ -64,3 +75,36 @@ class ServerTls:
 
     def _changed_s(self) -> tuple[float, float]:
         return self._certificate.stat().st_mtime, self._key.stat().st_mtime
+
+
+def own_certificate() -> tuple[grpc.ServerCredentials, str]:
+    """A new key, for a server that lasts as long as its process, and its self-signed certificate as
+    PEM, which clients must be told: no authority has signed it."""
+    # Here and not above: only groups behind TLS need it.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, CERTIFICATE_NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    certificate_pem = certificate.public_bytes(serialization.Encoding.PEM)
+    credentials = grpc.ssl_server_credentials([(key_pem, certificate_pem)])
+    return credentials, certificate_pem.decode()

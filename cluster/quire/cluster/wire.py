@@ -5,15 +5,16 @@ field would cost a Python object for each of them.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
-from quire.worker.engine_stats import EngineStats
-from quire.worker.errors import InvalidRequest
-from quire.worker.events import (
+from quire.worker.api.engine_stats import EngineStats
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.events import (
     DIGEST_BYTES,
     BlockEvent,
     BlocksRemoved,
@@ -21,11 +22,23 @@ from quire.worker.events import (
     Digest,
     EventBatch,
 )
-from quire.worker.hashing import BlockHashes, TokenIds
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import TokenLogprobs
+from quire.worker.api.hashing import BlockHashes, TokenIds
+from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
 
-_REPEATED = ("stop", "stop_token_ids")
+_SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
+_KEPT_BACK = (
+    "tenant",
+    "client_id",
+    "explain_routing",
+    "hashes",
+    "model",
+    "arrival_s",
+    "deadline_s",
+)
+"""Fields of a request that a group does not need: it names blocks itself, and has its own clock."""
+_SENT = [field.name for field in fields(Prepared) if field.name not in _KEPT_BACK]
 _NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [
     field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name not in _NOT_THE_ENGINES
@@ -47,23 +60,42 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Leaves out what is ``None``, which means the same on the other side except for
     ``max_tokens``: the gateway has put a number there before it sends anything."""
-    message = pb.SamplingParams()
-    for field in pb.SamplingParams.DESCRIPTOR.fields:
-        value = getattr(params, field.name)
-        if field.name in _REPEATED:
-            getattr(message, field.name).extend(value)
-        elif value is not None:
-            setattr(message, field.name, value)
-    return message
+    return pb.SamplingParams(**{name: getattr(params, name) for name in _SAMPLING})
 
 
 def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest: a value is out of its range."""
-    values: dict[str, Any] = {
-        field.name: tuple(value) if field.name in _REPEATED else value
-        for field, value in message.ListFields()
-    }
-    return SamplingParams(**values)
+    return SamplingParams(**{field.name: value for field, value in message.ListFields()})
+
+
+def submit_of(request: Prepared, *, attempt: int, probation_tokens: int) -> group_pb.Submit:
+    """The message to a group for ``request`` and this attempt."""
+    return group_pb.Submit(
+        **{name: _encoded(getattr(request, name)) for name in _SENT},
+        attempt=attempt,
+        probation_tokens=probation_tokens,
+    )
+
+
+def prepared_of(submit: group_pb.Submit, **known: Any) -> Prepared:
+    """The request in ``submit``; ``known`` replaces fields.
+
+    Raises:
+        InvalidRequest: A value is out of its range, or is no list of token ids.
+    """
+    return Prepared(**{name: _decoded(getattr(submit, name)) for name in _SENT} | known)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return tokens_to_bytes(value)
+    return params_to_proto(value) if isinstance(value, SamplingParams) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return tokens_from_bytes(value)
+    return params_from_proto(value) if isinstance(value, pb.SamplingParams) else value
 
 
 def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:

@@ -69,7 +69,7 @@ capabilities: {drop: [ALL]}
 - {name: XDG_CACHE_HOME, value: /tmp/cache}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "0"}
-# The head asks each node every second, and gives up on it after so many answers that did not come
+# The head asks each node every second, and gives up on it after this number of answers that did not come
 # within 3 s. Ray's own settings take a minute.
 - {name: RAY_health_check_period_ms, value: "1000"}
 - {name: RAY_health_check_timeout_ms, value: "3000"}
@@ -129,7 +129,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
-{{/* The arguments of quire.cluster.app:application. */}}
+{{/* The arguments of quire.cluster.deploy.app:application. */}}
 {{- define "quire.settings" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $admission := .Values.admission -}}
@@ -147,6 +147,11 @@ capabilities: {drop: [ALL]}
   "host" "0.0.0.0"
   "grpc_port" $gateway.ports.grpc
   "http_port" $gateway.ports.http
+  "metrics_port" $gateway.ports.metrics
+  "max_connections" (int $gateway.connections.max)
+  "head_timeout_s" $gateway.connections.headTimeoutSeconds
+  "body_timeout_s" $gateway.connections.bodyTimeoutSeconds
+  "idle_timeout_s" $gateway.connections.idleTimeoutSeconds
   "max_queue_wait_s" $admission.maxQueueWaitSeconds
   "standing_wait_s" $admission.standingWaitSeconds
   "max_queued_requests" (int $admission.maxQueuedRequests)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Of one layer. The defaults are plain causal attention.
+    """Attention options of one layer. The defaults are plain causal attention.
 
     Raises:
         ValueError: A value is out of its range; the message names field, value and range.

@@ -2,16 +2,17 @@
 
 `AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch meaning of each
 is the function of the same name in `quire.kernels.reference` (`attend` is `paged_attention`), or
-in `quire.kernels.decoder`.
+in `quire.kernels.linear`.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
+from quire.kernels.ops import LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
 
@@ -88,12 +89,23 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The norm of ``x + residual`` and the sum itself, the next layer's residual."""
 
+    def wide_norm(
+        self,
+        x_TC: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor | None,
+        *,
+        eps: float,
+        is_centred: bool,
+    ) -> Tensor:
+        """A norm in float32, rounded at its end; weight and bias are float32."""
+
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
-    ) -> Linear:
+    ) -> LinearLayer:
         """A linear layer, laid out as this backend likes it; the caller may drop the tensors.
 
         ``num_parts``, a power of two: parts of the input that are summed alone, and then as a
@@ -101,23 +113,23 @@ class AttentionBackend(Protocol):
         bits that one rank would.
         """
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
         """``silu(gate) * up`` of a layer whose outputs are the gates, then the ups."""
 
-    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
-        """A whole forward pass, where the backend has one for these weights."""
+    def prepare(self, program: Program) -> ProgramRunner:
+        """A program over layers that this backend packed, in the fastest way that it has."""
 
 
 def backend_for(
     device: torch.device,
     *,
     quantization: Quantization | None = None,
-    options: AttentionOptions = PLAIN,
+    options: Collection[AttentionOptions] = (PLAIN,),
 ) -> AttentionBackend:
-    """The kernels for a device, and for what the model's layers ask of attention.
+    """The kernels for a device, and for all that the model's layers ask of attention.
 
     Where there are several GPUs, the device must be the current one. The native library attends
-    to all tokens, so on a CPU a model with a window gets plain PyTorch.
+    to all tokens, so on a CPU a model with a window or a score cap gets plain PyTorch.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
@@ -130,9 +142,7 @@ def backend_for(
         from quire.kernels.native import library
         from quire.kernels.native_backend import NativeBackend
 
-        if options.soft_cap is not None:
-            raise ValueError(f"soft_cap={options.soft_cap}: only the kernels for GPUs cap scores")
-        native = library() if options == PLAIN else None
+        native = library() if all(each == PLAIN for each in options) else None
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)

@@ -1,52 +1,72 @@
 """Every kernel as it is launched for each supported GPU: what `compile_check` compiles.
 
-`shipped_cases` are those whose registers, stack and memory are judged; `portable_cases` are of
-GPUs for which the kernels must compile, and nothing was chosen yet.
+A case calls a kernel's own launcher, on tensors without memory (`meta`), inside
+`quire.kernels.captured`. So what is compiled is what is launched: its tiles, its options, and
+what Triton makes of its arguments.
+
+`shipped_cases` are for the GPUs that every entry was made for; `portable_cases` are of others,
+for bfloat16 with heads of 128.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import triton
+from torch import Tensor
 
-from quire.kernels.launch import (
-    ACTIVATION_BLOCK,
-    ADJUST_BLOCK,
-    ALL_REDUCE_BLOCK,
-    ALL_REDUCE_OPTIONS,
-    DTYPES,
-    ELEMENTWISE_OPTIONS,
-    HEAD_SIZES,
-    MERGE_OPTIONS,
-    SAMPLE_BLOCK,
-    SAMPLE_OPTIONS,
-    SPLIT_TOKENS,
-    WRITE_OPTIONS,
-    launch_config,
-    norm_options,
-    rotary_heads,
+from quire.kernels import (
+    triton_all_reduce,
+    triton_elementwise,
+    triton_kv_write,
+    triton_logits,
+    triton_rotary,
+    triton_sample,
 )
-from quire.kernels.triton_all_reduce import MAX_BYTES, MAX_RANKS, all_reduce_kernel
-from quire.kernels.triton_decode import decode_kernel, merge_kernel
-from quire.kernels.triton_elementwise import rms_norm_kernel, silu_and_mul_kernel
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.captured import Launch, captured
+from quire.kernels.launch import (
+    AMD_CAPABILITY,
+    DTYPES,
+    HEAD_SIZES,
+    PREFILL_SPLIT_TOKENS,
+    SHARED_PAIRS,
+    SPLIT_TOKENS,
+)
+from quire.kernels.shared_prefix import SharedSplits
+from quire.kernels.triton_all_reduce import (
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    Peers,
+    all_reduce_kernel,
+    all_reduce_two_shot_kernel,
+)
+from quire.kernels.triton_decode import decode_attention, decode_kernel, merge_kernel
+from quire.kernels.triton_elementwise import (
+    rms_norm_kernel,
+    silu_and_mul_kernel,
+    wide_norm_kernel,
+)
 from quire.kernels.triton_kv_write import write_kernel
-from quire.kernels.triton_logits import adjust_kernel
-from quire.kernels.triton_prefill import prefill_kernel
+from quire.kernels.triton_logits import adjust_kernel, bias_kernel, mask_kernel
+from quire.kernels.triton_prefill import prefill_attention, prefill_kernel
+from quire.kernels.triton_prefill_merge import prefill_merge_kernel
 from quire.kernels.triton_rotary import rotary_kernel
 from quire.kernels.triton_sample import sample_kernel
 from quire.kernels.triton_shared import shared_kernel
 
 CAPABILITIES = (80, 90)
 """A100 and H100/H200."""
-PORTABLE_CAPABILITIES = (100, 120)
-"""Blackwell: B200, and RTX 50."""
-AMD_CAPABILITY = 94
-"""MI300 (gfx942), as torch counts it."""
+PORTABLE_CAPABILITIES = (89, 100, 120)
+"""L4 and L40S; B200; RTX 50."""
 NORM_SIZES = (2048, 8192, 32768)
 """The longest row of each number of warps."""
+ROWS, BLOCKS, KV_HEADS = 5, 64, 8
+"""Sizes of a case that the compiler does not look at."""
+VOCAB_SIZES = (128256, 50257)
+"""A multiple of 16, whose rows the compiler then knows to be aligned, and none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +77,18 @@ class KernelCase:
     kernel: Any
     dtype: torch.dtype
     size: int
-    """Of a head, or of the row that a program works on."""
+    """Size of a head, or of the row that a program works on."""
     capability: int
-    constants: dict[str, int]
-    options: dict[str, int | bool]
-    types: dict[str, str] = field(default_factory=dict)
-    """Triton's types of arguments whose names do not say them."""
+    start: Callable[[], object]
+    """Calls the kernel's launcher, which may launch others too."""
+
+    def launch(self, *, compiles: bool = True) -> Launch:
+        """The launch of the kernel; compiling it takes a second or two."""
+        launches: list[Launch] = []
+        with captured(self.capability, launches.append, compiles=compiles):
+            self.start()
+        (launch,) = (launch for launch in launches if launch.kernel is self.kernel)
+        return launch
 
 
 def shipped_cases(
@@ -73,12 +99,14 @@ def shipped_cases(
 ) -> Iterator[KernelCase]:
     """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
     for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
-        yield from _head_cases(dtype, head_size, capability)
+        for name, kernel, start in _head_cases(dtype, head_size):
+            yield _case(name, kernel, start, dtype, head_size, capability)
     for dtype, capability in itertools.product(dtypes, capabilities):
-        yield from _row_cases(dtype, capability)
-        yield from _all_reduce_cases(dtype, capability)
+        for name, kernel, start, size in (*_row_cases(dtype), *_all_reduce_cases(dtype)):
+            yield _case(name, kernel, start, dtype, size, capability)
     for capability in capabilities:
-        yield from _sample_cases(capability)
+        for name, kernel, start, size in _sample_cases():
+            yield _case(name, kernel, start, torch.float32, size, capability)
 
 
 def portable_cases() -> Iterator[KernelCase]:
@@ -90,137 +118,203 @@ def portable_cases() -> Iterator[KernelCase]:
     )
 
 
-def _head_cases(dtype: torch.dtype, head_size: int, capability: int) -> Iterator[KernelCase]:
+def _case(
+    name: str,
+    kernel: Any,
+    start: Callable[[], object],
+    dtype: torch.dtype,
+    size: int,
+    capability: int,
+) -> KernelCase:
+    return KernelCase(
+        name=name, kernel=kernel, dtype=dtype, size=size, capability=capability, start=start
+    )
+
+
+Head = tuple[str, Any, Callable[[], object]]
+Row = tuple[str, Any, Callable[[], object], int]
+
+
+def _head_cases(dtype: torch.dtype, head_size: int) -> Iterator[Head]:
     # 3 heads of a KV head with heads of 64, else 4: both kinds of division are compiled.
-    sizes = {"HEAD_SIZE": head_size, "BLOCK_D": triton.next_power_of_2(head_size)}
-    heads = {"GROUP": 3 if head_size == 64 else 4, **sizes}
-    split = {"SPLIT": SPLIT_TOKENS, "WINDOWED": False}
-    plain = {"WINDOWED": False, "CAPPED": False}
-    full = {"WINDOWED": True, "CAPPED": True}
-    apart, together = {"SHARED": False}, {"SHARED": True}
-    fp8 = {"k_ptr": "*u8", "v_ptr": "*u8", "k_cache_ptr": "*u8", "v_cache_ptr": "*u8"}
-    decode, prefill = (
-        launch_config(kernel, head_size=head_size, dtype=dtype, capability=capability)
-        for kernel in ("decode", "prefill")
-    )
-    written = 8 * head_size
-    written_sizes = {"SIZE": written, "BLOCK": triton.next_power_of_2(written)}
-    fused = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_size // 2, **sizes}
-    fused["BLOCK_H"] = rotary_heads(head_size)
-    decode_sizes = {**heads, **decode.tile(), **split}
-    prefill_sizes = {**heads, **prefill.tile()}
-    shared_sizes = {**heads, **decode.tile(), "SPLIT": SPLIT_TOKENS, "CAPPED": False}
-    kernels: list[tuple[str, Any, dict[str, int], dict[str, int | bool]]] = [
-        ("decode", decode_kernel, {**decode_sizes, **plain, **apart}, decode.options()),
-        ("prefill", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
-        ("decode_full", decode_kernel, {**decode_sizes, **full, **apart}, decode.options()),
-        ("decode_rest", decode_kernel, {**decode_sizes, **plain, **together}, decode.options()),
-        ("shared", shared_kernel, shared_sizes, decode.shared_options(is_float8=False)),
-        ("prefill_full", prefill_kernel, {**prefill_sizes, **full}, prefill.options()),
-        ("merge", merge_kernel, {**sizes, **split}, MERGE_OPTIONS),
-        ("write_kv", write_kernel, written_sizes, WRITE_OPTIONS),
-        ("rotary", rotary_kernel, {**fused, "NUM_KV_HEADS": 0}, ELEMENTWISE_OPTIONS),
-        ("rotary_kv", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
-        ("write_fp8", write_kernel, written_sizes, WRITE_OPTIONS),
-        ("rotary_fp8", rotary_kernel, fused, ELEMENTWISE_OPTIONS),
-    ]
+    group = 3 if head_size == 64 else 4
+    full = AttentionOptions(window=1000, soft_cap=30.0)
+    decode = partial(_decode, dtype, head_size, group)
+    prefill = partial(_prefill, dtype, head_size, group)
+    write, rotate = partial(_write, dtype, head_size), partial(_rotate, dtype, head_size)
+    yield "decode", decode_kernel, decode
+    yield "prefill", prefill_kernel, prefill
+    yield "decode_full", decode_kernel, partial(decode, options=full)
+    yield "decode_rest", decode_kernel, partial(decode, is_shared=True)
+    yield "shared", shared_kernel, partial(decode, is_shared=True)
+    yield "prefill_full", prefill_kernel, partial(prefill, options=full)
+    behind = partial(prefill, max_seq_len=2 * PREFILL_SPLIT_TOKENS, num_rows=1)
+    yield "prefill_part", prefill_kernel, behind
+    yield "prefill_part_full", prefill_kernel, partial(behind, options=full)
+    yield "prefill_merge", prefill_merge_kernel, behind
+    yield "merge", merge_kernel, decode
+    yield "write_kv", write_kernel, write
+    yield "rotary", rotary_kernel, partial(_turn, dtype, head_size)
+    yield "rotary_kv", rotary_kernel, rotate
+    yield "write_fp8", write_kernel, partial(write, is_float8=True)
+    yield "rotary_fp8", rotary_kernel, partial(rotate, is_float8=True)
     if dtype != torch.float32:
-        decode_fp8 = launch_config(
-            "decode",
-            head_size=head_size,
-            dtype=dtype,
-            capability=capability,
-            cache_dtype=torch.float8_e4m3fn,
-        )
-        sizes_fp8 = {**decode_sizes, **decode_fp8.tile(), **plain, **apart}
-        shared_fp8 = {**shared_sizes, **decode_fp8.tile()}
-        kernels += [
-            ("decode_fp8", decode_kernel, sizes_fp8, decode_fp8.options()),
-            ("shared_fp8", shared_kernel, shared_fp8, decode_fp8.shared_options(is_float8=True)),
-            ("prefill_fp8", prefill_kernel, {**prefill_sizes, **plain}, prefill.options()),
-        ]
-    for name, kernel, constants, options in kernels:
-        yield KernelCase(
-            name=name,
-            kernel=kernel,
-            dtype=dtype,
-            size=head_size,
-            capability=capability,
-            constants=constants,
-            options=options,
-            types=fp8 if name.endswith("_fp8") else {},
-        )
+        yield "decode_fp8", decode_kernel, partial(decode, is_float8=True)
+        yield "shared_fp8", shared_kernel, partial(decode, is_shared=True, is_float8=True)
+        yield "prefill_fp8", prefill_kernel, partial(prefill, is_float8=True)
+        yield "prefill_part_fp8", prefill_kernel, partial(behind, is_float8=True)
 
 
-def _row_cases(dtype: torch.dtype, capability: int) -> Iterator[KernelCase]:
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _ints(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.int32)
+
+
+def _caches(dtype: torch.dtype, head_size: int, is_float8: bool) -> tuple[Tensor, Tensor]:
+    dtype = torch.float8_e4m3fn if is_float8 else dtype
+    k_cache, v_cache = (_meta(BLOCKS, 16, KV_HEADS, head_size, dtype=dtype) for _ in range(2))
+    return k_cache, v_cache
+
+
+def _decode(
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    *,
+    options: AttentionOptions = PLAIN,
+    is_shared: bool = False,
+    is_float8: bool = False,
+) -> None:
+    q = _meta(ROWS, KV_HEADS * group, head_size, dtype=dtype)
+    rows = SHARED_PAIRS // group
+    shared = SharedSplits(num_splits_B=_ints(ROWS), rows_XR=_ints(3, rows), splits_X=_ints(3))
+    decode_attention(
+        q,
+        *_caches(dtype, head_size, is_float8),
+        torch.empty_like(q),
+        block_tables_BM=_ints(ROWS, BLOCKS),
+        seq_lens_B=_ints(ROWS),
+        max_seq_len=2 * SPLIT_TOKENS,
+        scale=0.1,
+        options=options,
+        shared=shared if is_shared else None,
+    )
+
+
+def _prefill(
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    *,
+    options: AttentionOptions = PLAIN,
+    is_float8: bool = False,
+    max_seq_len: int = 50,
+    num_rows: int = ROWS,
+) -> None:
+    q = _meta(100, KV_HEADS * group, head_size, dtype=dtype)
+    prefill_attention(
+        q,
+        *_caches(dtype, head_size, is_float8),
+        torch.empty_like(q),
+        block_tables_BM=_ints(num_rows, BLOCKS),
+        seq_lens_B=_ints(num_rows),
+        query_starts_B1=_ints(num_rows + 1),
+        first_row=0,
+        max_query_len=10 * num_rows,
+        max_seq_len=max_seq_len,
+        scale=0.1,
+        options=options,
+    )
+
+
+def _slots() -> Tensor:
+    return _meta(ROWS, dtype=torch.int64)
+
+
+def _write(dtype: torch.dtype, head_size: int, *, is_float8: bool = False) -> None:
+    kv = _meta(ROWS, KV_HEADS, head_size, dtype=dtype)
+    triton_kv_write.write_kv(kv, kv, *_caches(dtype, head_size, is_float8), _slots())
+
+
+def _turn(dtype: torch.dtype, head_size: int) -> None:
+    angles = _meta(ROWS, head_size // 2)
+    triton_rotary.rotary_embedding(_meta(ROWS, 32, head_size, dtype=dtype), angles, angles)
+
+
+def _rotate(dtype: torch.dtype, head_size: int, *, is_float8: bool = False) -> None:
+    qkv = _meta(ROWS, 32 + 2 * KV_HEADS, head_size, dtype=dtype)
+    angles = _meta(ROWS, head_size // 2)
+    caches = _caches(dtype, head_size, is_float8)
+    triton_rotary.rotate_and_write_kv(qkv, angles, angles, *caches, _slots())
+
+
+def _row_cases(dtype: torch.dtype) -> Iterator[Row]:
     for size in NORM_SIZES:
-        yield KernelCase(
-            name="rms_norm",
-            kernel=rms_norm_kernel,
-            dtype=dtype,
-            size=size,
-            capability=capability,
-            constants={"SIZE": size, "BLOCK": size, "HAS_RESIDUAL": True},
-            options=norm_options(size),
-            types={"eps": "fp32"},
-        )
-    yield KernelCase(
-        name="silu_and_mul",
-        kernel=silu_and_mul_kernel,
-        dtype=dtype,
-        size=14336,
-        capability=capability,
-        constants={"SIZE": 14336, "BLOCK": ACTIVATION_BLOCK},
-        options=ELEMENTWISE_OPTIONS,
-    )
+        x = _meta(ROWS, size, dtype=dtype)
+        norm = partial(triton_elementwise.rms_norm, x, x[0], eps=1e-5, residual_TC=x)
+        yield "rms_norm", rms_norm_kernel, norm, size
+        wide = x[0].float()
+        wide_norm = partial(triton_elementwise.wide_norm, x, wide, wide, eps=1e-5, is_centred=True)
+        yield "wide_norm", wide_norm_kernel, wide_norm, size
+    gate_up = _meta(ROWS, 2 * 14336, dtype=dtype)
+    silu = partial(triton_elementwise.silu_and_mul, gate_up)
+    yield "silu_and_mul", silu_and_mul_kernel, silu, 14336
 
 
-def _all_reduce_cases(dtype: torch.dtype, capability: int) -> Iterator[KernelCase]:
+def _all_reduce_cases(dtype: torch.dtype) -> Iterator[Row]:
     for num_ranks in (2, 4, MAX_RANKS):
-        yield KernelCase(
-            name="all_reduce",
-            kernel=all_reduce_kernel,
-            dtype=dtype,
+        peers = Peers(
+            rank=1,
             size=num_ranks,
-            capability=capability,
-            constants={
-                "RANKS": num_ranks,
-                "HALF": MAX_BYTES // dtype.itemsize,
-                "BLOCK": ALL_REDUCE_BLOCK,
-            },
-            options=ALL_REDUCE_OPTIONS,
-            types={
-                "buffers_ptr": "*i64",
-                "flags_ptr": "*i64",
-                "epochs_ptr": "*i32",
-            },
+            buffers_R=_meta(num_ranks, dtype=torch.int64),
+            flags_R=_meta(num_ranks, dtype=torch.int64),
+            epochs_P=_ints(MAX_PROGRAMS),
         )
+        x = _meta(ROWS, 4096, dtype=dtype)
+        reduce = partial(triton_all_reduce.all_reduce, x, peers)
+        yield "all_reduce", all_reduce_kernel, reduce, num_ranks
+        in_two = partial(triton_all_reduce.all_reduce_in_two_shots, x, peers)
+        yield "all_reduce_two", all_reduce_two_shot_kernel, in_two, num_ranks
 
 
-def _sample_cases(capability: int) -> Iterator[KernelCase]:
-    yield KernelCase(
-        name="adjust",
-        kernel=adjust_kernel,
-        dtype=torch.float32,
-        size=ADJUST_BLOCK,
-        capability=capability,
-        constants={"BLOCK": ADJUST_BLOCK},
-        options=ELEMENTWISE_OPTIONS,
-        types=dict.fromkeys(("rows_ptr", "token_ids_ptr", "counts_ptr"), "*i32"),
+def _sample_cases() -> Iterator[Row]:
+    for size in VOCAB_SIZES:
+        for name, kernel in (
+            ("bias", bias_kernel),
+            ("adjust", adjust_kernel),
+            ("mask", mask_kernel),
+        ):
+            yield name, kernel, partial(_adjust, size), size
+        yield "sample", sample_kernel, partial(_sample, size), size
+
+
+def _adjust(vocab_size: int) -> None:
+    triton_logits.adjust_logits(
+        _meta(ROWS, vocab_size),
+        biased_rows_A=_ints(100),
+        biased_ids_A=_ints(100),
+        bias_A=_meta(100),
+        seen_rows_E=_ints(100),
+        seen_ids_E=_ints(100),
+        seen_counts_E=_ints(100),
+        presence_S=_meta(ROWS),
+        frequency_S=_meta(ROWS),
+        repetition_S=_meta(ROWS),
+        masked_rows_K=_ints(2),
+        mask_KW=_ints(2, vocab_size // 32),
     )
-    yield KernelCase(
-        name="sample",
-        kernel=sample_kernel,
-        dtype=torch.float32,
-        size=SAMPLE_BLOCK,
-        capability=capability,
-        constants={"BLOCK": SAMPLE_BLOCK},
-        options=SAMPLE_OPTIONS,
-        types={
-            "top_k_ptr": "*i32",
-            "drop_ptr": "*fp64",
-            "seed_ptr": "*i64",
-            "position_ptr": "*i64",
-            "token_ids_ptr": "*i64",
-        },
+
+
+def _sample(vocab_size: int) -> None:
+    triton_sample.sample(
+        _meta(ROWS, vocab_size),
+        temperature_S=_meta(ROWS),
+        top_k_S=_ints(ROWS),
+        top_p_S=_meta(ROWS),
+        min_p_S=_meta(ROWS),
+        seed_S=_meta(ROWS, dtype=torch.int64),
+        position_S=_meta(ROWS, dtype=torch.int64),
     )

@@ -4,7 +4,8 @@
 
 prints registers, stack, shared memory and tensor-core instructions of each. A kernel on the stack
 spills registers to memory and is several times slower; one without tensor-core instructions is
-ten times slower; one that wants more shared memory than a block may have does not start at all.
+ten times slower; one that wants more shared memory than a block may have does not start at all;
+a decode with one buffer for K and V does not load the next tile while it computes.
 The exit status is 1 where a kernel has such a fault.
 
 A process for each core compiles; Triton's cache on the disk makes a second run a matter of
@@ -26,52 +27,26 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from quire.kernels.compile_cases import (
-    AMD_CAPABILITY,
-    KernelCase,
-    portable_cases,
-    shipped_cases,
-)
+from quire.kernels.captured import Launch
+from quire.kernels.compile_cases import KernelCase, portable_cases, shipped_cases
+from quire.kernels.launch import AMD_CAPABILITY
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 from quire.kernels.triton_shared import shared_kernel
 
-_SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}
-_TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_INDEX_TYPES = {
-    "table_ptr": "*i32",
-    "seq_lens_ptr": "*i32",
-    "query_starts_ptr": "*i32",
-    "shared_ptr": "*i32",
-    "rows_ptr": "*i32",
-    "splits_ptr": "*i32",
-    "slots_ptr": "*i64",
-    "parts_ptr": "*fp32",
-    "stats_ptr": "*fp32",
-    "cos_ptr": "*fp32",
-    "sin_ptr": "*fp32",
-    **dict.fromkeys(("scale_log2", "cap_scale", "v_scale", "k_factor", "v_factor"), "fp32"),
-}
-_ALIGNED_STRIDES = (
-    *("q_stride", "k_stride", "v_stride"),
-    *("x_stride", "residual_stride", "gate_up_stride"),
-)
-_UNALIGNED = (
-    *("table_ptr", "seq_lens_ptr", "query_starts_ptr", "slots_ptr"),
-    *("shared_ptr", "rows_ptr", "splits_ptr"),
-)
-
-
-_MATRIX_KERNELS = (decode_kernel, shared_kernel, prefill_kernel)
+_SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes that a block may have, of the GPUs whose kernels are judged."""
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DECODE_KERNELS = (decode_kernel, shared_kernel)
+_MATRIX_KERNELS = (*_DECODE_KERNELS, prefill_kernel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """What the compiler made of a case. Zeros for AMD's, whose code is not read here."""
 
+    num_warps: int
     registers: int = 0
     stack_bytes: int = 0
     """Registers spilled to memory, and arrays that found no register; 0 is right."""
@@ -80,6 +55,13 @@ class Compiled:
     """Warp-group matrix instructions, which only sm_90 has."""
     mma: int = 0
     """Matrix instructions of one warp."""
+    tile_bytes: int = 0
+    """K, or V, of one step of a decode's loop."""
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a decode has two buffers of K and of V."""
+        return self.shared_bytes >= 4 * self.tile_bytes
 
     def faults(self, case: KernelCase) -> list[str]:
         """What keeps the kernel from running well; empty where nothing does, or nothing is known
@@ -93,11 +75,15 @@ class Compiled:
             limit = _SHARED_LIMIT[case.capability]
             faults.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
         halves = case.dtype != torch.float32
+        if case.capability == 100:  # has instructions of its own, which are not counted
+            return faults
         if halves and case.kernel is prefill_kernel and case.capability == 90:
             if not self.wgmma:
                 faults.append("no wgmma: block_m must be a multiple of 64")
         elif halves and case.kernel in _MATRIX_KERNELS and not self.mma:
             faults.append("no tensor-core instructions")
+        if halves and not self.is_pipelined:
+            faults.append("one buffer for K and V: every load is waited for, use more stages")
         return faults
 
 
@@ -115,7 +101,7 @@ def compile_all(
     Of ``num_parts``, that differ by one case at most and together are all, only number ``part``.
     """
     numbers = range(part, len(all_cases()), num_parts)
-    # Kernels do not pickle: a process is told a case's number.
+    # Launchers of tensors do not pickle: a process is told a case's number.
     with ProcessPoolExecutor(
         num_processes or os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
     ) as pool:
@@ -129,44 +115,26 @@ def _compile_number(number: int) -> Compiled:
 
 def compile_case(case: KernelCase) -> Compiled:
     """Compiles a case, in a second or two. Needs no GPU."""
-    arguments = case.kernel.arg_names
-    signature = {name: _argument_type(name, case) for name in arguments}
-    aligned = [
-        (index,)
-        for index, name in enumerate(arguments)
-        if (name.endswith("_ptr") and name not in _UNALIGNED) or name in _ALIGNED_STRIDES
-    ]
-    is_amd = case.capability == AMD_CAPABILITY
-    compiled = triton.compile(
-        ASTSource(
-            case.kernel,
-            signature,
-            constexprs=case.constants,
-            attrs={index: [["tt.divisibility", 16]] for index in aligned},
-        ),
-        target=GPUTarget("hip", "gfx942", 64) if is_amd else GPUTarget("cuda", case.capability, 32),
-        options=case.options,
-    )
-    if is_amd:
-        return Compiled(shared_bytes=compiled.metadata.shared)
+    launch = case.launch()
+    compiled = launch.compiled
+    metadata = compiled.metadata
+    if case.capability == AMD_CAPABILITY:
+        return Compiled(num_warps=metadata.num_warps, shared_bytes=metadata.shared)
     usage = _resource_usage(compiled.asm["cubin"])
     return Compiled(
+        num_warps=metadata.num_warps,
         registers=usage["REG"],
         stack_bytes=usage["STACK"] + usage["LOCAL"],
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=metadata.shared,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
         mma=compiled.asm["ptx"].count("mma.sync"),
+        tile_bytes=_tile_bytes(launch) if case.kernel in _DECODE_KERNELS else 0,
     )
 
 
-def _argument_type(name: str, case: KernelCase) -> str:
-    if name in case.constants:
-        return "constexpr"
-    if name in case.types:
-        return case.types[name]
-    if name in _INDEX_TYPES:
-        return _INDEX_TYPES[name]
-    return "*" + _TRITON_TYPES[case.dtype] if name.endswith("_ptr") else "i32"
+def _tile_bytes(launch: Launch) -> int:
+    item_bytes = int(launch.arguments["k_ptr"].dtype.itemsize)
+    return int(launch.constants["BLOCK_N"] * launch.constants["BLOCK_D"]) * item_bytes
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -188,8 +156,8 @@ def main() -> int:
         faults = result.faults(case)
         failed |= bool(faults)
         print(
-            f"{case.name:<13} {case.size:>5}  {_TRITON_TYPES[case.dtype]:<5} "
-            f"{case.capability:>4} {case.options['num_warps']:>6} {result.registers:>10} "
+            f"{case.name:<13} {case.size:>5}  {_DTYPES[case.dtype]:<5} "
+            f"{case.capability:>4} {result.num_warps:>6} {result.registers:>10} "
             f"{result.stack_bytes:>6} {result.shared_bytes:>7} {result.wgmma:>6} "
             f"{result.mma:>4}  {'; '.join(faults)}",
             flush=True,

@@ -1,7 +1,7 @@
 """The CPU backend: paged attention, KV write and the element-wise steps of a layer.
 
-A row's result has the same bits whoever shares the batch, and however its prompt was cut into
-chunks: as a decode, a chunk or part of the whole prompt. Three rules make it so.
+A row's result has the same bits in any batch and for any chunking of its prompt: as a decode, a
+chunk or part of the whole prompt. Three rules ensure this.
 
 1. A row shares a call with others, never a sum: rows are the batch of a batched product.
 2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
@@ -18,16 +18,11 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.decoder import (
-    Decoder,
-    DecoderShape,
-    DecoderWeights,
-    Linear,
-    PlainGatedLinear,
-    PlainInt8Linear,
-    PlainLinear,
-)
+from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
+from quire.kernels.loop import Loop
+from quire.kernels.ops import LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
+from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -129,7 +124,7 @@ class CpuBackend:
                     out_THD[starts[row] : starts[row + 1]],
                     seq_len=seq_len,
                     scale=scale,
-                    window=options.window,
+                    options=options,
                 )
         for num_tiles, rows in decodes.items():
             step = max(1, _MAX_TILES // num_tiles)
@@ -143,7 +138,7 @@ class CpuBackend:
                     _gather_tiles(v_cache, tables_RM, lens),
                     seq_lens=lens,
                     scale=scale,
-                    window=options.window,
+                    options=options,
                 ).to(q_THD.dtype)
         return out_THD
 
@@ -152,22 +147,32 @@ class CpuBackend:
     ) -> tuple[Tensor, Tensor]:
         return reference.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
 
+    def wide_norm(
+        self,
+        x_TC: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor | None,
+        *,
+        eps: float,
+        is_centred: bool,
+    ) -> Tensor:
+        return reference.wide_norm(x_TC, weight_C, bias_C, eps=eps, is_centred=is_centred)
+
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
-    ) -> Linear:
+    ) -> LinearLayer:
         if self.quantization == "int8":
             return PlainInt8Linear.of(weight_OI, bias_O, num_parts=num_parts)
         return PlainLinear(weight_OI, bias_O)
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
         return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
 
-    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
-        del weights, shape
-        return None
+    def prepare(self, program: Program) -> ProgramRunner:
+        return Loop(self, fuse_add_norm(gather_before_add(program)))
 
 
 def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:
@@ -195,7 +200,7 @@ def _attend_decodes(
     *,
     seq_lens: list[int],
     scale: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """One query of each row; the rows have the same number of tiles."""
     num_rows, num_heads, head_size = q_RHD.shape
@@ -210,7 +215,7 @@ def _attend_decodes(
         v_RAKLD,
         positions_RX,
         first_tile=k_RAKLD.shape[1] - 1,
-        window=window,
+        options=options,
     )
     return out_RKXD[:, :, :group].reshape(q_RHD.shape)
 
@@ -223,7 +228,7 @@ def _attend_queries(
     *,
     seq_len: int,
     scale: float,
-    window: int | None,
+    options: AttentionOptions,
 ) -> None:
     """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
     num_queries, num_heads, head_size = q_QHD.shape
@@ -245,7 +250,7 @@ def _attend_queries(
             v_1AKLD[:, :num_tiles],
             positions_1X.clamp_(max=position + len(chunk) - 1)[None],
             first_tile=position // TILE,
-            window=window,
+            options=options,
         )
         out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
         out_QHD[first : first + step] = out.transpose(0, 1).reshape(-1, num_heads, head_size)
@@ -258,7 +263,7 @@ def _attend(
     positions_RX: Tensor,
     *,
     first_tile: int,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
@@ -269,6 +274,9 @@ def _attend(
     shape = (num_rows, num_tiles, num_kv_heads, num_pairs, -1)
     q = q_RKXD.unsqueeze(1).expand(*shape).reshape(-1, num_pairs, head_size)
     scores_RAKXL = torch.bmm(q, k_RAKLD.flatten(0, 2).transpose(1, 2)).view(*shape)
+    window, cap = options.window, options.soft_cap
+    if cap is not None:
+        scores_RAKXL = scores_RAKXL.div_(cap).tanh_().mul_(cap)
     if window is not None:
         first_tile = 0
     tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)

@@ -6,7 +6,8 @@ depend on the day. What is here depends on head size, dtype and kind of GPU, nev
 spills registers.
 """
 
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,13 +18,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = 1.4426950408889634
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_CHANNELS = 32768
-"""Of a norm: a program holds a whole row in its registers."""
+"""Longest row of a norm: a program holds a whole row in its registers."""
+
+AMD_CAPABILITY = 94
+"""MI300 (gfx942), as torch counts it."""
+capability_without_gpu = ContextVar("capability_without_gpu", default=80)
+"""The kind of GPU whose tiles kernels take where no GPU is: in Triton's interpreter, or inside
+`quire.kernels.captured`, which sets it."""
 
 SPLIT_TOKENS = 256
 """Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
 one long sequence fills a GPU, long enough that its partial result (G * D float32) is a hundredth
 of the KV it read."""
 
+
+PREFILL_SPLIT_TOKENS = 2048
+"""Tokens of context that the prefill kernel reduces from an empty state, counted from token 0: a
+multiple of every prefill's `block_n`. Short enough that a few tokens behind 8k of context get four
+times the programs, long enough that a program which merges splits loses a few percent of its time
+to it [estimated]."""
 
 SHARED_PAIRS = 16
 """(row, query head) pairs that a decode program takes: `block_m` of every decode's entry below,
@@ -41,20 +54,36 @@ class LaunchConfig:
     """Tokens of KV in one step of the loop; divides `SPLIT_TOKENS`."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """What NVIDIA's assembler may give a thread; ``None`` leaves it the choice."""
 
     def tile(self) -> dict[str, int]:
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
 
     def options(self) -> dict[str, int | bool]:
-        return compiler_options(num_warps=self.num_warps, num_stages=self.num_stages)
+        options = compiler_options(num_warps=self.num_warps, num_stages=self.num_stages)
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
+
+    def kept_options(self) -> dict[str, int | bool]:
+        """Launch options of a prefill whose context has several splits."""
+        options = self.options()
+        if not _is_amd():
+            # Left alone, NVIDIA's assembler aims at 128 for small heads and spills.
+            options["maxnreg"] = 255
+        return options
 
     def shared_options(self, *, is_float8: bool) -> dict[str, int | bool]:
-        """Of a decode whose rows share their KV: the same program, so with the same bits."""
+        """Launch options of a decode whose rows share KV: the same program, so the same bits."""
         options = self.options()
-        if is_float8 and self.block_n == _FLOAT8_BLOCK_N and torch.version.hip is None:
+        if is_float8 and self.block_n == _FLOAT8_BLOCK_N and not _is_amd():
             # Left alone, NVIDIA's assembler aims at 128 and spills on sm_90.
             options["maxnreg"] = 192
         return options
+
+
+def _is_amd() -> bool:
+    """Whether the compiler is AMD's, which knows no ``maxnreg``."""
+    return torch.version.hip is not None or capability_without_gpu.get() == AMD_CAPABILITY
 
 
 def launch_config(
@@ -85,10 +114,30 @@ def launch_config(
         )
     if dtype == torch.float32:
         return _FLOAT[kernel, width]
-    if is_float8 and (kernel, width) == ("decode", "wide"):
-        return _WIDE_FLOAT8_DECODE
+    if kernel == "decode" and capability == AMD_CAPABILITY:
+        return _AMD_DECODE[width]
     # A consumer Blackwell (120) has neither wgmma nor the memory of a data centre's chip.
-    return (_HALF_SM90 if 90 <= capability < 120 else _HALF_SM80)[kernel, width]
+    config = (_HALF_SM90 if 90 <= capability < 120 else _HALF_SM80)[kernel, width]
+    if kernel == "decode" and head_size == 16 and capability == 80:
+        # Left alone, the assembler aims at 96 registers and spills; with this it takes 94.
+        return replace(config, max_registers=112)
+    return config
+
+
+def prefill_split(
+    *, head_size: int, capability: int, cache_dtype: torch.dtype | None = None
+) -> int:
+    """Tokens of context in a split of the prefill kernel; depends on nothing of a batch."""
+    is_wide_float8 = head_size > 128 and cache_dtype == torch.float8_e4m3fn
+    # It would spill 56 bytes, with other tiles no fewer.
+    return _NO_SPLIT if is_wide_float8 and 90 <= capability < 120 else PREFILL_SPLIT_TOKENS
+
+
+def prefill_parts(num_programs: int, *, num_splits: int) -> int:
+    """Programs that the prefill kernel starts for each tile of queries: one for all splits, or
+    one for each. A result's bits are the same either way."""
+    fills_gpu = num_programs >= _PREFILL_PROGRAMS
+    return 1 if fills_gpu or num_programs * num_splits > _MAX_PREFILL_PARTS else num_splits
 
 
 def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
@@ -134,9 +183,9 @@ def block_shift(cache: Tensor) -> int:
 
 
 def device_capability(device: torch.device) -> int:
-    """80, 90 and so on; 80 on a CPU, where Triton's interpreter runs the kernels."""
+    """80, 90 and so on; without a GPU what `capability_without_gpu` says."""
     if device.type != "cuda":
-        return 80
+        return capability_without_gpu.get()
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -150,25 +199,32 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
 # Registers, stack, shared memory and tensor-core instructions of each:
 # `python -m quire.kernels.compile_check`. Without a GPU at hand these were chosen as the largest
 # tiles that spill nothing; what a benchmark on one shows to be better replaces them.
+# Of decodes, two buffers for K and V: Triton halves the stages between the loads of a block table
+# and of the KV that it points to, so that 3 and 4 leave one buffer and wait for every load.
+_DECODE_STAGES = 5
+# MI300 has 64 KiB of shared memory, and two buffers take 96.
+_AMD_DECODE = {
+    "narrow": _config(16, 64, 4, 3),
+    "middle": _config(16, 64, 4, 3),
+    "wide": _config(16, 32, 4, 3),
+}
 _HALF_SM90 = {
-    ("decode", "narrow"): _config(16, 64, 4, 3),
-    ("decode", "middle"): _config(16, 64, 4, 3),
-    ("decode", "wide"): _config(16, 32, 4, 3),
+    ("decode", "narrow"): _config(16, 64, 4, _DECODE_STAGES),
+    ("decode", "middle"): _config(16, 64, 4, _DECODE_STAGES),
+    ("decode", "wide"): _config(16, 32, 4, _DECODE_STAGES),
     ("prefill", "narrow"): _config(128, 64, 8, 3),
     ("prefill", "middle"): _config(128, 64, 8, 2),
     ("prefill", "wide"): _config(128, 32, 8, 2),
 }
 _HALF_SM80 = {
-    ("decode", "narrow"): _config(16, 64, 4, 3),
-    ("decode", "middle"): _config(16, 64, 4, 3),
-    ("decode", "wide"): _config(16, 32, 4, 3),
+    ("decode", "narrow"): _config(16, 64, 4, _DECODE_STAGES),
+    ("decode", "middle"): _config(16, 64, 4, _DECODE_STAGES),
+    ("decode", "wide"): _config(16, 32, 4, _DECODE_STAGES),
     ("prefill", "narrow"): _config(128, 64, 8, 3),
     ("prefill", "middle"): _config(128, 32, 8, 3),
     ("prefill", "wide"): _config(64, 32, 8, 2),
 }
 _FLOAT8_BLOCK_N = 64
-# A third stage spills on sm_90.
-_WIDE_FLOAT8_DECODE = _config(16, 32, 4, 2)
 # The FMA units, not the tensor cores, whose float32 has 10 bits of mantissa.
 _FLOAT = {
     ("decode", "narrow"): _config(16, 32, 4, 2),
@@ -176,16 +232,30 @@ _FLOAT = {
     ("decode", "wide"): _config(16, 16, 4, 2),
     ("prefill", "narrow"): _config(32, 16, 4, 2),
     ("prefill", "middle"): _config(32, 16, 8, 1),  # a second stage spills with a window on sm_80
-    ("prefill", "wide"): _config(16, 32, 8, 2),
+    ("prefill", "wide"): _config(16, 32, 8, 1),  # a second stage spills
 }
 
+_NO_SPLIT = 1 << 30
+_PREFILL_PROGRAMS = 96
+"""An A100 has 108 multiprocessors, an H100 132, and most tiles let one program live on each."""
+_MAX_PREFILL_PARTS = 2048
+"""Kept results of a split and a tile: 136 MB with heads of 128."""
+
+PREFILL_MERGE_BLOCK = 8
+PREFILL_MERGE_OPTIONS = compiler_options(num_warps=4)
+# One warp, so that a channel's sum over the splits is one thread's and short rows cost little; 16
+# splits are as many as its registers load at a time.
 MERGE_OPTIONS = compiler_options(num_warps=1)
+MERGE_BLOCK = 16
 WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 ACTIVATION_BLOCK = 1024
-SAMPLE_BLOCK = 4096
+SAMPLE_BLOCK = 2048
+SAMPLE_PARTS = 32
+"""Programs that share a row of logits at most: a power of two."""
 ADJUST_BLOCK = 1024
+MASK_BLOCK = 1024
 ALL_REDUCE_BLOCK = 2048
 ALL_REDUCE_OPTIONS = compiler_options(num_warps=8)
 _ROTARY_BLOCK = 1024

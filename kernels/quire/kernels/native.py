@@ -1,4 +1,5 @@
-"""The native CPU library: compiled when first needed, kept per user, loaded once per process.
+"""The native CPU library: brought by a wheel or compiled when first needed, and loaded once per
+process.
 
 One library per instruction set, best first: nothing is chosen while it runs, and code for a newer
 machine cannot end up in a path for an older one. Without a compiler the package works without it.
@@ -14,11 +15,7 @@ import logging
 import os
 from pathlib import Path
 
-# torch brings the OpenMP runtime. Loaded first, it is the only one of the process.
-import torch  # noqa: F401
-
 from quire import native_build
-from quire.kernels import native_abi
 
 ISA_FLAGS = {
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
@@ -56,6 +53,13 @@ def library() -> ctypes.CDLL | None:
     )
 
 
+def build_name() -> str:
+    """The loaded library's instruction set and the hashes of what it was built from."""
+    loaded = library()
+    assert loaded is not None
+    return Path(loaded._name).stem.removeprefix("native-")
+
+
 def load(isa: str) -> ctypes.CDLL:
     """The library for one instruction set, compiled if it has not been.
 
@@ -68,6 +72,12 @@ def load(isa: str) -> ctypes.CDLL:
         raise ValueError(
             f"QUIRE_NATIVE_ISA={isa!r}: this CPU can run {', '.join(available_isas())}"
         )
+    # torch brings the OpenMP runtime. Loaded first, it is the only one of the process. It is not
+    # imported above because a wheel is built, by `build` alone, where there is no torch.
+    import torch  # noqa: F401
+
+    from quire.kernels import native_abi
+
     loaded = ctypes.CDLL(str(build(isa)))
     native_abi.declare(loaded)
     return loaded
@@ -81,7 +91,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def build(isa: str) -> Path:
-    """The compiled library; compiles only what is not in the cache."""
+    """See `quire.native_build.build`."""
     return native_build.build(f"native-{isa}", sources=_SOURCES, flags=[*_FLAGS, *ISA_FLAGS[isa]])
 
 

@@ -1,7 +1,7 @@
 """What `native/quire.h` declares, for ctypes: same order, same types."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, Union, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ class AttendArgs(Structure):
         ("v_cache", c_void_p),
         ("block_tables", c_void_p),
         ("bt_stride", c_int64),
+        ("bt_width", c_int64),
         ("seq_lens", c_void_p),
         ("query_starts", c_void_p),
+        ("num_tokens", c_int64),
+        ("num_blocks", c_int32),
         ("num_rows", c_int32),
         ("num_decodes", c_int32),
         ("num_heads", c_int32),
@@ -43,6 +46,7 @@ class WriteKvArgs(Structure):
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
         ("slots", c_void_p),
+        ("num_blocks", c_int32),
         ("num_tokens", c_int32),
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
@@ -70,6 +74,7 @@ class PackArgs(Structure):
         ("stride", c_int64),
         ("source_bias", c_void_p),
         ("weights", LinearWeights),
+        ("is_broken", POINTER(c_int32)),
     )
 
 
@@ -131,59 +136,131 @@ class RotaryArgs(Structure):
     )
 
 
-class Layer(Structure):
+BUFFERS = {"residual": 0, "normed": 1, "qkv": 2, "queries": 2, "attended": 3, "hidden": 4}
+"""Where a program's values are kept: `QuireBuffer`. Queries stay where Q, K and V are."""
+PARTIAL, NUM_BUFFERS = 5, 6
+
+
+class EmbedOp(Structure):
+    kind = 1
+    _fields_ = (("weight", c_void_p), ("out", c_int32))
+
+
+class NormOp(Structure):
+    kind = 2
     _fields_ = (
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("qkv", LinearWeights),
-        ("o", LinearWeights),
-        ("gate_up", LinearWeights),
-        ("down", LinearWeights),
+        ("weight", c_void_p),
+        ("next", POINTER(LinearWeights)),
+        ("x", c_int32),
+        ("out", c_int32),
+        ("adds_partial", c_int32),
+        ("is_sampled", c_int32),
+        ("eps", c_float),
+    )
+
+
+class LinearOp(Structure):
+    kind = 3
+    _fields_ = (
+        ("weights", POINTER(LinearWeights)),
+        ("mode", c_int32),
+        ("x", c_int32),
+        ("out", c_int32),
+        ("quantizes", c_int32),
+    )
+
+
+class RotateAndWriteOp(Structure):
+    kind = 4
+    _fields_ = (
+        ("cos", c_void_p),
+        ("sin", c_void_p),
         ("k_cache", c_void_p),
         ("v_cache", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("x", c_int32),
+        ("eps", c_float),
     )
+
+
+class AttendOp(Structure):
+    kind = 5
+    _fields_ = (
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("x", c_int32),
+        ("out", c_int32),
+    )
+
+
+class AddPartialOp(Structure):
+    kind = 6
+    _fields_ = (("out", c_int32),)
+
+
+class LogitsOp(Structure):
+    kind = 7
+    _fields_ = (("weights", POINTER(LinearWeights)), ("x", c_int32))
+
+
+AnyOp = EmbedOp | NormOp | LinearOp | RotateAndWriteOp | AttendOp | AddPartialOp | LogitsOp
+_OPS: dict[str, type[AnyOp]] = {
+    "embed": EmbedOp,
+    "norm": NormOp,
+    "linear": LinearOp,
+    "rotate_and_write": RotateAndWriteOp,
+    "attend": AttendOp,
+    "add_partial": AddPartialOp,
+    "logits": LogitsOp,
+}
+
+
+class _AnyOp(Union):
+    _fields_ = tuple(_OPS.items())
+
+
+class Op(Structure):
+    _anonymous_ = ("any",)
+    _fields_ = (("kind", c_int32), ("any", _AnyOp))
+
+    @classmethod
+    def of(cls, op: AnyOp) -> "Op":
+        name = next(name for name, kind in _OPS.items() if isinstance(op, kind))
+        return cls(kind=op.kind, **{name: op})
 
 
 class ForwardArgs(Structure):
     _fields_ = (
         ("dtype", c_int32),
         ("num_threads", c_int32),
-        ("first_phase", c_int32),
-        ("end_phase", c_int32),
-        ("is_shared", c_int32),
-        ("num_layers", c_int32),
-        ("layers", POINTER(Layer)),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("lm_head", LinearWeights),
-        ("hidden_size", c_int64),
+        ("first_op", c_int32),
+        ("end_op", c_int32),
+        ("ops", POINTER(Op)),
+        ("vocab_size", c_int64),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
+        ("num_blocks", c_int32),
         ("block_size", c_int32),
         ("cache_is_int8", c_int32),
-        ("eps", c_float),
         ("scale", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("num_positions", c_int64),
         ("num_tokens", c_int64),
         ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("block_tables", c_void_p),
         ("bt_stride", c_int64),
+        ("bt_width", c_int64),
         ("seq_lens", c_void_p),
         ("query_starts", c_void_p),
         ("num_rows", c_int32),
         ("num_decodes", c_int32),
         ("num_samples", c_int64),
         ("last_tokens", c_void_p),
-        ("residual", c_void_p),
-        ("normed", c_void_p),
-        ("qkv", c_void_p),
-        ("attended", c_void_p),
-        ("hidden", c_void_p),
-        ("partial", c_void_p),
+        ("buffers", c_void_p * NUM_BUFFERS),
+        ("widths", c_int64 * NUM_BUFFERS),
         ("quantized", c_void_p),
         ("quantized_stride", c_int64),
         ("scales", c_void_p),
@@ -203,8 +280,43 @@ class ArgmaxArgs(Structure):
     )
 
 
+class Refusal(Structure):
+    _fields_ = (
+        ("what", c_int64),
+        ("at", c_int64),
+        ("value", c_int64),
+        ("least", c_int64),
+        ("end", c_int64),
+    )
+
+
+STRUCTURES: tuple[type[Structure], ...] = (
+    *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
+    *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp, AddPartialOp),
+    *(LogitsOp, Op, ForwardArgs, ArgmaxArgs, Refusal),
+)
+"""In the order of `quire_structure_bytes`."""
+
+_INDICES = (
+    *("token id", "position", "slot", "start of queries"),
+    *("length of a sequence", "block id", "last token"),
+)
+"""What `Refusal.what` counts, from 1."""
+
+
 def declare(library: ctypes.CDLL) -> None:
-    """Sets the functions' types."""
+    """Sets the functions' types.
+
+    Raises:
+        RuntimeError: The library's structures are not these.
+    """
+    sizes = list((c_int64 * len(STRUCTURES)).in_dll(library, "quire_structure_bytes"))
+    for structure, num_bytes in zip(STRUCTURES, sizes, strict=True):
+        if ctypes.sizeof(structure) != num_bytes:
+            raise RuntimeError(
+                f"{structure.__name__} has {num_bytes} bytes in the native library, "
+                f"{ctypes.sizeof(structure)} here: native_abi.py and quire.h differ"
+            )
     signatures: dict[str, list[Any]] = {
         "quire_attend": [POINTER(AttendArgs)],
         "quire_write_kv": [POINTER(WriteKvArgs)],
@@ -220,8 +332,21 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_huge_pages": [c_void_p, c_int64],
         "quire_panel_columns": [],
     }
-    results = {"quire_panel_columns": c_int32, "quire_int8_bytes": c_int64}
+    results: dict[str, Any] = {"quire_panel_columns": c_int32, "quire_int8_bytes": c_int64}
+    for name in ("quire_attend", "quire_write_kv", "quire_forward"):
+        results[name] = Refusal
+        getattr(library, name).errcheck = _raise_if_refused
     for name, argtypes in signatures.items():
         function = getattr(library, name)
         function.argtypes = argtypes
         function.restype = results.get(name)
+
+
+def _raise_if_refused(refusal: Refusal, function: object, arguments: object) -> None:
+    """For every call of a function that may refuse one."""
+    if not refusal.what:
+        return
+    least, end = refusal.least, refusal.end
+    bounds = f"must be below {end}" if least == 0 else f"must be from {least} to {end - 1}"
+    name = _INDICES[refusal.what - 1]
+    raise IndexError(f"index out of range: {name} {refusal.value}, {bounds} (at {refusal.at})")

@@ -1,6 +1,7 @@
 """The CPU backend over the native library. What the library does not do is PyTorch's."""
 
 import ctypes
+import logging
 from ctypes import byref
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear
-from quire.kernels.native_decoder import NativeDecoder
+from quire.kernels.native_check import check_caches, check_heads, pointer, rows_pointer
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
-from quire.kernels.native_linear import Arena, NativeLinear, PackedLinear, can_pack
+from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.native_ops import NotNative, can_attend
+from quire.kernels.native_program import NativeProgram
+from quire.kernels.ops import LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
+
+_log = logging.getLogger(__name__)
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
@@ -33,19 +38,19 @@ class NativeBackend(CpuBackend):
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
-    ) -> Linear:
+    ) -> LinearLayer:
         return self._pack(weight_OI, bias_O, num_parts=num_parts) or super().pack_linear(
             weight_OI, bias_O, num_parts=num_parts
         )
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
         return self._pack(weight_OI, bias_O, gated=True) or super().pack_gated_linear(
             weight_OI, bias_O
         )
 
     def _pack(
         self, weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int = 1, gated: bool = False
-    ) -> Linear | None:
+    ) -> LinearLayer | None:
         """``None`` where the library has no such layer."""
         kind, can = (
             (PackedLinear, can_pack) if self.quantization is None else (Int8Linear, can_pack_int8)
@@ -54,14 +59,12 @@ class NativeBackend(CpuBackend):
             return None
         return kind(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated)
 
-    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
-        layers = weights.layers
-        linears = [x for layer in layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if not all(isinstance(linear, NativeLinear) for linear in (*linears, weights.lm_head)):
-            return None
-        if not _can_attend(weights.norm_C.dtype, shape.head_size):
-            return None
-        return NativeDecoder(self._library, weights, shape)
+    def prepare(self, program: Program) -> ProgramRunner:
+        try:
+            return NativeProgram(self._library, program)
+        except NotNative as reason:
+            _log.warning("steps run operation by operation, somewhat slower: no native %s", reason)
+            return super().prepare(program)
 
     def write_kv(
         self,
@@ -77,19 +80,24 @@ class NativeBackend(CpuBackend):
         if not _can_attend(k_TKD.dtype, k_TKD.shape[2]):
             return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
+        num_tokens, num_kv_heads, head_size = k_TKD.shape
+        num_blocks, block_size = check_caches(
+            *(k_cache, v_cache), dtype=k_TKD.dtype, num_kv_heads=num_kv_heads, head_size=head_size
+        )
         arguments = native_abi.WriteKvArgs(
             dtype=native_abi.DTYPES[k_TKD.dtype],
-            k=k_TKD.data_ptr(),
-            v=v_TKD.data_ptr(),
+            k=rows_pointer("K", k_TKD, k_TKD.dtype, *k_TKD.shape),
+            v=rows_pointer("V", v_TKD, k_TKD.dtype, *k_TKD.shape),
             k_stride_t=k_TKD.stride(0),
             v_stride_t=v_TKD.stride(0),
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            slots=slot_mapping_T.data_ptr(),
-            num_tokens=len(slot_mapping_T),
-            num_kv_heads=k_TKD.shape[1],
-            head_size=k_TKD.shape[2],
-            block_size=k_cache.shape[1],
+            slots=pointer("slot mapping", slot_mapping_T, torch.int64, num_tokens),
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
             cache_is_int8=k_cache.dtype == torch.int8,
         )
         self._library.quire_write_kv(byref(arguments))
@@ -126,24 +134,36 @@ class NativeBackend(CpuBackend):
                 scale=scale,
             )
         q_THD = _dense_heads(q_THD)
+        num_tokens, num_heads, head_size = q_THD.shape
+        num_kv_heads, num_rows = k_cache.shape[2], len(seq_lens_B)
+        check_heads(num_heads, num_kv_heads)
+        num_blocks, block_size = check_caches(
+            *(k_cache, v_cache), dtype=q_THD.dtype, num_kv_heads=num_kv_heads, head_size=head_size
+        )
+        width = block_tables_BM.shape[1]
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         arguments = native_abi.AttendArgs(
             dtype=native_abi.DTYPES[q_THD.dtype],
-            q=q_THD.data_ptr(),
+            q=rows_pointer("Q", q_THD, q_THD.dtype, *q_THD.shape),
             q_stride_t=q_THD.stride(0),
             out=out_THD.data_ptr(),
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            block_tables=block_tables_BM.data_ptr(),
+            block_tables=rows_pointer(
+                "block tables", block_tables_BM, torch.int32, num_rows, width
+            ),
             bt_stride=block_tables_BM.stride(0),
-            seq_lens=seq_lens_B.data_ptr(),
-            query_starts=query_starts_B1.data_ptr(),
-            num_rows=len(seq_lens_B),
+            bt_width=width,
+            seq_lens=pointer("lengths of sequences", seq_lens_B, torch.int32, num_rows),
+            query_starts=pointer("query starts", query_starts_B1, torch.int32, num_rows + 1),
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            num_rows=num_rows,
             num_decodes=num_decodes,
-            num_heads=q_THD.shape[1],
-            num_kv_heads=k_cache.shape[2],
-            head_size=q_THD.shape[2],
-            block_size=k_cache.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
             scale=scale,
             cache_is_int8=k_cache.dtype == torch.int8,
         )
@@ -159,8 +179,8 @@ class NativeBackend(CpuBackend):
         out_TC = torch.empty_like(sum_TC)
         arguments = native_abi.NormArgs(
             dtype=native_abi.DTYPES[x_TC.dtype],
-            x=sum_TC.data_ptr(),
-            weight=weight_C.data_ptr(),
+            x=pointer("what is normed", sum_TC, x_TC.dtype, *x_TC.shape),
+            weight=pointer("a norm's weight", weight_C, x_TC.dtype, x_TC.shape[1]),
             out=out_TC.data_ptr(),
             num_rows=len(sum_TC),
             num_channels=sum_TC.shape[1],
@@ -175,17 +195,20 @@ class NativeBackend(CpuBackend):
         out_THD = x_THD.clone(memory_format=torch.contiguous_format)
         cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
         rows_T = torch.arange(len(x_THD))
+        half = cos_TR.shape[1]
+        if 2 * half > x_THD.shape[2]:
+            raise ValueError(f"{2 * half} channels to rotate: a head has {x_THD.shape[2]}")
         arguments = native_abi.RotaryArgs(
             dtype=native_abi.DTYPES[x_THD.dtype],
-            x=out_THD.data_ptr(),
+            x=pointer("what is rotated", out_THD, x_THD.dtype, *x_THD.shape),
             x_stride_t=out_THD.stride(0),
-            cos=cos_TR.data_ptr(),
-            sin=sin_TR.data_ptr(),
+            cos=pointer("cos", cos_TR, torch.float32, len(x_THD), half),
+            sin=pointer("sin", sin_TR, torch.float32, len(x_THD), half),
             positions=rows_T.data_ptr(),
             num_tokens=len(out_THD),
             num_heads=out_THD.shape[1],
             head_size=out_THD.shape[2],
-            rotary_size=2 * cos_TR.shape[1],
+            rotary_size=2 * half,
         )
         self._library.quire_rotary(byref(arguments), torch.get_num_threads())
         return out_THD
@@ -193,7 +216,7 @@ class NativeBackend(CpuBackend):
 
 def _can_attend(dtype: torch.dtype, head_size: int) -> bool:
     """Else PyTorch attends: the two lay out a block's tokens in different ways."""
-    return dtype in native_abi.DTYPES and head_size % 16 == 0 and head_size <= 256
+    return dtype in native_abi.DTYPES and can_attend(head_size)
 
 
 def _dense_heads(x_THD: Tensor) -> Tensor:

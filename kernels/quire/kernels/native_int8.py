@@ -34,14 +34,15 @@ class Int8Linear(NativeLinear):
         gated: bool = False,
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack_int8`."""
-        assert can_pack_int8(weight_OI, num_parts=num_parts), (weight_OI.dtype, weight_OI.shape)
+        if not can_pack_int8(weight_OI, num_parts=num_parts):
+            raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         super().__init__(
             library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=True
         )
 
     @property
     def input_bytes(self) -> int:
-        """Of a quantised row."""
+        """Bytes of a quantised row."""
         part = self.weights.num_in // self.weights.splits
         return int(-(-part // _GROUP) * _GROUP * self.weights.splits)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.native_check import pointer
 
 # T tokens   I, O a layer's input and output   G twice the gated output
 
@@ -46,7 +47,7 @@ class Arena:
 
 
 class NativeLinear(ABC):
-    """A `quire.kernels.decoder.Linear` of the native library, and the layout of its weights.
+    """A `quire.kernels.ops.LinearLayer` of the native library, and the layout of its weights.
 
     ``num_parts``: into how many parts the input is cut whose sums are added as a binary tree. Two
     ranks with half of the input and half of the parts each, added, give the bits of one rank.
@@ -63,6 +64,7 @@ class NativeLinear(ABC):
         gated: bool,
         is_int8: bool,
     ) -> None:
+        _check_weights(weight_OI, bias_O, num_parts=num_parts, gated=gated)
         num_out, num_in = weight_OI.shape
         panel = library.quire_panel_columns()
         columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
@@ -87,18 +89,25 @@ class NativeLinear(ABC):
         self.weights.weight = self._weight.data_ptr()
         weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
         bias_O = None if bias_O is None else bias_O.contiguous()
+        is_broken = ctypes.c_int32(0)
         arguments = native_abi.PackArgs(
             dtype=native_abi.DTYPES[self.dtype],
             source=weight_OI.data_ptr(),
             stride=weight_OI.stride(0),
             source_bias=None if bias_O is None else bias_O.data_ptr(),
             weights=self.weights,
+            is_broken=ctypes.pointer(is_broken),
         )
         pack(byref(arguments), torch.get_num_threads())
+        self.is_finite = not is_broken.value
+        """Whether none of the weights is NaN or infinite."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        assert x_TI.dtype == self.dtype, (x_TI.dtype, self.dtype)
-        assert x_TI.shape[1] == self.weights.num_in, (x_TI.shape, self.weights.num_in)
+        num_in = self.weights.num_in
+        if x_TI.dtype != self.dtype or x_TI.dim() != 2 or x_TI.shape[1] != num_in:
+            raise ValueError(
+                f"input: {x_TI.dtype} {tuple(x_TI.shape)}; must be {self.dtype} of {num_in} columns"
+            )
         out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
         self.run(x_TI, out_TO, native_abi.GATED if self.weights.gated else native_abi.STORE)
         return out_TO
@@ -106,6 +115,20 @@ class NativeLinear(ABC):
     @abstractmethod
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         """Puts the result where ``mode`` says."""
+
+
+def _check_weights(
+    weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int, gated: bool
+) -> None:
+    num_out = len(weight_OI)
+    if weight_OI.dim() != 2 or not weight_OI.is_cpu:
+        raise ValueError(f"weight: {tuple(weight_OI.shape)} on {weight_OI.device}")
+    if num_parts not in (1, 2, 4, 8):
+        raise ValueError(f"{num_parts=}: must be 1, 2, 4 or 8")
+    if gated and num_out % 2:
+        raise ValueError(f"weight of {num_out} rows: a gated layer has as many gates as ups")
+    if bias_O is not None:
+        pointer("bias", bias_O.contiguous(), weight_OI.dtype, num_out)
 
 
 class PackedLinear(NativeLinear):
@@ -122,7 +145,8 @@ class PackedLinear(NativeLinear):
         gated: bool = False,
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
-        assert can_pack(weight_OI, num_parts=num_parts), (weight_OI.dtype, weight_OI.shape)
+        if not can_pack(weight_OI, num_parts=num_parts):
+            raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         super().__init__(
             library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=False
         )

@@ -11,6 +11,8 @@ from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from quire.kernels.native_check import pointer
+
 _SLOT_BYTES = 1 << 20
 """What one round carries of each rank; larger tensors take several."""
 
@@ -34,7 +36,16 @@ class SharedGroup:
     """One rank's end. All ranks must make the same calls in the same order."""
 
     def __init__(self, library: ctypes.CDLL, fd: int, *, rank: int, size: int) -> None:
-        """``fd`` is a file of at least `shared_bytes` zeros, the same one for every rank."""
+        """``fd`` is a file of at least `shared_bytes` zeros, the same one for every rank.
+
+        Raises:
+            ValueError: The file is smaller, or ``rank`` is none of ``size``.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"{rank=}: must be below {size}")
+        num_bytes = c_int64.in_dll(library, "quire_shared_group_bytes").value
+        if num_bytes != ctypes.sizeof(_Group):
+            raise RuntimeError(f"a group has {num_bytes} bytes in shared_sum.cpp, not here")
         self._sum = library.quire_shared_sum
         self._sum.argtypes = [POINTER(_Group), c_void_p, c_int64]
         self._sum.restype = None
@@ -48,14 +59,16 @@ class SharedGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in ``x`` itself; formed in float32 whatever its dtype."""
         values = x.float().contiguous()
-        self._sum(byref(self._group), values.data_ptr(), values.numel())
+        at = pointer("what is summed", values, torch.float32, *x.shape)
+        self._sum(byref(self._group), at, values.numel())
         return x if values is x else x.copy_(values)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's ``x``, of one shape and dtype, on rank 0; ``None`` elsewhere."""
         x = x.contiguous()
+        at = pointer("what is gathered", x, x.dtype, *x.shape)
         size = self._group.size
         parts = [torch.empty_like(x) for _ in range(size)] if self._group.rank == 0 else []
         out = (c_void_p * size)(*(part.data_ptr() for part in parts))
-        self._gather(byref(self._group), x.data_ptr(), out, x.nbytes)
+        self._gather(byref(self._group), at, out, x.nbytes)
         return parts or None

@@ -12,6 +12,8 @@ hold anything, NaN included.
 Beside it, `reference_sampling` is the same for what comes after the logits.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -130,6 +132,19 @@ def rms_norm(
     return weight_C * normed_TC.to(x_TC.dtype), sum_TC
 
 
+def wide_norm(
+    x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float, is_centred: bool
+) -> Tensor:
+    """A norm whose weights are float32, and which is rounded to x's dtype at its end: an RMS norm,
+    as in Gemma and OLMo 2, or a layer norm, which is centred."""
+    wide_TC = x_TC.float()
+    if is_centred:
+        wide_TC = wide_TC - wide_TC.mean(-1, keepdim=True)
+    normed_TC = wide_TC * torch.rsqrt(wide_TC.pow(2).mean(-1, keepdim=True) + eps)
+    out_TC = normed_TC * weight_C
+    return (out_TC if bias_C is None else out_TC + bias_C).to(x_TC.dtype)
+
+
 def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotates the first ``2 R`` channels of each head, pairing channel i with channel i + R.
 
@@ -169,6 +184,18 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
+
+
+def gelu(x_TF: Tensor, *, gated: bool) -> Tensor:
+    """GELU by the formula with tanh; ``gated`` is as in `silu_and_mul`.
+
+    Step by step, as the bits of PyTorch's own depend on where a value stands in its tensor.
+    """
+    gate_TF, up_TF = x_TF.chunk(2, dim=-1) if gated else (x_TF, None)
+    wide_TF = gate_TF.float()
+    inner_TF = math.sqrt(2 / math.pi) * (wide_TF + 0.044715 * (wide_TF * wide_TF * wide_TF))
+    out_TF = (0.5 * wide_TF * (1 + torch.tanh(inner_TF))).to(x_TF.dtype)
+    return out_TF if up_TF is None else out_TF * up_TF
 
 
 def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:

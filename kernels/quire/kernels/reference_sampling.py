@@ -9,31 +9,46 @@ import math
 import torch
 from torch import Tensor
 
-# S rows that sample   V vocabulary   E pairs of a row and a token
+# S samples   V vocabulary   A biased and E seen pairs of a sample and a token   K masked samples
+# W words of 32 tokens
 
 
 def adjust_logits(
     logits_SV: Tensor,
     *,
-    rows_E: Tensor,
-    token_ids_E: Tensor,
-    counts_E: Tensor,
+    biased_rows_A: Tensor,
+    biased_ids_A: Tensor,
+    bias_A: Tensor,
+    seen_rows_E: Tensor,
+    seen_ids_E: Tensor,
+    seen_counts_E: Tensor,
     presence_S: Tensor,
     frequency_S: Tensor,
     repetition_S: Tensor,
+    masked_rows_K: Tensor,
+    mask_KW: Tensor,
 ) -> None:
-    """Penalties and bans on distinct (row, token) pairs of float32 logits, in place.
+    """Changes float32 logits in place: bias, then penalties, then masks.
 
-    A pair's token has been seen in the row's prompt or output, ``count`` times in its output; -1
-    bans it. The repetition penalty (Keskar et al. 2019) takes every seen token, the other two
-    those of the output. Pairs are int32, the penalties of the rows float32.
+    ``bias`` is added to the logits of its pairs; minus infinity bans a token. A seen pair's token
+    is in the row's prompt or output, ``seen_counts`` times in its output: the repetition penalty
+    (Keskar et al. 2019) divides positive logits and multiplies negative ones of all of them, the
+    other two are subtracted from those of the output. Bit ``t % 32`` of word ``t // 32`` of a mask
+    allows token ``t``; a token behind the last word is not allowed. The pairs of each kind are
+    distinct; rows, ids, counts and masks are int32, bias and penalties float32.
     """
-    values_E = logits_SV[rows_E, token_ids_E]
-    repetition_E = repetition_S[rows_E]
+    logits_SV[biased_rows_A, biased_ids_A] += bias_A
+    values_E = logits_SV[seen_rows_E, seen_ids_E]
+    repetition_E = repetition_S[seen_rows_E]
     values_E = torch.where(values_E > 0, values_E / repetition_E, values_E * repetition_E)
-    lowered_E = values_E - (frequency_S[rows_E] * counts_E + presence_S[rows_E])
-    values_E = torch.where(counts_E > 0, lowered_E, values_E)
-    logits_SV[rows_E, token_ids_E] = values_E.masked_fill(counts_E < 0, float("-inf"))
+    lowered_E = frequency_S[seen_rows_E] * seen_counts_E + presence_S[seen_rows_E]
+    values_E = torch.where(seen_counts_E > 0, values_E - lowered_E, values_E)
+    logits_SV[seen_rows_E, seen_ids_E] = values_E
+    for row, mask_W in zip(masked_rows_K.tolist(), mask_KW, strict=True):
+        bits_W32 = mask_W[:, None] >> torch.arange(32, dtype=torch.int32, device=mask_W.device)
+        allowed = (bits_W32 & 1).flatten()[: logits_SV.shape[1]] > 0
+        logits_SV[row, : len(allowed)].masked_fill_(~allowed, float("-inf"))
+        logits_SV[row, len(allowed) :] = float("-inf")
 
 
 def sample(
@@ -46,13 +61,14 @@ def sample(
     seed_S: Tensor,
     position_S: Tensor,
 ) -> Tensor:
-    """Draws a token of each row of float32 logits; int64 ids, of the lowest id among equals.
+    """Draws a token of each row of logits, in float32; int64 ids, the lowest among equals.
 
     ``temperature``, ``top_p`` and ``min_p`` are float32, ``top_k`` is int32, 0 for no limit,
     ``seed`` and ``position`` are int64. Temperature 0 takes the greatest logit. Else top-k and
     min-p limit the row, then top-p what they have left; the row's one random number, a hash of
     (seed, position), picks among the rest in the order of their ids, by integer weights.
     """
+    logits_SV = logits_SV.float()
     token_ids_S = logits_SV.argmax(dim=-1)
     for row in torch.nonzero(temperature_S > 0)[:, 0].tolist():
         logits_V, temperature = logits_SV[row], temperature_S[row]

@@ -19,11 +19,11 @@ from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS
 Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 
-MIN_SAVED_TOKENS = 1 << 18
-"""Tokens of KV that need not be read again, for a step to take this way: 1 GiB a layer at 8 heads
-of 128 in 16 bits, a quarter of a millisecond of an H200's memory. Chosen, not measured: rows that
-run side by side find much of what they share in the level-2 cache anyway, and a step that shares
-forgoes its CUDA graph."""
+MIN_SAVED_BYTES = 1 << 30
+"""KV of one layer on one rank that need not be read again, for a step to take this way: a quarter
+of a millisecond of an H200's memory, in each layer. Chosen, not measured: rows that run side by
+side find much of what they share in the level-2 cache anyway, and a step that shares forgoes its
+CUDA graph, which costs the host some 0.1 ms a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class SharedArrays:
     """The shared work of a step; int32."""
 
     num_splits_B: Ints
-    """Of each row, from token 0: splits that are read for it together with others."""
+    """Splits of each row, from token 0, that are read together with other rows."""
     rows_XR: Ints
     """The rows of a program, all of which share its split; -1 where there are fewer."""
     splits_X: Ints
@@ -58,7 +58,7 @@ def find_shared(
     *,
     block_size: int,
     group: int,
-    min_saved_tokens: int = MIN_SAVED_TOKENS,
+    min_saved_tokens: int,
 ) -> SharedArrays | None:
     """The shared work of decodes, or ``None`` where it saves less than ``min_saved_tokens``.
 
@@ -68,6 +68,10 @@ def find_shared(
     per_program = rows_per_program(group)
     if per_program < 2 or len(seq_lens_B) < 2:
         return None
+    least = max(1, min_saved_tokens)
+    for bound in (most_saved, most_saved_by_split):
+        if bound(block_tables_BM, seq_lens_B, block_size=block_size) < least:
+            return None
     num_splits_B = np.zeros(len(seq_lens_B), np.int32)
     rows: list[Ints] = []
     splits: list[Ints] = []
@@ -86,6 +90,36 @@ def find_shared(
     return SharedArrays(
         num_splits_B=num_splits_B, rows_XR=np.concatenate(rows), splits_X=np.concatenate(splits)
     )
+
+
+def most_saved(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -> int:
+    """A bound on the tokens of KV that sharing can save, in microseconds instead of the exact
+    search's milliseconds: rows that share anything share their first split, and of each such
+    group the longest row reads its own KV in any case."""
+    full_B = seq_lens_B // SPLIT_TOKENS
+    long_B = np.flatnonzero(full_B)
+    if len(long_B) < 2:
+        return 0
+    firsts = tables_BM[long_B, SPLIT_TOKENS // block_size - 1]
+    order = np.argsort(firsts, kind="stable")
+    firsts, full = firsts[order], full_B[long_B[order]]
+    starts = np.flatnonzero(np.r_[True, firsts[1:] != firsts[:-1]])
+    saved = np.add.reduceat(full, starts) - np.maximum.reduceat(full, starts)
+    return int(saved.sum()) * SPLIT_TOKENS
+
+
+def most_saved_by_split(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -> int:
+    """A closer bound, in tens of microseconds: of each split, rows that share it end it with the
+    same block, and all but one of them need not read it."""
+    full_B = seq_lens_B // SPLIT_TOKENS
+    num_splits = int(full_B.max(initial=0))
+    per_split = SPLIT_TOKENS // block_size
+    ends_BS = tables_BM[:, per_split - 1 : num_splits * per_split : per_split]
+    # What a row does not have in full is like no other row's.
+    own_B1 = -1 - np.arange(len(full_B), dtype=ends_BS.dtype)[:, None]
+    has_BS = np.arange(ends_BS.shape[1]) < full_B[:, None]
+    ordered_BS = np.sort(np.where(has_BS, ends_BS, own_B1), axis=0)
+    return int((ordered_BS[1:] == ordered_BS[:-1]).sum()) * SPLIT_TOKENS
 
 
 def _groups(tables_BM: Ints, seq_lens_B: Ints, per_split: int) -> Iterator[tuple[Rows, int, int]]:

@@ -225,3 +225,34 @@ def paged_batch(
         rows=list(rows),
         dense_kv=dense_kv,
     )
+
+
+def adjustments(
+    num_rows: int, vocab_size: int, *, num_pairs: int, num_masks: int = 2
+) -> dict[str, Tensor]:
+    """Arguments of `reference_sampling.adjust_logits`: ``num_pairs`` with a bias, among them bans,
+    as many seen ones, and masks for the first rows."""
+    generator = torch.Generator().manual_seed(num_pairs)
+
+    def cells() -> Tensor:
+        return torch.randperm(num_rows * vocab_size, generator=generator)[:num_pairs]
+
+    biased, seen = cells(), cells()
+    bias = (biased % 7 - 3).float()
+    return {
+        "biased_rows_A": (biased // vocab_size).int(),
+        "biased_ids_A": (biased % vocab_size).int(),
+        "bias_A": bias.masked_fill_(biased % 5 == 0, float("-inf")),
+        "seen_rows_E": (seen // vocab_size).int(),
+        "seen_ids_E": (seen % vocab_size).int(),
+        "seen_counts_E": (seen % 4).int(),
+        "presence_S": torch.linspace(-1, 1, num_rows),
+        "frequency_S": torch.linspace(0, 0.7, num_rows),
+        "repetition_S": torch.linspace(0.7, 1.4, num_rows),
+        "masked_rows_K": torch.arange(num_masks, dtype=torch.int32),
+        "mask_KW": torch.randint(
+            *(-(2**31), 2**31, (num_masks, -(-vocab_size // 32))),
+            dtype=torch.int32,
+            generator=generator,
+        ),
+    }

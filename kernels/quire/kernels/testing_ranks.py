@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.triton_all_reduce import MAX_BYTES, MAX_PROGRAMS, Peers, all_reduce
+from quire.kernels.triton_all_reduce import (
+    MAX_BYTES,
+    MAX_PROGRAMS,
+    TWO_SHOT_BYTES,
+    Peers,
+    all_reduce,
+    launch_two_shots,
+)
 
 
 class LocalRanks:
@@ -37,3 +44,28 @@ class LocalRanks:
                 self.buffers[other, epoch % 2, : x.numel()] = x.flatten()
         self.flags[rank] = epoch
         return all_reduce(inputs[rank].clone(), self.peers[rank])
+
+
+class RanksAtOnce:
+    """All ranks of a two-shot all-reduce in one launch, which has ``num_programs`` of each: where
+    all programs of a launch run at the same time."""
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, num_programs: int, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (size, 2, TWO_SHOT_BYTES // dtype.itemsize)
+        self.buffers = torch.full(shape, 99.0, device=device).to(dtype)
+        self.flags = torch.zeros(size, num_programs, size, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(size, num_programs, dtype=torch.int32, device=device)
+        buffers_R, flags_R = (
+            torch.tensor([one.data_ptr() for one in tensor], device=device)
+            for tensor in (self.buffers, self.flags)
+        )
+        self._peers = Peers(
+            rank=0, size=size, buffers_R=buffers_R, flags_R=flags_R, epochs_P=self.epochs
+        )
+
+    def all_reduce(self, x_RN: Tensor) -> None:
+        """The sum in the place of each rank's tensor."""
+        size, num_programs = self.epochs.shape
+        launch_two_shots((num_programs, size), x_RN, self._peers)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.decoder import Decoder, DecoderShape, DecoderWeights, Linear, PlainLinear
+from quire.kernels.linear import PlainLinear
+from quire.kernels.loop import Loop
+from quire.kernels.ops import LinearLayer, Program, ProgramRunner
+from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention
@@ -77,6 +80,7 @@ class TritonBackend:
             query_starts_B1=query_starts_B1,
             first_row=num_decodes,
             max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
             scale=scale,
             options=options,
         )
@@ -86,6 +90,17 @@ class TritonBackend:
         self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return triton_elementwise.rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
+
+    def wide_norm(
+        self,
+        x_TC: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor | None,
+        *,
+        eps: float,
+        is_centred: bool,
+    ) -> Tensor:
+        return triton_elementwise.wide_norm(x_TC, weight_C, bias_C, eps=eps, is_centred=is_centred)
 
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         return triton_rotary.rotary_embedding(x_THD, cos_TR, sin_TR)
@@ -108,23 +123,22 @@ class TritonBackend:
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
-    ) -> Linear:
+    ) -> LinearLayer:
         del num_parts
         return PlainLinear(weight_OI, bias_O)
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
         return GatedLinear(PlainLinear(weight_OI, bias_O))
 
-    def decoder(self, weights: DecoderWeights, shape: DecoderShape) -> Decoder | None:
-        del weights, shape
-        return None
+    def prepare(self, program: Program) -> ProgramRunner:
+        return Loop(self, fuse_add_norm(gather_before_add(program)))
 
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
     """``silu(gate) * up``; the layer's output is gate, then up."""
 
-    gate_up: Linear
+    gate_up: LinearLayer
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return triton_elementwise.silu_and_mul(self.gate_up(x_TI))

@@ -2,9 +2,9 @@
 
 A program takes `SPLIT_TOKENS` tokens of one sequence and up to 16 query heads of one KV head (one
 tile, so their KV is read once), and leaves a partial result; a second kernel merges a head's
-partial results in the order of the tokens. Splits are counted from token 0 and their size is
-fixed, so a row's bits depend on the row alone: not on the batch, not on the longest sequence,
-not on whether rows that share a split read it together (`triton_shared`).
+partial results, `MERGE_BLOCK` at a time. Splits are counted from token 0 and their size is fixed,
+so a row's bits depend on the row alone: not on the batch, not on the longest sequence, not on
+whether rows that share a split read it together (`triton_shared`).
 
 Traffic: K and V of every sequence once, ``2 * L * K * D`` elements each, and per split and head
 ``D + 2`` floats written and read again. At 1 to 2 flops per byte, memory alone sets its speed.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.launch import (
+    MERGE_BLOCK,
     MERGE_OPTIONS,
     SPLIT_TOKENS,
     block_shift,
@@ -25,7 +26,7 @@ from quire.kernels.launch import (
     launch_config,
 )
 from quire.kernels.shared_prefix import SharedSplits
-from quire.kernels.triton_fp8 import cache_view, loaded_scale
+from quire.kernels.triton_fp8 import loaded_scale, loaded_view
 from quire.kernels.triton_shared import shared_kernel
 from quire.kernels.triton_tile import attend_tile, load_kv_tile
 
@@ -80,8 +81,8 @@ def decode_attention(
     tiles_per_group = triton.cdiv(group, config.block_m)
     decode_kernel[(num_rows, num_kv_heads * tiles_per_group, num_splits)](
         q_BHD,
-        cache_view(k_cache),
-        cache_view(v_cache),
+        loaded_view(k_cache),
+        loaded_view(v_cache),
         parts_BHPD,
         stats_BHP2,
         block_tables_BM,
@@ -107,8 +108,8 @@ def decode_attention(
     if shared is not None:
         shared_kernel[(len(shared.splits_X), num_kv_heads)](
             q_BHD,
-            cache_view(k_cache),
-            cache_view(v_cache),
+            loaded_view(k_cache),
+            loaded_view(v_cache),
             parts_BHPD,
             stats_BHP2,
             block_tables_BM,
@@ -129,16 +130,39 @@ def decode_attention(
             CAPPED=options.soft_cap is not None,
             **config.shared_options(is_float8=k_cache.dtype == torch.float8_e4m3fn),
         )
+    merge(
+        parts_BHPD,
+        stats_BHP2,
+        out_BHD,
+        seq_lens_B=seq_lens_B,
+        v_scale=loaded_scale(v_cache, options.v_scale),
+        window=window,
+    )
+
+
+def merge(
+    parts_BHPD: Tensor,
+    stats_BHP2: Tensor,
+    out_BHD: Tensor,
+    *,
+    seq_lens_B: Tensor,
+    v_scale: float,
+    window: int = 0,
+) -> None:
+    """Writes each head's result from its partial ones: float32 sums of V, and beside each the
+    maximum of its scores (in powers of 2) and the sum of its weights."""
+    num_rows, num_heads, max_splits, head_size = parts_BHPD.shape
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,
         stats_BHP2,
         out_BHD,
         seq_lens_B,
-        num_splits,
-        loaded_scale(v_cache, options.v_scale),
+        max_splits,
+        v_scale,
         window,
         HEAD_SIZE=head_size,
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_P=MERGE_BLOCK,
         SPLIT=SPLIT_TOKENS,
         WINDOWED=window > 0,
         **MERGE_OPTIONS,
@@ -246,6 +270,7 @@ def merge_kernel(
     window,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -254,21 +279,29 @@ def merge_kernel(
     seq_len = tl.load(seq_lens_ptr + row)
     num_splits = (seq_len + SPLIT - 1) // SPLIT
     first_split = tl.maximum(seq_len - window, 0) // SPLIT if WINDOWED else 0
+    stats = stats_ptr + head * max_splits * 2
+    parts = parts_ptr + head * max_splits * HEAD_SIZE
+    places = tl.arange(0, BLOCK_P)
     channels = tl.arange(0, BLOCK_D)
     inside = channels < HEAD_SIZE
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     row_max = float("-inf")
     row_sum = 0.0
-    for split in tl.range(first_split, num_splits):
-        part = head * max_splits + split
-        part_max = tl.load(stats_ptr + part * 2)
-        part_sum = tl.load(stats_ptr + part * 2 + 1)
-        values = tl.load(parts_ptr + part * HEAD_SIZE + channels, mask=inside, other=0.0)
-        new_max = tl.maximum(row_max, part_max)
+    for start in tl.range(first_split, num_splits, BLOCK_P):
+        splits = start + places
+        present = splits < num_splits
+        values = tl.load(
+            parts + splits[:, None] * HEAD_SIZE + channels[None, :],
+            mask=present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        part_max = tl.load(stats + splits * 2, mask=present, other=float("-inf"))
+        part_sum = tl.load(stats + splits * 2 + 1, mask=present, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(part_max, 0))
         decay = tl.exp2(row_max - new_max)
         share = tl.exp2(part_max - new_max)
-        row_sum = tl.fma(row_sum, decay, part_sum * share)
-        acc = tl.fma(acc, decay, values * share)
+        row_sum = tl.fma(row_sum, decay, tl.sum(part_sum * share, 0))
+        acc = tl.fma(acc, decay, tl.sum(values * share[:, None], 0))
         row_max = new_max
     out = acc / tl.where(row_sum > 0, row_sum, 1.0) * v_scale  # a row of length 0 gives zeros
     out_offsets = head * HEAD_SIZE + channels

@@ -1,4 +1,4 @@
-"""Triton RMS norm and gated activation: what a layer does between its matrix products.
+"""Triton norms and gated activation: what a layer does between its matrix products.
 
 Both round where their twins do, so that only the order of the norm's sum and the last bit of an
 exponential tell them apart. A row's sum is taken by one program over the whole row, in an order
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import ACTIVATION_BLOCK, ELEMENTWISE_OPTIONS, norm_options
+from quire.kernels.launch import ACTIVATION_BLOCK, ELEMENTWISE_OPTIONS, MAX_CHANNELS, norm_options
 
 # T tokens of the step, packed   C channels   F channels of the MLP
 
@@ -45,6 +45,31 @@ def rms_norm(
         **norm_options(num_channels),
     )
     return out_TC, sum_TC
+
+
+def wide_norm(
+    x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float, is_centred: bool
+) -> Tensor:
+    """`reference.wide_norm`. Rows of ``x`` may lie apart, their values may not."""
+    num_tokens, num_channels = x_TC.shape
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out_TC
+    wide_norm_kernel[(num_tokens,)](
+        x_TC,
+        weight_C,
+        weight_C if bias_C is None else bias_C,
+        out_TC,
+        eps,
+        x_TC.stride(0),
+        SIZE=num_channels,
+        BLOCK=triton.next_power_of_2(num_channels),
+        HAS_BIAS=bias_C is not None,
+        IS_CENTRED=is_centred,
+        # Twice the warps, as weights and biases in float32 do not fit the registers of sm_80.
+        **norm_options(max(num_channels, min(2 * num_channels, MAX_CHANNELS))),
+    )
+    return out_TC
 
 
 def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
@@ -93,6 +118,33 @@ def rms_norm_kernel(
     normed = (wide * scale).to(x.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + channels, (weight * normed).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def wide_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK)
+    inside = channels < SIZE
+    x = tl.load(x_ptr + row * x_stride + channels, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    if IS_CENTRED:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / SIZE, 0.0)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    out = normed * tl.load(weight_ptr + channels, mask=inside, other=0.0)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + channels, mask=inside, other=0.0)
+    tl.store(out_ptr + row * SIZE + channels, out.to(x.dtype), mask=inside)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""float8_e4m3fn in Triton by integer arithmetic, for GPUs with and without such a type.
+"""float8_e4m3fn in Triton, for GPUs with and without such a type.
 
-Caches of it are passed to kernels as bytes. Their values come out of `from_e4m3` as float16 and
-256 times too small, which moving bits to their place costs nothing to give; launchers put the
-factor into the scales of K and V.
+NVIDIA's from Ada Lovelace (89) on convert it with an instruction: kernels load its values from
+the cache as it is. For the others caches are passed as bytes, and `from_e4m3` gives float16 that
+is 256 times too small, as moving bits to their place costs next to nothing; launchers put the
+factor into the scales of K and V. Powers of 2 round nothing, so both ways have the same bits.
 """
 
 import torch
@@ -10,12 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.launch import AMD_CAPABILITY, device_capability
+
 LOADED_SCALE = 256.0
 """What a value of `from_e4m3` is multiplied with to be the one that was stored."""
 
 
 def cache_view(cache: Tensor) -> Tensor:
-    """The cache as kernels take it: bytes where it is float8_e4m3fn, else itself.
+    """The cache as kernels write it: bytes where it is float8_e4m3fn, else itself.
 
     Raises:
         ValueError: The cache is of another 8-bit type.
@@ -27,14 +30,35 @@ def cache_view(cache: Tensor) -> Tensor:
     return cache
 
 
+def loaded_view(cache: Tensor) -> Tensor:
+    """The cache as kernels read it: as `cache_view`'s, but itself where the GPU converts it.
+
+    Raises:
+        ValueError: The cache is of another 8-bit type.
+    """
+    return cache if _is_converted(cache) else cache_view(cache)
+
+
 def loaded_scale(cache: Tensor, scale: float) -> float:
-    """The factor from what a kernel loads from a cache to what was written to it."""
-    return scale * LOADED_SCALE if cache.dtype == torch.float8_e4m3fn else 1.0
+    """The factor from what a kernel loads of `loaded_view` to what was written to the cache."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return 1.0
+    return scale if _is_converted(cache) else scale * LOADED_SCALE
+
+
+def converts_float8(capability: int) -> bool:
+    """Whether a GPU has an instruction from float8_e4m3fn; MI300's float8 has another bias."""
+    return capability >= 89 and capability != AMD_CAPABILITY
+
+
+def _is_converted(cache: Tensor) -> bool:
+    return cache.dtype == torch.float8_e4m3fn and converts_float8(device_capability(cache.device))
 
 
 @triton.jit
 def from_e4m3(bits):
-    """A 256th of each value as float16, exact. The exponent's bias is 7 here and 15 there."""
+    """A 256th of each value as float16, exact but for NaN, which no kernel writes and which reads
+    as 480. The exponent's bias is 7 here and 15 there."""
     wide = bits.to(tl.int16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 

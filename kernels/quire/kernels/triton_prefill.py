@@ -2,25 +2,50 @@
 
 A program takes `block_m` consecutive rows of one sequence and one KV head, where a row is a
 (query, head of the group) pair: all heads that share KV share its loads, whatever their number.
-It walks the KV from token 0 up to the last token that its last query sees.
+
+The context is cut into splits of `PREFILL_SPLIT_TOKENS`, counted from token 0. Each split is
+reduced from an empty state and the splits' results are merged in their order, so a row's bits
+depend on its position alone: not on the batch, not on how its prompt was cut into chunks, and not
+on who reduced the splits. That is one program for all of them where there are enough programs to
+fill a GPU; few new tokens behind a long cached prefix get a program for each split, and a second
+kernel merges. Both merge with `merge_part`.
 
 Traffic of a sequence with Q queries and context L: q and the output once, K and V
 ``ceil(Q * G / block_m)`` times (from L2, as the tiles of one head run side by side); flops
-``4 * H * D`` for every pair of a query and a token it sees.
-
-A row's bits do not depend on the batch nor on how its prompt was cut into chunks.
+``4 * H * D`` for every pair of a query and a token it sees. For each row and split of a context
+of several, ``D + 2`` floats are written and read once, and by a program that does all splits
+twice: 2 KiB for heads of 128, against the million flops of a row in a split of 2,048 tokens.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.launch import block_shift, capped_scales, device_capability, launch_config
-from quire.kernels.triton_fp8 import cache_view, loaded_scale
+from quire.kernels.launch import (
+    PREFILL_MERGE_BLOCK,
+    PREFILL_MERGE_OPTIONS,
+    block_shift,
+    capped_scales,
+    device_capability,
+    launch_config,
+    prefill_parts,
+    prefill_split,
+)
+from quire.kernels.triton_fp8 import loaded_scale, loaded_view
+from quire.kernels.triton_prefill_merge import (
+    first_slot,
+    load_part,
+    merge_part,
+    prefill_merge_kernel,
+    store_out,
+    store_part,
+)
 from quire.kernels.triton_tile import attend_tile, load_kv_tile
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads   D head size
+# N kept states, [split, KV head, tile]
 
 
 def prefill_attention(
@@ -34,13 +59,15 @@ def prefill_attention(
     query_starts_B1: Tensor,
     first_row: int,
     max_query_len: int,
+    max_seq_len: int,
     scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:
     """Writes the attention of rows ``first_row`` to B; see `reference.paged_attention`.
 
-    ``max_query_len`` is at least the longest row's number of queries. The tokens of other rows
-    are left alone in ``out``, which is contiguous.
+    ``max_query_len`` and ``max_seq_len`` are at least the longest row's number of queries and of
+    tokens. Rows before ``first_row`` have a query at least; their tokens are left alone in
+    ``out``, which is contiguous.
     """
     num_rows = len(seq_lens_B) - first_row
     if num_rows == 0 or max_query_len == 0:
@@ -48,23 +75,39 @@ def prefill_attention(
     num_heads, head_size = q_THD.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
+    capability = device_capability(q_THD.device)
     config = launch_config(
         "prefill",
         head_size=head_size,
         dtype=q_THD.dtype,
-        capability=device_capability(q_THD.device),
+        capability=capability,
         cache_dtype=k_cache.dtype,
     )
+    split = prefill_split(head_size=head_size, capability=capability, cache_dtype=k_cache.dtype)
     scale_log2, cap_scale = capped_scales(
         scale * loaded_scale(k_cache, options.k_scale), soft_cap=options.soft_cap
     )
     window = 0 if options.window is None else options.window
-    grid = (triton.cdiv(max_query_len * group, config.block_m), num_kv_heads, num_rows)
-    prefill_kernel[grid](
+    num_tiles = triton.cdiv(max_query_len * group, config.block_m)
+    num_splits = triton.cdiv(max_seq_len, split)
+    num_parts = prefill_parts(num_tiles * num_kv_heads * num_rows, num_splits=num_splits)
+    # Each tile of each row has a place of its own, whose rows are those of the tile.
+    num_slots = (len(q_THD) - first_row) * group // config.block_m + num_rows
+    # One program for all splits keeps what it has merged, and what it is to merge next.
+    num_kept = max(num_parts, 2) * num_kv_heads * num_slots if num_splits > 1 else 0
+    block_d = triton.next_power_of_2(head_size)
+    device = q_THD.device
+    shape = (num_kept, config.block_m)
+    parts_NMD = torch.empty(*shape, block_d, dtype=torch.float32, device=device)
+    # The maximum (in powers of 2) and the sum of each part's weights.
+    stats_NM2 = torch.empty(*shape, 2, dtype=torch.float32, device=device)
+    prefill_kernel[(num_tiles * num_parts, num_kv_heads, num_rows)](
         q_THD,
-        cache_view(k_cache),
-        cache_view(v_cache),
+        loaded_view(k_cache),
+        loaded_view(v_cache),
         out_THD,
+        parts_NMD,
+        stats_NM2,
         block_tables_BM,
         seq_lens_B,
         query_starts_B1,
@@ -77,20 +120,50 @@ def prefill_attention(
         first_row,
         num_kv_heads,
         block_shift(k_cache),
+        num_slots,
+        num_parts,
         GROUP=group,
         HEAD_SIZE=head_size,
         **config.tile(),
-        BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_D=block_d,
+        SPLIT=split,
+        MERGE_M=PREFILL_MERGE_BLOCK,
+        KEPT=num_splits > 1,
         WINDOWED=window > 0,
         CAPPED=options.soft_cap is not None,
-        **config.options(),
+        **(config.kept_options() if num_splits > 1 else config.options()),
     )
+    if num_parts > 1:
+        num_blocks = triton.cdiv(max_query_len * group, PREFILL_MERGE_BLOCK)
+        prefill_merge_kernel[(num_blocks, num_kv_heads, num_rows)](
+            out_THD,
+            parts_NMD,
+            stats_NM2,
+            seq_lens_B,
+            query_starts_B1,
+            loaded_scale(v_cache, options.v_scale),
+            window,
+            first_row,
+            num_kv_heads,
+            num_slots,
+            GROUP=group,
+            HEAD_SIZE=head_size,
+            BLOCK_M=PREFILL_MERGE_BLOCK,
+            TILE_M=config.block_m,
+            BLOCK_D=block_d,
+            SPLIT=split,
+            WINDOWED=window > 0,
+            **PREFILL_MERGE_OPTIONS,
+        )
 
 
 # What changes from step to step is not specialised: a new value must not compile a kernel while
 # requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
 @triton.jit(
-    do_not_specialize=["window", "table_stride", "first_row", "num_kv_heads", "block_shift"],
+    do_not_specialize=[
+        *("window", "table_stride", "first_row", "num_kv_heads", "block_shift"),
+        *("num_slots", "num_parts"),
+    ],
     do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_starts_ptr"],
 )
 def prefill_kernel(
@@ -98,6 +171,8 @@ def prefill_kernel(
     k_ptr,
     v_ptr,
     out_ptr,
+    parts_ptr,
+    stats_ptr,
     table_ptr,
     seq_lens_ptr,
     query_starts_ptr,
@@ -110,16 +185,21 @@ def prefill_kernel(
     first_row,
     num_kv_heads,
     block_shift,
+    num_slots,
+    num_parts,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MERGE_M: tl.constexpr,
+    KEPT: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     # The last tiles of a prompt see most tokens: start them first, or they are the tail.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_parts
     kv_head = tl.program_id(1)
     row = first_row + tl.program_id(2)
     query_start = tl.load(query_starts_ptr + row)
@@ -139,18 +219,114 @@ def prefill_kernel(
     q_offsets = (tokens * q_stride + heads * HEAD_SIZE)[:, None] + channels[None, :]
     q = tl.load(q_ptr + q_offsets, mask=inside, other=0.0)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     positions = context + queries
     # Every query of the tile sees all tokens before `full`, none sees `end` or later.
     first_query = tile * BLOCK_M // GROUP
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
+    begin = 0
     full = (context + first_query + 1) // BLOCK_N * BLOCK_N
     if WINDOWED:  # and then every tile is masked
-        full = tl.maximum(context + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(context + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
+        full = 0
     end = context + last_query + 1
-    for start in tl.range(0, 0 if WINDOWED else full, BLOCK_N):
+    if KEPT:
+        split = begin // SPLIT
+        end_split = (end + SPLIT - 1) // SPLIT
+        if num_parts > 1:
+            part = (tl.num_programs(0) - 1 - tl.program_id(0)) % num_parts
+            if (part < split) | (part >= end_split):
+                return
+            split = part
+            end_split = part + 1
+        slot = first_slot(query_start - tl.load(query_starts_ptr + first_row), GROUP, BLOCK_M)
+        kept = (kv_head * num_slots + slot + tile).to(tl.int64) * BLOCK_M
+        num_kept = num_slots.to(tl.int64) * num_kv_heads * BLOCK_M
+        first_split = split
+        while split < end_split:
+            acc, row_max, row_sum = attend_split(
+                q, k_ptr, v_ptr, block_table, tl.maximum(split * SPLIT, begin), full,
+                tl.minimum((split + 1) * SPLIT, end), positions, seq_len, window, kv_head,
+                num_kv_heads, block_shift, scale_log2, cap_scale,
+                HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, KEPT, WINDOWED, CAPPED,
+            )  # fmt: skip
+            part = split if num_parts > 1 else tl.minimum(split - first_split, 1)
+            store_part(
+                parts_ptr, stats_ptr, kept + part * num_kept, acc, row_max, row_sum,
+                BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            if (num_parts == 1) & ((split > first_split) | (split + 1 == end_split)):
+                tl.debug_barrier()  # a thread reads what others have written
+                for first in tl.range(0, BLOCK_M, MERGE_M, num_stages=1):
+                    kept_acc, kept_max, kept_sum = load_part(
+                        parts_ptr, stats_ptr, kept + first, MERGE_M, BLOCK_D
+                    )
+                    if split > first_split:
+                        part_acc, part_max, part_sum = load_part(
+                            parts_ptr, stats_ptr, num_kept + kept + first, MERGE_M, BLOCK_D
+                        )
+                        kept_acc, kept_max, kept_sum = merge_part(
+                            kept_acc, kept_max, kept_sum, part_acc, part_max, part_sum
+                        )
+                    if split + 1 < end_split:
+                        store_part(
+                            parts_ptr, stats_ptr, kept + first, kept_acc, kept_max, kept_sum,
+                            MERGE_M, BLOCK_D,
+                        )  # fmt: skip
+                    else:
+                        store_out(
+                            out_ptr, query_start, num_queries, tile * BLOCK_M + first, kv_head,
+                            num_kv_heads, kept_acc, kept_sum, v_scale,
+                            GROUP, HEAD_SIZE, MERGE_M, BLOCK_D,
+                        )  # fmt: skip
+                tl.debug_barrier()
+            split += 1
+    else:
+        acc, row_max, row_sum = attend_split(
+            q, k_ptr, v_ptr, block_table, begin, full, end, positions, seq_len, window, kv_head,
+            num_kv_heads, block_shift, scale_log2, cap_scale,
+            HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, KEPT, WINDOWED, CAPPED,
+        )  # fmt: skip
+        store_out(
+            out_ptr, query_start, num_queries, tile * BLOCK_M, kv_head,
+            num_kv_heads, acc, row_sum, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_split(
+    q,
+    k_ptr,
+    v_ptr,
+    block_table,
+    begin,
+    full,
+    end,
+    positions,
+    seq_len,
+    window,
+    kv_head,
+    num_kv_heads,
+    block_shift,
+    scale_log2,
+    cap_scale,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KEPT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """The state of rows after the tokens from ``begin`` to before ``end``, from an empty one."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    masked = full
+    if WINDOWED:
+        masked = begin
+    elif KEPT:
+        masked = tl.maximum(tl.minimum(full, end), begin)
+    for start in tl.range(begin, masked, BLOCK_N):
         k = load_kv_tile(
             k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
@@ -163,7 +339,7 @@ def prefill_kernel(
             q, k, v, acc, row_max, row_sum, None, scale_log2, cap_scale,
             MASKED=False, WINDOWED=False, CAPPED=CAPPED,
         )  # fmt: skip
-    for start in tl.range(full, end, BLOCK_N):
+    for start in tl.range(masked, end, BLOCK_N):
         k = load_kv_tile(
             k_ptr, block_table, start, seq_len, kv_head, num_kv_heads, block_shift,
             HEAD_SIZE, BLOCK_N, BLOCK_D,
@@ -176,13 +352,9 @@ def prefill_kernel(
         visible = kv_tokens <= positions[:, None]
         if WINDOWED:
             visible &= kv_tokens > positions[:, None] - window
+        # A tile's first queries may see nothing of its last split.
         acc, row_max, row_sum = attend_tile(
             q, k, v, acc, row_max, row_sum, visible, scale_log2, cap_scale,
-            MASKED=True, WINDOWED=WINDOWED, CAPPED=CAPPED,
+            MASKED=True, WINDOWED=WINDOWED or KEPT, CAPPED=CAPPED,
         )  # fmt: skip
-
-    if WINDOWED:  # rows past the last query may see nothing
-        row_sum = tl.where(row_sum > 0, row_sum, 1.0)
-    out = acc / row_sum[:, None] * v_scale
-    out_offsets = (tokens * GROUP * num_kv_heads + heads)[:, None] * HEAD_SIZE + channels[None, :]
-    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+    return acc, row_max, row_sum

@@ -1,16 +1,18 @@
 """Triton sampling: from logits to tokens on the device, without a sort and without a copy to the
 host.
 
-A program takes one row. Top-k, min-p and top-p each keep the best tokens of a row in the order
-(logit, then lowest id), so what is kept is a prefix of that order: a least logit and, among the
-tokens of just that logit, an end of their ids. The least logit is found by bisection over the
-logits' bit patterns, where each try moves both ends to logits that are there.
+Several programs share a row where there are few rows; each takes a range of ids. Top-k, min-p and
+top-p each keep the best tokens of a row in the order (logit, then lowest id), so what is kept is a
+prefix of that order: a least logit and, among the tokens of just that logit, the first ones. The
+least logit is found four bits at a time over the logits' bit patterns: a pass sums what lies above
+each of 16 thresholds, and the programs of a row exchange their sums.
 
-Sums are of integer weights, so that no order of summation can change a draw; the random number
-is a hash of (seed, position). A row's token depends on its logits and parameters only.
+Sums are of integer weights, so that neither the order of summation nor the number of programs can
+change a draw; the random number is a hash of (seed, position). A row's token depends on its logits
+and parameters only.
 
-Traffic: a greedy row is read once, one without limits three times, and a limit reads it some 20
-times more, from the level-2 cache where the logits of all rows fit it.
+Traffic: a greedy row is read once, one without limits three times, and a limit reads it at most
+nine times more, from the level-2 cache where the logits of all rows fit it.
 """
 
 import math
@@ -20,12 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.launch import SAMPLE_BLOCK, SAMPLE_OPTIONS
+from quire.kernels.launch import SAMPLE_BLOCK, SAMPLE_OPTIONS, SAMPLE_PARTS
 from quire.kernels.triton_sample_tile import (
-    first_best,
+    best_of,
     key_of,
     load_tile,
     random_uniform,
+    sums_from,
     value_of,
     weights_of,
 )
@@ -33,6 +36,9 @@ from quire.kernels.triton_sample_tile import (
 # S rows that sample   V vocabulary
 
 LN_2 = tl.constexpr(math.log(2))
+PARTS = tl.constexpr(SAMPLE_PARTS)
+SLOTS = tl.constexpr(16)
+"""Numbers that a program tells the others of its row at a time: a sum for each threshold."""
 
 
 def sample(
@@ -45,12 +51,22 @@ def sample(
     seed_S: Tensor,
     position_S: Tensor,
 ) -> Tensor:
-    """`reference_sampling.sample`: float32 logits, parameters on their device; int64 ids there."""
+    """`reference_sampling.sample`: logits of any float type, parameters on their device; int64 ids
+    there."""
     num_rows, vocab_size = logits_SV.shape
-    token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
+    device = logits_SV.device
+    token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids_S
-    sample_kernel[(num_rows,)](
+    num_parts = parts_of_a_row(num_rows, vocab_size, device=device)
+    # What programs of a row tell each other, twice over, and how often each has.
+    told = torch.empty(
+        (num_rows, 2, SAMPLE_PARTS, SLOTS.value) if num_parts > 1 else 1,
+        dtype=torch.int64,
+        device=device,
+    )
+    meetings_S = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    sample_kernel[(num_rows * num_parts,)](
         logits_SV,
         temperature_S,
         top_k_S,
@@ -59,19 +75,33 @@ def sample(
         seed_S,
         position_S,
         token_ids_S,
+        told,
+        meetings_S,
         vocab_size,
         logits_SV.stride(0),
+        num_parts,
         BLOCK=SAMPLE_BLOCK,
         **SAMPLE_OPTIONS,
     )
     return token_ids_S
 
 
+def parts_of_a_row(num_rows: int, vocab_size: int, *, device: torch.device) -> int:
+    """Programs that share a row. All programs must run at the same time, as those of a row wait
+    for each other: no more than there are multiprocessors. In Triton's interpreter, one."""
+    if device.type != "cuda":
+        return 1
+    num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    num_tiles = -(-vocab_size // SAMPLE_BLOCK)
+    return max(1, min(SAMPLE_PARTS, num_processors // num_rows, num_tiles))
+
+
 @triton.jit(
+    do_not_specialize=["num_parts"],
     do_not_specialize_on_alignment=[
         "temperature_ptr", "top_k_ptr", "top_p_ptr", "drop_ptr", "seed_ptr", "position_ptr",
-        "token_ids_ptr",
-    ]
+        "token_ids_ptr", "told_ptr", "meetings_ptr",
+    ],
 )  # fmt: skip
 def sample_kernel(
     logits_ptr,
@@ -82,137 +112,198 @@ def sample_kernel(
     seed_ptr,
     position_ptr,
     token_ids_ptr,
+    told_ptr,
+    meetings_ptr,
     vocab_size,
     logits_stride,
+    num_parts,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // num_parts).to(tl.int64)
+    part = tl.program_id(0) % num_parts
     logits = logits_ptr + row * logits_stride
-    least, best, token = first_best(logits, vocab_size, BLOCK)
+    told = told_ptr + row * 2 * PARTS * SLOTS
+    meetings = meetings_ptr + row
+    # This part's ids, in whole tiles.
+    size = tl.cdiv(tl.cdiv(vocab_size, BLOCK), num_parts) * BLOCK
+    begin = part * size
+    stop = tl.minimum(begin + size, vocab_size)
+    meeting = tl.zeros([], dtype=tl.int32)
+
+    # A key in the upper half, in the lower one the lower of two ids has the greater number.
+    slots = tl.arange(0, SLOTS)
+    mine = tl.zeros([SLOTS], dtype=tl.int64) + best_of(logits, begin, stop, BLOCK)
+    table, meeting = exchange(mine, -0x8000000000000000, told, meetings, meeting, part, num_parts)
+    both = tl.max(tl.max(table, 1), 0)
+    best = (both >> 32).to(tl.int32)
+    token = (0x7FFFFFFF - (both & 0x7FFFFFFF)).to(tl.int32)
     temperature = tl.load(temperature_ptr + row)
+    is_mine = part == 0
     if temperature > 0:
         best_value = value_of(best)
         divisor = temperature * LN_2
         floor = best_value.to(tl.float64) + tl.load(drop_ptr + row)
-        # Kept are the tokens of a key above `last`, and those of that key with an id below `end`.
-        last, end = least, vocab_size
+        # Kept are the tokens of a key above `last`, and of this part's with that key the ones
+        # with an id below `end`.
+        last = tl.full([], -0x80000000, dtype=tl.int32)
+        end = stop
         top_k = tl.load(top_k_ptr + row)
         if (top_k > 0) & (top_k < vocab_size):
-            last, above = search(
-                logits, vocab_size, least, best, top_k.to(tl.int64),
-                last, end, floor, best_value, divisor, True, BLOCK,
+            last, above, meeting = search(
+                logits, begin, stop, top_k.to(tl.int64), last, end, floor, best_value, divisor,
+                told, meetings, meeting, part, num_parts, True, BLOCK,
             )  # fmt: skip
-            end = end_of_ties(logits, vocab_size, last, top_k.to(tl.int64) - above, BLOCK)
-        total, _, _ = amount_from(
-            logits, vocab_size, last, last, end, floor, best_value, divisor, False, BLOCK
-        )
+            end, meeting = end_of_ties(
+                logits, begin, stop, last, top_k.to(tl.int64) - above,
+                told, meetings, meeting, part, num_parts, BLOCK,
+            )  # fmt: skip
+        sums = sums_from(
+            logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, divisor,
+            False, BLOCK,
+        )  # fmt: skip
+        before, total, meeting = share_out(sums, told, meetings, meeting, part, num_parts)
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         if top_p < 1:
             share = top_p * total.to(tl.float64)
             wanted = share.to(tl.int64)
             wanted += (wanted.to(tl.float64) < share).to(tl.int64)
-            cut, above = search(
-                logits, vocab_size, last, best, wanted,
-                last, end, floor, best_value, divisor, False, BLOCK,
+            cut, above, meeting = search(
+                logits, begin, stop, wanted, last, end, floor, best_value, divisor,
+                told, meetings, meeting, part, num_parts, False, BLOCK,
             )  # fmt: skip
             # At least 1 but where the logits are NaN.
             weight = tl.maximum(weights_of(value_of(cut), best_value, divisor), 1)
             num_ties = (wanted - above + weight - 1) // weight
-            last, end = cut, end_of_ties(logits, vocab_size, cut, num_ties, BLOCK)
-            total = above + num_ties * weight
+            end, meeting = end_of_ties(
+                logits, begin, stop, cut, num_ties, told, meetings, meeting, part, num_parts, BLOCK
+            )
+            last = cut
+            sums = sums_from(
+                logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, divisor,
+                False, BLOCK,
+            )  # fmt: skip
+            before, total, meeting = share_out(sums, told, meetings, meeting, part, num_parts)
         uniform = random_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        token = pick(logits, vocab_size, target, last, end, floor, best_value, divisor, BLOCK)
-    tl.store(token_ids_ptr + row, token.to(tl.int64))
+        own = tl.sum(tl.where(slots == 0, sums, 0), 0)
+        # Where nothing has a weight, as among NaN, the first part answers for the row.
+        is_mine = ((before <= target) & (target < before + own)) | ((part == 0) & (total <= 0))
+        token = tl.minimum(token, vocab_size - 1)
+        if is_mine & (total > 0):
+            token = pick(
+                logits, begin, stop, target - before, last, end, floor, best_value, divisor, BLOCK
+            )
+    tl.store(token_ids_ptr + row, token.to(tl.int64), mask=is_mine)
+
+
+@triton.jit
+def exchange(mine, absent, told, meetings, meeting, part, num_parts):
+    """Every part's 16 numbers, ``[16, PARTS]`` with ``absent`` where no part is.
+
+    A program that writes again to what others read has met them in between: they take two places
+    in turns.
+    """
+    slots = tl.arange(0, SLOTS)
+    parts = tl.arange(0, PARTS)
+    if num_parts > 1:
+        place = told + (meeting & 1) * PARTS * SLOTS
+        tl.store(place + part * SLOTS + slots, mine)
+        tl.debug_barrier()  # What one thread then tells the others is true of all threads.
+        meeting += 1
+        tl.atomic_add(meetings, 1, sem="release", scope="gpu")
+        # Adding 0 is a load that later loads wait for.
+        while tl.atomic_add(meetings, 0, sem="acquire", scope="gpu") < meeting * num_parts:
+            pass
+        tl.debug_barrier()
+        inside = (parts < num_parts)[None, :] & (slots >= 0)[:, None]
+        table = tl.load(place + parts[None, :] * SLOTS + slots[:, None], mask=inside, other=absent)
+    else:
+        table = tl.where((parts == 0)[None, :], mine[:, None], absent)
+    return table, meeting
+
+
+@triton.jit
+def share_out(sums, told, meetings, meeting, part, num_parts):
+    """The first slot's sum over the parts before this one, and over all."""
+    table, meeting = exchange(sums, 0, told, meetings, meeting, part, num_parts)
+    first = tl.where((tl.arange(0, SLOTS) == 0)[:, None], table, 0)
+    before = tl.sum(tl.sum(tl.where((tl.arange(0, PARTS) < part)[None, :], first, 0), 1), 0)
+    return before, tl.sum(tl.sum(first, 1), 0), meeting
+
+
+@triton.jit
+def key_thresholds(prefix, shift):
+    """16 keys, as numbers from 0: those that begin as ``prefix`` and go on with each digit."""
+    return prefix + (tl.arange(0, SLOTS).to(tl.int64) << shift)
 
 
 @triton.jit
 def search(
     logits,
-    vocab_size,
-    low,
-    high,
+    begin,
+    stop,
     wanted,
     last,
     end,
     floor,
     best_value,
     divisor,
+    told,
+    meetings,
+    meeting,
+    part,
+    num_parts,
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The greatest key from which up the tokens amount to ``wanted``, and what lies above it.
-
-    ``low`` and ``high`` are keys of tokens; from ``low`` up there is enough.
-    """
+    """The greatest key from which up the tokens amount to ``wanted``, and what lies above it."""
+    prefix = tl.zeros([], dtype=tl.int64)
     above = tl.zeros([], dtype=tl.int64)
-    while low < high:
-        middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
-        amount, at_least, below = amount_from(
-            logits, vocab_size, middle, last, end, floor, best_value, divisor, COUNTS, BLOCK
+    for step in tl.range(0, 8):
+        shift = 28 - 4 * step
+        thresholds = key_thresholds(prefix, shift)
+        sums = sums_from(
+            logits, begin, stop, thresholds, last, end, floor, best_value, divisor, COUNTS, BLOCK
         )
-        is_enough = amount >= wanted
-        low = tl.where(is_enough, at_least, low)
-        high = tl.where(is_enough, high, below)
-        above = tl.where(is_enough, above, amount)
-    return low, above
+        table, meeting = exchange(sums, 0, told, meetings, meeting, part, num_parts)
+        totals = tl.sum(table, 1)
+        # Sums fall as thresholds rise, and the first one has enough.
+        digit = tl.maximum(tl.sum((totals >= wanted).to(tl.int32), 0) - 1, 0)
+        missed = tl.where(tl.arange(0, SLOTS) > digit, totals, 0)
+        above = tl.where(digit < SLOTS - 1, tl.max(missed, 0), above)
+        prefix += digit.to(tl.int64) << shift
+    return (prefix - 0x80000000).to(tl.int32), above, meeting
 
 
 @triton.jit
-def amount_from(
-    logits,
-    vocab_size,
-    threshold,
-    last,
-    end,
-    floor,
-    best_value,
-    divisor,
-    COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def end_of_ties(
+    logits, begin, stop, key, wanted, told, meetings, meeting, part, num_parts, BLOCK: tl.constexpr
 ):
-    """How many tokens there are from a key up, or what the kept ones among them weigh; and the
-    keys of tokens that are next to the threshold, from it up and below it."""
-    amount = tl.zeros([], dtype=tl.int64)
-    at_least = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
-    below = tl.full([], -0x80000000, dtype=tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        ids, inside, values = load_tile(logits, start, vocab_size, BLOCK)
-        keys = key_of(values)
-        reached = inside & (keys >= threshold)
-        at_least = tl.minimum(at_least, tl.min(tl.where(reached, keys, 0x7FFFFFFF), 0))
-        missed = inside & (keys < threshold)
-        below = tl.maximum(below, tl.max(tl.where(missed, keys, -0x80000000), 0))
-        if COUNTS:
-            amount += tl.sum(reached.to(tl.int32), 0)
-        else:
-            kept = reached & ((keys > last) | ((keys == last) & (ids < end)))
-            kept &= values.to(tl.float64) >= floor
-            weights = weights_of(values, best_value, divisor)
-            amount += tl.sum(tl.where(kept, weights, 0), 0)
-    return amount, at_least, below
-
-
-@triton.jit
-def end_of_ties(logits, vocab_size, key, wanted, BLOCK: tl.constexpr):
-    """The id after the one with which ``wanted`` tokens have this key."""
-    seen = tl.zeros([], dtype=tl.int64)
-    end = tl.zeros([], dtype=tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        ids, inside, values = load_tile(logits, start, vocab_size, BLOCK)
+    """The id of this part up to which its tokens of this key are among the row's first ``wanted``
+    ones."""
+    count = tl.zeros([], dtype=tl.int64)
+    for start in tl.range(begin, stop, BLOCK):
+        ids, inside, values = load_tile(logits, start, stop, BLOCK)
+        count += tl.sum((inside & (key_of(values) == key)).to(tl.int32), 0)
+    mine = tl.zeros([SLOTS], dtype=tl.int64) + count
+    seen, _, meeting = share_out(mine, told, meetings, meeting, part, num_parts)
+    end = begin
+    for start in tl.range(begin, stop, BLOCK):
+        ids, inside, values = load_tile(logits, start, stop, BLOCK)
         ties = (inside & (key_of(values) == key)).to(tl.int32)
-        count = tl.sum(ties, 0)
-        if (seen < wanted) & (count > 0):
+        here = tl.sum(ties, 0)
+        if (seen < wanted) & (here > 0):
             is_wanted = (ties > 0) & (seen + tl.cumsum(ties, 0) <= wanted)
-            end = tl.max(tl.where(is_wanted, ids + 1, 0), 0)
-        seen += count
-    return end
+            end = tl.max(tl.where(is_wanted, ids + 1, begin), 0)
+        seen += here
+    return end, meeting
 
 
 @triton.jit
 def pick(
     logits,
-    vocab_size,
+    begin,
+    stop,
     target,
     last,
     end,
@@ -221,11 +312,11 @@ def pick(
     divisor,
     BLOCK: tl.constexpr,
 ):
-    """The first token at which the running sum of the kept tokens' weights exceeds ``target``."""
+    """The first token at which the running sum of this part's kept weights exceeds ``target``."""
     before = tl.zeros([], dtype=tl.int64)
     token = tl.zeros([], dtype=tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        ids, inside, values = load_tile(logits, start, vocab_size, BLOCK)
+    for start in tl.range(begin, stop, BLOCK):
+        ids, inside, values = load_tile(logits, start, stop, BLOCK)
         keys = key_of(values)
         kept = inside & ((keys > last) | ((keys == last) & (ids < end)))
         kept &= values.to(tl.float64) >= floor
@@ -233,6 +324,6 @@ def pick(
         after = before + tl.sum(weights, 0)
         if (before <= target) & (target < after):
             exceeds = before + tl.cumsum(weights, 0) > target
-            token = tl.min(tl.where(exceeds, ids, vocab_size), 0)
+            token = tl.min(tl.where(exceeds, ids, stop), 0)
         before = after
     return token

@@ -10,27 +10,53 @@ import triton.language as tl
 
 
 @triton.jit
-def load_tile(logits, start, vocab_size, BLOCK: tl.constexpr):
+def load_tile(logits, start, stop, BLOCK: tl.constexpr):
     ids = start + tl.arange(0, BLOCK)
-    inside = ids < vocab_size
-    return ids, inside, tl.load(logits + ids, mask=inside, other=float("-inf"))
+    inside = ids < stop
+    return ids, inside, tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def first_best(logits, vocab_size, BLOCK: tl.constexpr):
-    """The least and the greatest key of a row, and the first token of the greatest."""
-    least = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
-    best = tl.full([], -0x80000000, dtype=tl.int32)
-    token = tl.zeros([], dtype=tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK):
-        ids, inside, values = load_tile(logits, start, vocab_size, BLOCK)
+def best_of(logits, begin, stop, BLOCK: tl.constexpr):
+    """The greatest key of some ids and, in the lower half, the first id of it: the lower an id,
+    the greater its number."""
+    best = tl.full([], -0x8000000000000000, dtype=tl.int64)
+    for start in tl.range(begin, stop, BLOCK):
+        ids, inside, values = load_tile(logits, start, stop, BLOCK)
+        both = (key_of(values).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+        best = tl.maximum(best, tl.max(tl.where(inside, both, -0x8000000000000000), 0))
+    return best
+
+
+@triton.jit
+def sums_from(
+    logits,
+    begin,
+    stop,
+    thresholds,
+    last,
+    end,
+    floor,
+    best_value,
+    divisor,
+    COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """For each threshold, how many of some ids have a key from it up, or what the kept ones among
+    these weigh. Thresholds are keys counted from 0."""
+    sums = tl.zeros([thresholds.shape[0]], dtype=tl.int64)
+    for start in tl.range(begin, stop, BLOCK):
+        ids, inside, values = load_tile(logits, start, stop, BLOCK)
         keys = key_of(values)
-        least = tl.minimum(least, tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0))
-        here = tl.max(tl.where(inside, keys, -0x80000000), 0)
-        first = tl.min(tl.where(inside & (keys == here), ids, vocab_size), 0)
-        token = tl.where(here > best, first, token)
-        best = tl.maximum(best, here)
-    return least, best, token
+        if COUNTS:
+            weights = inside.to(tl.int64)
+        else:
+            kept = inside & ((keys > last) | ((keys == last) & (ids < end)))
+            kept &= values.to(tl.float64) >= floor
+            weights = tl.where(kept, weights_of(values, best_value, divisor), 0)
+        reached = (keys.to(tl.int64) + 0x80000000)[None, :] >= thresholds[:, None]
+        sums += tl.sum(tl.where(reached, weights[None, :], 0), 1)
+    return sums
 
 
 @triton.jit

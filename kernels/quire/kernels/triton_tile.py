@@ -41,7 +41,7 @@ def load_kv_tile(
     rows = (slots * num_kv_heads + kv_head) * HEAD_SIZE
     channels = tl.arange(0, BLOCK_D)
     inside = present[:, None] & (channels < HEAD_SIZE)[None, :]
-    values = tl.load(cache + rows[:, None] + channels[None, :], mask=inside, other=0)
+    values = tl.load(cache + rows[:, None] + channels[None, :], mask=inside, other=0.0)
     if cache.dtype.element_ty == tl.uint8:
         return from_e4m3(values)
     else:

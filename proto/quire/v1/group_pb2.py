@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import inference_pb2 as quire_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/group.proto\x12\x08quire.v1\x1a\x18quire/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x8d\x02\n\x10GroupDescription\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\"\x98\x01\n\x0cGroupCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x10.quire.v1.CreditH\x00\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x42\t\n\x07\x63ommand\"\xe3\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11resumed_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x13\n\x0btoken_limit\x18\x08 \x01(\r\x12\x18\n\x10probation_tokens\x18\t \x01(\r\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"B\n\x06\x43redit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btoken_limit\x18\x03 \x01(\r\"\xe7\x01\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.quire.v1.TokenDelta\x12(\n\x05phase\x18\x04 \x01(\x0e\x32\x19.quire.v1.StepFrame.Phase\x12\x18\n\x0bnum_submits\x18\x05 \x01(\x04H\x00\x88\x01\x01\"4\n\x05Phase\x12\x0b\n\x07SERVING\x10\x00\x12\x0c\n\x08\x44RAINING\x10\x01\x12\x10\n\x0cHANDING_OVER\x10\x02\x42\x0e\n\x0c_num_submits\"\xf4\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x14.quire.v1.GroupError\"\xb8\x01\n\nGroupError\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.quire.v1.GroupError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"p\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x0e\n\nQUEUE_FULL\x10\x02\x12\x10\n\x0cGROUP_FAILED\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\x12\r\n\tPROBATION\x10\x05\"\xb9\x02\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x19\n\x11num_unsent_tokens\x18\x0b \x01(\r\x12\x14\n\x0cnum_gateways\x18\x0c \x01(\r\"A\n\rEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\x0c\"\x9a\x01\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.quire.v1.BlockEvent\x12$\n\x08snapshot\x18\x04 \x01(\x0b\x32\x12.quire.v1.Snapshot\x12\x13\n\x06\x64igest\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_digest\"-\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"<\n\x08Snapshot\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x14\n\x07\x62uckets\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\n\n\x08_buckets2\xc7\x01\n\x0cReplicaGroup\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.GroupDescription\x12\x39\n\x06\x41ttach\x12\x16.quire.v1.GroupCommand\x1a\x13.quire.v1.StepFrame(\x01\x30\x01\x12\x39\n\x06\x45vents\x12\x17.quire.v1.EventsRequest\x1a\x14.quire.v1.EventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/group.proto\x12\x08quire.v1\x1a\x18quire/v1/inference.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9f\x02\n\x10GroupDescription\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x10\n\x08numerics\x18\r \x01(\t\"\x98\x01\n\x0cGroupCommand\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x0f.quire.v1.AbortH\x00\x12\"\n\x06\x63redit\x18\x03 \x01(\x0b\x32\x10.quire.v1.CreditH\x00\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x42\t\n\x07\x63ommand\"\xe3\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x19\n\x11resumed_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x13\n\x0btoken_limit\x18\x08 \x01(\r\x12\x18\n\x10probation_tokens\x18\t \x01(\r\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"B\n\x06\x43redit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btoken_limit\x18\x03 \x01(\r\"\xe7\x01\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.quire.v1.TokenDelta\x12(\n\x05phase\x18\x04 \x01(\x0e\x32\x19.quire.v1.StepFrame.Phase\x12\x18\n\x0bnum_submits\x18\x05 \x01(\x04H\x00\x88\x01\x01\"4\n\x05Phase\x12\x0b\n\x07SERVING\x10\x00\x12\x0c\n\x08\x44RAINING\x10\x01\x12\x10\n\x0cHANDING_OVER\x10\x02\x42\x0e\n\x0c_num_submits\"\xf4\x01\n\nTokenDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12#\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x14.quire.v1.GroupError\"\xcc\x01\n\nGroupError\x12\'\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x19.quire.v1.GroupError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x83\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fINVALID_REQUEST\x10\x01\x12\x0e\n\nQUEUE_FULL\x10\x02\x12\x10\n\x0cGROUP_FAILED\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\x12\r\n\tPROBATION\x10\x05\x12\x11\n\rBROKEN_LOGITS\x10\x06\"\xb9\x02\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x04\x12\x16\n\x0enum_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x19\n\x11num_unsent_tokens\x18\x0b \x01(\r\x12\x14\n\x0cnum_gateways\x18\x0c \x01(\r\"A\n\rEventsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\x0c\"\x9a\x01\n\nEventBatch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tfirst_seq\x18\x02 \x01(\x04\x12$\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x14.quire.v1.BlockEvent\x12$\n\x08snapshot\x18\x04 \x01(\x0b\x32\x12.quire.v1.Snapshot\x12\x13\n\x06\x64igest\x18\x05 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_digest\"-\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"<\n\x08Snapshot\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x14\n\x07\x62uckets\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\n\n\x08_buckets2\xc7\x01\n\x0cReplicaGroup\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.GroupDescription\x12\x39\n\x06\x41ttach\x12\x16.quire.v1.GroupCommand\x1a\x13.quire.v1.StepFrame(\x01\x30\x01\x12\x39\n\x06\x45vents\x12\x17.quire.v1.EventsRequest\x1a\x14.quire.v1.EventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=60
   _globals['_DESCRIBEREQUEST']._serialized_end=77
   _globals['_GROUPDESCRIPTION']._serialized_start=80
-  _globals['_GROUPDESCRIPTION']._serialized_end=349
-  _globals['_GROUPCOMMAND']._serialized_start=352
-  _globals['_GROUPCOMMAND']._serialized_end=504
-  _globals['_SUBMIT']._serialized_start=507
-  _globals['_SUBMIT']._serialized_end=734
-  _globals['_ABORT']._serialized_start=736
-  _globals['_ABORT']._serialized_end=780
-  _globals['_CREDIT']._serialized_start=782
-  _globals['_CREDIT']._serialized_end=848
-  _globals['_STEPFRAME']._serialized_start=851
-  _globals['_STEPFRAME']._serialized_end=1082
-  _globals['_STEPFRAME_PHASE']._serialized_start=1014
-  _globals['_STEPFRAME_PHASE']._serialized_end=1066
-  _globals['_TOKENDELTA']._serialized_start=1085
-  _globals['_TOKENDELTA']._serialized_end=1329
-  _globals['_GROUPERROR']._serialized_start=1332
-  _globals['_GROUPERROR']._serialized_end=1516
-  _globals['_GROUPERROR_CODE']._serialized_start=1404
-  _globals['_GROUPERROR_CODE']._serialized_end=1516
-  _globals['_LOAD']._serialized_start=1519
-  _globals['_LOAD']._serialized_end=1832
-  _globals['_EVENTSREQUEST']._serialized_start=1834
-  _globals['_EVENTSREQUEST']._serialized_end=1899
-  _globals['_EVENTBATCH']._serialized_start=1902
-  _globals['_EVENTBATCH']._serialized_end=2056
-  _globals['_BLOCKEVENT']._serialized_start=2058
-  _globals['_BLOCKEVENT']._serialized_end=2103
-  _globals['_SNAPSHOT']._serialized_start=2105
-  _globals['_SNAPSHOT']._serialized_end=2165
-  _globals['_REPLICAGROUP']._serialized_start=2168
-  _globals['_REPLICAGROUP']._serialized_end=2367
+  _globals['_GROUPDESCRIPTION']._serialized_end=367
+  _globals['_GROUPCOMMAND']._serialized_start=370
+  _globals['_GROUPCOMMAND']._serialized_end=522
+  _globals['_SUBMIT']._serialized_start=525
+  _globals['_SUBMIT']._serialized_end=752
+  _globals['_ABORT']._serialized_start=754
+  _globals['_ABORT']._serialized_end=798
+  _globals['_CREDIT']._serialized_start=800
+  _globals['_CREDIT']._serialized_end=866
+  _globals['_STEPFRAME']._serialized_start=869
+  _globals['_STEPFRAME']._serialized_end=1100
+  _globals['_STEPFRAME_PHASE']._serialized_start=1032
+  _globals['_STEPFRAME_PHASE']._serialized_end=1084
+  _globals['_TOKENDELTA']._serialized_start=1103
+  _globals['_TOKENDELTA']._serialized_end=1347
+  _globals['_GROUPERROR']._serialized_start=1350
+  _globals['_GROUPERROR']._serialized_end=1554
+  _globals['_GROUPERROR_CODE']._serialized_start=1423
+  _globals['_GROUPERROR_CODE']._serialized_end=1554
+  _globals['_LOAD']._serialized_start=1557
+  _globals['_LOAD']._serialized_end=1870
+  _globals['_EVENTSREQUEST']._serialized_start=1872
+  _globals['_EVENTSREQUEST']._serialized_end=1937
+  _globals['_EVENTBATCH']._serialized_start=1940
+  _globals['_EVENTBATCH']._serialized_end=2094
+  _globals['_BLOCKEVENT']._serialized_start=2096
+  _globals['_BLOCKEVENT']._serialized_end=2141
+  _globals['_SNAPSHOT']._serialized_start=2143
+  _globals['_SNAPSHOT']._serialized_end=2203
+  _globals['_REPLICAGROUP']._serialized_start=2206
+  _globals['_REPLICAGROUP']._serialized_end=2405
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GroupDescription(_message.Message):
-    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids")
+    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class GroupDescription(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     epoch: int
     model: str
@@ -37,7 +38,8 @@ class GroupDescription(_message.Message):
     num_blocks: int
     max_num_seqs: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    numerics: str
+    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class GroupCommand(_message.Message):
     __slots__ = ("submit", "abort", "credit", "is_draining")
@@ -143,12 +145,14 @@ class GroupError(_message.Message):
         GROUP_FAILED: _ClassVar[GroupError.Code]
         DRAINING: _ClassVar[GroupError.Code]
         PROBATION: _ClassVar[GroupError.Code]
+        BROKEN_LOGITS: _ClassVar[GroupError.Code]
     CODE_UNSPECIFIED: GroupError.Code
     INVALID_REQUEST: GroupError.Code
     QUEUE_FULL: GroupError.Code
     GROUP_FAILED: GroupError.Code
     DRAINING: GroupError.Code
     PROBATION: GroupError.Code
+    BROKEN_LOGITS: GroupError.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     code: GroupError.Code

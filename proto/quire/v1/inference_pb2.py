@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\"\xee\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0f\x65xplain_routing\x18\x14 \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xac\x05\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xf2\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05start\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Start\x12\x1e\n\x05usage\x18\x08 \x01(\x0b\x32\x0f.quire.v1.Usage\"c\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.quire.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x92\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\"\n\x07routing\x18\x05 \x01(\x0b\x32\x11.quire.v1.Routing\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xa1\x01\n\x07Routing\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x03 \x01(\r\x12\x17\n\nforecast_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12.\n\ncandidates\x18\x05 \x03(\x0b\x32\x1a.quire.v1.RoutingCandidateB\r\n\x0b_forecast_s\"\xc0\x01\n\x10RoutingCandidate\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x05 \x01(\r\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x17\n\nforecast_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_forecast_s\":\n\x15\x45xplainRoutingRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"F\n\x16\x45xplainRoutingResponse\x12,\n\tdecisions\x18\x01 \x03(\x0b\x32\x19.quire.v1.RoutingDecision\"\xbd\x02\n\x0fRoutingDecision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x04 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\"\n\x07routing\x18\x06 \x01(\x0b\x32\x11.quire.v1.Routing\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x15\n\x08pressure\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11num_cached_tokens\x18\t \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08waited_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x0f\n\x07outcome\x18\x0b \x01(\tB\x0b\n\t_pressureB\x14\n\x12_num_cached_tokensB\x0b\n\t_waited_s\"\x8d\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x04 \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x05 \x01(\x01\"u\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xb1\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12S\n\x0e\x45xplainRouting\x12\x1f.quire.v1.ExplainRoutingRequest\x1a .quire.v1.ExplainRoutingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\"\xee\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x17\n\x0f\x65xplain_routing\x18\x14 \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb6\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\rH\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x12;\n\nlogit_bias\x18\x12 \x03(\x0b\x32\'.quire.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x13 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x16\n\x14_skip_special_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xf2\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05start\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Start\x12\x1e\n\x05usage\x18\x08 \x01(\x0b\x32\x0f.quire.v1.Usage\"c\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.quire.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x92\x01\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\"\n\x07routing\x18\x05 \x01(\x0b\x32\x11.quire.v1.Routing\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xa1\x01\n\x07Routing\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x03 \x01(\r\x12\x17\n\nforecast_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12.\n\ncandidates\x18\x05 \x03(\x0b\x32\x1a.quire.v1.RoutingCandidateB\r\n\x0b_forecast_s\"\xc0\x01\n\x10RoutingCandidate\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x05 \x01(\r\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x17\n\nforecast_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_forecast_s\":\n\x15\x45xplainRoutingRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"Z\n\x16\x45xplainRoutingResponse\x12,\n\tdecisions\x18\x01 \x03(\x0b\x32\x19.quire.v1.RoutingDecision\x12\x12\n\nincomplete\x18\x02 \x01(\t\"\xcd\x02\n\x0fRoutingDecision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x04 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\"\n\x07routing\x18\x06 \x01(\x0b\x32\x11.quire.v1.Routing\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x15\n\x08pressure\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11num_cached_tokens\x18\t \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08waited_s\x18\n \x01(\x01H\x02\x88\x01\x01\x12\x0f\n\x07outcome\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\tB\x0b\n\t_pressureB\x14\n\x12_num_cached_tokensB\x0b\n\t_waited_s\"\x8d\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1d\n\x15time_to_first_token_s\x18\x04 \x01(\x01\x12\x14\n\x0ctotal_time_s\x18\x05 \x01(\x01\"u\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.quire.v1.ChatH\x00\x12\x19\n\x11no_special_tokens\x18\x04 \x01(\x08\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xb1\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12S\n\x0e\x45xplainRouting\x12\x1f.quire.v1.ExplainRoutingRequest\x1a .quire.v1.ExplainRoutingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2886
-  _globals['_FINISHREASON']._serialized_end=3006
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3060
+  _globals['_FINISHREASON']._serialized_end=3180
   _globals['_GENERATEREQUEST']._serialized_start=39
   _globals['_GENERATEREQUEST']._serialized_end=277
   _globals['_TOKENIDS']._serialized_start=279
@@ -42,35 +44,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=353
   _globals['_CHATMESSAGE']._serialized_end=397
   _globals['_SAMPLINGPARAMS']._serialized_start=400
-  _globals['_SAMPLINGPARAMS']._serialized_end=1084
-  _globals['_GENERATERESPONSE']._serialized_start=1087
-  _globals['_GENERATERESPONSE']._serialized_end=1329
-  _globals['_TOKENLOGPROBS']._serialized_start=1331
-  _globals['_TOKENLOGPROBS']._serialized_end=1430
-  _globals['_TOPLOGPROB']._serialized_start=1432
-  _globals['_TOPLOGPROB']._serialized_end=1479
-  _globals['_START']._serialized_start=1482
-  _globals['_START']._serialized_end=1628
-  _globals['_ROUTING']._serialized_start=1631
-  _globals['_ROUTING']._serialized_end=1792
-  _globals['_ROUTINGCANDIDATE']._serialized_start=1795
-  _globals['_ROUTINGCANDIDATE']._serialized_end=1987
-  _globals['_EXPLAINROUTINGREQUEST']._serialized_start=1989
-  _globals['_EXPLAINROUTINGREQUEST']._serialized_end=2047
-  _globals['_EXPLAINROUTINGRESPONSE']._serialized_start=2049
-  _globals['_EXPLAINROUTINGRESPONSE']._serialized_end=2119
-  _globals['_ROUTINGDECISION']._serialized_start=2122
-  _globals['_ROUTINGDECISION']._serialized_end=2439
-  _globals['_USAGE']._serialized_start=2442
-  _globals['_USAGE']._serialized_end=2583
-  _globals['_TOKENIZEREQUEST']._serialized_start=2585
-  _globals['_TOKENIZEREQUEST']._serialized_end=2702
-  _globals['_TOKENIZERESPONSE']._serialized_start=2704
-  _globals['_TOKENIZERESPONSE']._serialized_end=2764
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2766
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2848
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2850
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2884
-  _globals['_INFERENCE']._serialized_start=3009
-  _globals['_INFERENCE']._serialized_end=3314
+  _globals['_SAMPLINGPARAMS']._serialized_end=1222
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=934
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=982
+  _globals['_GENERATERESPONSE']._serialized_start=1225
+  _globals['_GENERATERESPONSE']._serialized_end=1467
+  _globals['_TOKENLOGPROBS']._serialized_start=1469
+  _globals['_TOKENLOGPROBS']._serialized_end=1568
+  _globals['_TOPLOGPROB']._serialized_start=1570
+  _globals['_TOPLOGPROB']._serialized_end=1617
+  _globals['_START']._serialized_start=1620
+  _globals['_START']._serialized_end=1766
+  _globals['_ROUTING']._serialized_start=1769
+  _globals['_ROUTING']._serialized_end=1930
+  _globals['_ROUTINGCANDIDATE']._serialized_start=1933
+  _globals['_ROUTINGCANDIDATE']._serialized_end=2125
+  _globals['_EXPLAINROUTINGREQUEST']._serialized_start=2127
+  _globals['_EXPLAINROUTINGREQUEST']._serialized_end=2185
+  _globals['_EXPLAINROUTINGRESPONSE']._serialized_start=2187
+  _globals['_EXPLAINROUTINGRESPONSE']._serialized_end=2277
+  _globals['_ROUTINGDECISION']._serialized_start=2280
+  _globals['_ROUTINGDECISION']._serialized_end=2613
+  _globals['_USAGE']._serialized_start=2616
+  _globals['_USAGE']._serialized_end=2757
+  _globals['_TOKENIZEREQUEST']._serialized_start=2759
+  _globals['_TOKENIZEREQUEST']._serialized_end=2876
+  _globals['_TOKENIZERESPONSE']._serialized_start=2878
+  _globals['_TOKENIZERESPONSE']._serialized_end=2938
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2940
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3022
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3024
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3058
+  _globals['_INFERENCE']._serialized_start=3183
+  _globals['_INFERENCE']._serialized_end=3488
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,14 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "include_stop_str_in_output")
+    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     N_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +83,8 @@ class SamplingParams(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     n: int
     temperature: float
     top_p: float
@@ -93,7 +102,9 @@ class SamplingParams(_message.Message):
     repetition_penalty: float
     skip_special_tokens: bool
     include_stop_str_in_output: bool
-    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., skip_special_tokens: bool = ..., include_stop_str_in_output: bool = ...) -> None: ...
+    logit_bias: _containers.ScalarMap[int, float]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., skip_special_tokens: bool = ..., include_stop_str_in_output: bool = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("index", "token_offset", "token_ids", "text", "logprobs", "finish_reason", "start", "usage")
@@ -192,13 +203,15 @@ class ExplainRoutingRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class ExplainRoutingResponse(_message.Message):
-    __slots__ = ("decisions",)
+    __slots__ = ("decisions", "incomplete")
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     decisions: _containers.RepeatedCompositeFieldContainer[RoutingDecision]
-    def __init__(self, decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ...) -> None: ...
+    incomplete: str
+    def __init__(self, decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ..., incomplete: _Optional[str] = ...) -> None: ...
 
 class RoutingDecision(_message.Message):
-    __slots__ = ("request_id", "client_id", "attempt", "decided_at_s", "num_prompt_tokens", "routing", "policy", "pressure", "num_cached_tokens", "waited_s", "outcome")
+    __slots__ = ("request_id", "client_id", "attempt", "decided_at_s", "num_prompt_tokens", "routing", "policy", "pressure", "num_cached_tokens", "waited_s", "outcome", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +223,7 @@ class RoutingDecision(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     client_id: str
     attempt: int
@@ -221,7 +235,8 @@ class RoutingDecision(_message.Message):
     num_cached_tokens: int
     waited_s: float
     outcome: str
-    def __init__(self, request_id: _Optional[str] = ..., client_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_at_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., policy: _Optional[str] = ..., pressure: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ..., outcome: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., client_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_at_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., policy: _Optional[str] = ..., pressure: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ..., outcome: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "time_to_first_token_s", "total_time_s")

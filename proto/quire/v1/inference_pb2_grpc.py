@@ -85,8 +85,10 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRouting(self, request, context):
-        """Says why requests went where they did, and what came of it, as far as this gateway remembers.
-        Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+        """Says why requests went where they did, and what came of it, as far as the gateways remember: all
+        of them are asked. Where there are API keys, it tells of the caller's tenant's requests alone,
+        and of everyone's to an operator's key. Errors: NOT_FOUND (no such request was routed, or it is
+        forgotten), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

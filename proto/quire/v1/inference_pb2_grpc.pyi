@@ -145,8 +145,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
     Detokenize: _InferenceDetokenizeType
 
     ExplainRouting: _InferenceExplainRoutingType
-    """Says why requests went where they did, and what came of it, as far as this gateway remembers.
-    Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+    """Says why requests went where they did, and what came of it, as far as the gateways remember: all
+    of them are asked. Where there are API keys, it tells of the caller's tenant's requests alone,
+    and of everyone's to an operator's key. Errors: NOT_FOUND (no such request was routed, or it is
+    forgotten), INVALID_ARGUMENT.
     """
 
 InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
@@ -204,8 +206,10 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         request: quire.v1.inference_pb2.ExplainRoutingRequest,
         context: _ServicerContext,
     ) -> typing.Union[quire.v1.inference_pb2.ExplainRoutingResponse, collections.abc.Awaitable[quire.v1.inference_pb2.ExplainRoutingResponse]]:
-        """Says why requests went where they did, and what came of it, as far as this gateway remembers.
-        Errors: NOT_FOUND (it routed no such request, or has forgotten it), INVALID_ARGUMENT.
+        """Says why requests went where they did, and what came of it, as far as the gateways remember: all
+        of them are asked. Where there are API keys, it tells of the caller's tenant's requests alone,
+        and of everyone's to an operator's key. Errors: NOT_FOUND (no such request was routed, or it is
+        forgotten), INVALID_ARGUMENT.
         """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

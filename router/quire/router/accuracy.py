@@ -1,4 +1,4 @@
-"""How right the predictions of routing were, counted when the first token shows the truth."""
+"""Accuracy of routing's predictions, counted when a request's first token arrives."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ _GROUP_RATE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyStats:
-    """Of requests whose first token has come."""
+    """Accuracy of predictions, over requests whose first token has arrived."""
 
     num_started: int
     num_predicted_tokens: int
-    """Predicted to be cached: compare the next."""
+    """Prompt tokens predicted to be cached: compare the next."""
     num_cached_tokens: int
     """Really found in the cache."""
     num_wrong_tokens: int
     """Predicted but not found, or found but not predicted."""
     num_forecasts: int
-    """Of them had a forecast: the group was known well enough."""
+    """Requests with a forecast: the group was known well enough."""
     forecast_s: float
     """The sum of the forecasts; compare the next."""
     waited_s: float

@@ -1,9 +1,9 @@
-"""What routing can be told, checked before anything starts."""
+"""Settings of routing, checked before anything starts."""
 
 from dataclasses import dataclass
 
-from quire.router.policy_names import POLICY_NAMES
-from quire.worker.errors import ConfigError
+from quire.router.policies.names import POLICY_NAMES
+from quire.worker.api.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,19 +15,20 @@ class RoutingConfig:
     """
 
     policy: str = "prefix_aware"
-    """One of `quire.router.policy_names.POLICY_NAMES`."""
+    """One of `quire.router.policies.names.POLICY_NAMES`."""
     use_directory: bool = True
-    """Off, no group's block events are followed and nothing is known of caches: load decides, and
-    among groups that are alike the name of the prompt's first block."""
+    """Off, the router follows no block events and knows nothing of caches: load decides, and ties
+    go by the name of the prompt's first block."""
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0
-    """What a group's frames have not shown by then will not come: stop counting it. Nor is a call
-    through a handle counted for longer, whose end may never be told."""
+    """A reservation that a group's frames have not shown by then is dropped. So is a call through a
+    handle, whose end may never be reported."""
     max_directory_blocks: int = 4_000_000
     """Distinct blocks in the directory, of some 20 bytes each (100 where there is no compiler)."""
     max_in_flight: int = 65_536
-    """Requests remembered; past that the oldest is forgotten, as if it had ended."""
+    """Requests under way that are remembered; past that the oldest is dropped, as if it had
+    ended."""
     max_in_flight_blocks: int = 1_000_000
     """Blocks of in-flight prefixes; past that a request's prefix is not counted as cached."""
     max_decisions_kept: int = 1024

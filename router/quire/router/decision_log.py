@@ -1,35 +1,37 @@
-"""The last routing decisions: why each request went where it did, and what came of it.
+"""The last routing decisions: the reason for each, and its result.
 
-A decision is kept as it was taken, without copying, so that writing it down costs next to nothing;
-whoever asks pays. Numbers of decisions and of candidates are both bounded: the oldest decisions go.
+A decision is kept as it was taken, without copying, so that recording costs next to nothing; the
+reader pays. Numbers of decisions and of candidates are both bounded: the oldest decisions go.
 
 A request that was sent on to another group has one decision for each *attempt*.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from quire.router.policy import Decision
+from quire.router.policies.policy import Decision
 
 MAX_OUTCOME_CHARS = 200
 
 
 @dataclass(slots=True, kw_only=True)
 class Explanation:
-    """One decision, and what came of it as far as that is known."""
+    """One decision, and its result as far as it is known."""
 
     request_id: str
-    """Of the completion: the client's request has one for each of its completions."""
+    """The completion's id: a client's request has one for each of its completions."""
     client_id: str
-    """What the client calls the request, if it calls it anything."""
+    """The client's name for the request, if it has one."""
+    tenant: str
+    """Whose request it is; empty where tenants are not told apart."""
     attempt: int
     """Counted from 1."""
     decided_at_s: float
     """Since 1970."""
     policy: str
     pressure: float | None
-    """See `quire.router.policy.Policy`."""
+    """See `quire.router.policies.policy.Policy`."""
     decision: Decision
     num_cached_tokens: int | None = None
     """Found by the group in its cache; None until its first token, as is the next."""
@@ -66,6 +68,7 @@ class DecisionLog:
         decided_at_s: float,
         policy: str,
         pressure: float | None,
+        tenant: str = "",
         moved_because: str = "",
     ) -> None:
         """``moved_because``: why the attempt before this one ended, where there was one."""
@@ -77,6 +80,7 @@ class DecisionLog:
         entry = Explanation(
             request_id=request_id,
             client_id=client_id,
+            tenant=tenant,
             attempt=former.attempt + 1 if former else 1,
             decided_at_s=decided_at_s,
             policy=policy,
@@ -102,24 +106,24 @@ class DecisionLog:
         if entry is not None and not entry.outcome:
             entry.outcome = outcome[:MAX_OUTCOME_CHARS]
 
-    def find(self, name: str) -> list[Explanation]:
+    def find(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """Every attempt that is kept, oldest first, of the completion ``name``, or of all
-        completions of the request that Quire or its client calls so. Looks at all that is kept."""
-        return self._copies(
-            lambda entry: (
+        completions of the request that Quire or its client calls so. Looks at all that is kept, as
+        the next does for a ``tenant``, to whose requests both then keep."""
+        return [
+            replace(entry)
+            for entry in self._entries
+            if tenant in (None, entry.tenant)
+            and (
                 name in (entry.request_id, entry.client_id)
                 or entry.request_id.rpartition("-")[0] == name
             )
-        )
+        ]
 
-    def recent(self, limit: int) -> list[Explanation]:
+    def recent(self, limit: int, *, tenant: str | None = None) -> list[Explanation]:
         """The last ones, newest first."""
-        num_left = min(limit, len(self._entries))
-        newest = reversed(self._entries)
-        return [replace(next(newest)) for _ in range(num_left)]
-
-    def _copies(self, wanted: Callable[[Explanation], bool]) -> list[Explanation]:
-        return [replace(entry) for entry in self._entries if wanted(entry)]
+        newest = (entry for entry in reversed(self._entries) if tenant in (None, entry.tenant))
+        return [replace(entry) for entry in islice(newest, limit)]
 
     def _drop_oldest(self) -> None:
         oldest = self._entries.popleft()

@@ -1,11 +1,11 @@
-"""What can go wrong while routing, as far as a caller may handle it.
+"""Errors of routing that a caller may handle.
 
 QuireError
 ├── NoGroupAvailable   no replica group may take the request; nothing was reserved
 └── UnknownDecision    what is asked for was not routed here, or is forgotten
 """
 
-from quire.worker.errors import QuireError
+from quire.worker.api.errors import QuireError
 
 
 class NoGroupAvailable(QuireError):
@@ -20,10 +20,11 @@ class NoGroupAvailable(QuireError):
 
 
 class UnknownDecision(QuireError):
-    """The request was not routed by this process, or its decision is forgotten."""
+    """The request was not routed here, or its decision is forgotten. ``incomplete``: who else may
+    know it, and did not say."""
 
-    def __init__(self, name: str, *, num_kept: int) -> None:
+    def __init__(self, name: str, *, num_kept: int, incomplete: str = "") -> None:
         super().__init__(
             f"request_id={name!r}: no routing decision is known here; the last {num_kept} are "
-            "kept, and each gateway knows only its own: ask sooner, or the gateway that served it"
+            f"kept: ask sooner{incomplete and f', or again, since {incomplete}'}"
         )

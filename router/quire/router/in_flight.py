@@ -1,4 +1,4 @@
-"""The prompts that groups work on now, block by block: what they will hold before the next comes.
+"""The blocks of prompts that groups work on now, which they will hold before a later request runs.
 
 There are two implementations with the same results: compiled, and in Python where there is no
 compiler. A group is a number that its next incarnation does not get again.
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from ctypes import c_char_p, c_uint64, c_void_p
 from typing import Protocol
 
-from quire.router import native_holders
-from quire.worker.events import keys_of
-from quire.worker.hashing import HASH_BYTES
+from quire.router.prefix_index import native_index as native_holders
+from quire.worker.api.events import keys_of
+from quire.worker.api.hashing import HASH_BYTES
 
 _FUNCTIONS = {
     "new": (c_void_p,),
@@ -65,6 +65,8 @@ class NativeCounts:
 
     def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
         numbers, ends = array("Q", groups), array("q", lengths)
+        if len(numbers) != len(ends):
+            raise ValueError(f"{len(numbers)} groups, {len(ends)} lengths: one for each")
         self._extend(
             self._counts,
             numbers.buffer_info()[0],

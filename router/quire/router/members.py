@@ -1,4 +1,4 @@
-"""The groups to route to, in one order: lists and arrays of what a decision needs of each.
+"""The groups to route to, in one order, as lists and arrays for decisions.
 
 Where groups are few, or the policy looks at one after the other, their states are enough. Where
 they are many, `loads` has them in arrays, and each group keeps its place there up to date.
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from quire.router.directory import GroupId
-from quire.router.holders import Lengths, Slot
-from quire.router.loads import Loads
-from quire.router.policy import GroupState
+from quire.router.policies.loads import Loads
+from quire.router.policies.policy import GroupState
+from quire.router.prefix_index.directory import GroupId
+from quire.router.prefix_index.index import Lengths, Slot
 from quire.router.reservations import Group
 
 MANY = 32

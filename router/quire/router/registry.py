@@ -1,9 +1,9 @@
-"""Where Ray Serve's request router and the gateway of the same process meet.
+"""Connects Ray Serve's request router with the gateway of the same process.
 
 Serve creates the request router itself, from a class that it pickled by value together with its
-module, so neither a constructor nor that module can carry anything between the two. This module
-is imported instead, once per process: the router publishes who the groups are, the gateway
-subscribes to that and attaches the table with which it routes.
+module, so neither a constructor nor that module can carry anything between the two. This module is
+imported instead, once per process: the router publishes the running groups, the gateway subscribes
+to them and attaches its routing table.
 
 Serve runs request routers on an event loop and thread of their own (unless it is set to share the
 gateway's): every method may be called from any thread, and subscribers are called on theirs.
@@ -18,9 +18,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.router.directory import GroupId
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class Member:
     """A running replica group, as Serve knows it."""
 
     group: GroupId
-    metadata: Mapping[str, object]
-    """What the replica's ``record_replica_metadata`` returned when it became ready."""
+    metadata: Mapping[str, object] = field(repr=False)
+    """The result of the replica's ``record_replica_metadata`` when it became ready; not for logs,
+    since a group's token is in it."""
 
 
 HashPrompt = Callable[[Sequence[int], str], Sequence[BlockHash]]

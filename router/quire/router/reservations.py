@@ -1,4 +1,4 @@
-"""What was sent to each group and is under way: its *reservations* and *in-flight prefixes*.
+"""The requests under way at each group: its *reservations* and *in-flight prefixes*.
 
 A reservation counts as load from the moment of routing until the group's own frames show it. An
 in-flight prefix counts as cached until the request ends. `quire.router.table` says why. Not safe
@@ -12,24 +12,25 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
-from quire.router.directory import GroupId
-from quire.router.holders import Slot
 from quire.router.in_flight import new_counts
-from quire.router.loads import Loads
-from quire.router.pace import PaceFit
-from quire.router.policy import Decision, GroupState, RouteRequest
-from quire.router.step_clock import StepClock
-from quire.worker.hashing import BlockHashes
+from quire.router.policies.loads import Loads
+from quire.router.policies.pace import PaceFit
+from quire.router.policies.policy import Decision, GroupState, RouteRequest
+from quire.router.policies.step_clock import StepClock
+from quire.router.prefix_index.directory import GroupId
+from quire.router.prefix_index.index import Slot
+from quire.worker.api.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
-"""Where frames do not say that they count a request: the first frame after it was sent may have
-left the group before it came; the group stepped with it before the second. An idle group's first
-frame answers with the first token, which `RoutingTable.started` takes as proof."""
+"""Frames after which a request counts as shown, if frames do not say which requests they count. The
+first frame after a submit may have left the group before the submit arrived; the second follows a
+step with it. An idle group's first frame has the first token, which `RoutingTable.started` takes as
+proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """What a group's frame says of it (``quire.v1.Load``)."""
+    """A group's load in its frame (``quire.v1.Load``)."""
 
     num_running: int
     num_waiting: int
@@ -64,15 +65,15 @@ class Group:
     fit: PaceFit = field(default_factory=PaceFit)
     clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
-    """Mean of its forecasts' errors of late, as shares of the waits."""
+    """Mean of its recent forecasts' errors, as shares of the waits."""
     position: int = 0
     """Among the members."""
     slot: Slot | None = None
-    """What the directory knows it by, once it does."""
+    """Its slot in the directory, once it has one."""
     loads: Loads | None = None
     """Where its state is kept up to date, if it is."""
     _state: GroupState | None = None
-    """None where something has changed since it was asked for."""
+    """None if something has changed since the last read."""
 
     def state(self) -> GroupState:
         """Its load now. Never changed but replaced: decisions keep it, and few groups change
@@ -209,7 +210,7 @@ class Reservations:
         return next(iter(self._requests))
 
     def overdue_calls(self, *, routed_before_s: float) -> list[str]:
-        """Of those that no gateway submits, whose end may never be told."""
+        """Overdue calls that no gateway submits, whose end may never be reported."""
         overdue = takewhile(lambda r: r[1].routed_at_s < routed_before_s, self._calls.items())
         return [request_id for request_id, _ in overdue]
 

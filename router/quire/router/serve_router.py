@@ -1,14 +1,15 @@
-"""The request router that Ray Serve asks which replica group takes a request.
+"""The request router that Ray Serve asks for a replica group.
 
-It has two uses. It publishes who runs to this process's registry, which is how a gateway learns
-of groups as they come and go. And it routes what is called through a deployment handle: by the
-gateway's routing table where one is attached and the request carries token ids, else by the
-shorter of two random queues, as Serve does by default.
+It has two uses. It publishes the running groups to this process's registry, from which a gateway
+learns of them. And it routes calls through a deployment handle: by the gateway's routing table if
+one is attached and the request carries token ids, else by the shorter of two random queues, as
+Serve does by default.
 
 Serve pickles this module by value, with whatever its functions name. So what is shared is reached
 through its module, ``registry.REGISTRY``: the object itself would be copied, and its lock cannot.
 """
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,11 @@ from ray.serve.request_router import (
 )
 
 from quire.router import registry
-from quire.router.directory import GroupId
+from quire.router.errors import NoGroupAvailable
+from quire.router.failure_log import FailureLog
+from quire.router.prefix_index.directory import GroupId
+
+_log = logging.getLogger(__name__)
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -31,10 +36,12 @@ class PrefixAwareRouter(RequestRouter):
     """
 
     _pool: str
+    _failures: FailureLog
 
     def initialize_state(self, *, pool: str) -> None:  # type: ignore[override]
         """``pool`` is the name under which the registry keeps this deployment's members."""
         self._pool = pool
+        self._failures = FailureLog(_log)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -91,9 +98,12 @@ class PrefixAwareRouter(RequestRouter):
                 moved_because="Serve asks again",
                 is_submitted=False,
             )
-        except Exception:
-            # There is no group; or it is no list of token ids, which is for the replica to refuse.
-            # Serve only logs what is raised here, and the call would wait for ever.
+        except NoGroupAvailable:
+            return []
+        except Exception as error:
+            # No list of token ids, perhaps, which is for the replica to refuse. Serve only logs
+            # what is raised here, and the call would wait for ever.
+            self._failures.report(error, "routing a call by its prefix")
             return []
         return [by_group[decision.group]] if decision.group in by_group else []
 

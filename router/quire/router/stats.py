@@ -1,20 +1,20 @@
-"""What routing counts, for metrics."""
+"""Counters of routing, for metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.router.accuracy import AccuracyStats
-from quire.router.directory import DirectoryStats, GroupId
-from quire.router.pace import Pace
+from quire.router.policies.pace import Pace
+from quire.router.prefix_index.directory import DirectoryStats, GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupForecasts:
-    """How well one group is known."""
+    """The learned speed of one group, and its accuracy."""
 
     pace: Pace | None
     mean_error: float | None
-    """Of its forecasts of late, as a share of the wait; None before the first."""
+    """Mean error of its recent forecasts, as a share of the wait; None before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

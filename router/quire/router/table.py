@@ -1,8 +1,8 @@
-"""What one process knows of the replica groups, and the routing decisions it takes from that.
+"""One process's view of the replica groups, and its routing decisions.
 
-Who the groups are, how loaded each said it was in its last frame, what was sent to each since
-(*reservations*), which prompts run there now (*in-flight prefixes*), the block directory, how long
-each group took of late, and the last decisions with what came of them.
+It holds the groups and their load as of the last frame, the requests sent to each since then
+(*reservations*), the prompts that run there now (*in-flight prefixes*), the block directory, each
+group's recent speed, and the last decisions with their results.
 
 A reservation counts as load from the moment of routing until the group's own frames show it, so
 that a burst, which arrives faster than frames do, does not fall on one group. An in-flight prefix
@@ -22,21 +22,24 @@ import numpy as np
 
 from quire.router.accuracy import Accuracy
 from quire.router.config import RoutingConfig
-from quire.router.decide import PolicyOfMany, decide, decide_among_many
 from quire.router.decision_log import DecisionLog, Explanation
-from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync, Position
 from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.members import MANY, Members
 from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Decision, GroupState, Policy, RouteRequest
+from quire.router.policies.decide import PolicyOfMany, decide, decide_among_many
+from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
+from quire.router.prefix_index.directory import (
+    Applied,
+    BlockDirectory,
+    GroupId,
+    NeedsResync,
+    Position,
+)
 from quire.router.reservations import GroupLoad as GroupLoad  # For those who call `update_load`.
 from quire.router.reservations import Reservations
 from quire.router.stats import GroupForecasts, RoutingStats
-from quire.worker.events import EventBatch
-from quire.worker.hashing import HASH_BYTES, BlockHash, BlockHashes
-
-LookUp = Callable[[BlockHashes], dict[GroupId, int]]
-"""How many blocks of a prompt each group holds, as `BlockDirectory.longest_prefix` says it."""
+from quire.worker.api.events import EventBatch
+from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
 
 
 class RoutingTable:
@@ -49,18 +52,16 @@ class RoutingTable:
         config: RoutingConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        look_up: LookUp | None = None,
         policy: Policy | None = None,
         many: int = MANY,
         first_ordinal: int = 0,
     ) -> None:
         """``wall_clock`` dates explanations; all else goes by ``clock``.
 
-        ``look_up`` is asked which groups hold a prompt instead of the table's own directory, which
-        then needs no events: a directory in shards (`quire.router.sharding`). ``policy`` decides
-        in place of the one that ``config`` names. ``many`` groups are looked at at once, where the
-        policy can; that changes no decision. ``first_ordinal`` numbers the first decision: gateways
-        that begin with the same one draw the same groups, one request after the other.
+        ``policy`` decides in place of the one that ``config`` names. ``many`` groups are looked at
+        at once, where the policy can; that changes no decision. ``first_ordinal`` numbers the first
+        decision: gateways that begin with the same one draw the same groups, one request after the
+        other.
         """
         self._config = config = config or RoutingConfig()
         self._policy = policy = policy or POLICIES[config.policy]()
@@ -76,7 +77,6 @@ class RoutingTable:
         self._directory = BlockDirectory(
             max_blocks=config.max_directory_blocks, stale_after_s=config.stale_after_s
         )
-        self._look_up = look_up
         self._log = DecisionLog(
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
@@ -94,6 +94,7 @@ class RoutingTable:
         num_prompt_tokens: int,
         exclude: frozenset[GroupId] = frozenset(),
         client_id: str = "",
+        tenant: str = "",
         moved_because: str = "",
         is_submitted: bool = True,
     ) -> Decision:
@@ -101,8 +102,8 @@ class RoutingTable:
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request. ``is_submitted``: it is one of those that `GroupLoad.num_shown`
-        counts, as all are that gateways send.
+        client gave the request, and which only ``tenant`` may see. ``is_submitted``: it is one of
+        those that `GroupLoad.num_shown` counts, as all are that gateways send.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
@@ -148,6 +149,7 @@ class RoutingTable:
                 request_id,
                 decision,
                 client_id=client_id,
+                tenant=tenant,
                 decided_at_s=self._wall_clock(),
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
@@ -186,26 +188,32 @@ class RoutingTable:
             self._forget(request_id)
             self._log.ended(request_id, outcome)
 
-    def explain(self, name: str) -> list[Explanation]:
+    def explain(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
-        Quire's or the client's own, on all of its completions.
+        Quire's or the client's own, on all of its completions. ``tenant``: whose requests it may
+        be; ``None`` is anyone's.
 
         Raises:
             UnknownDecision: It was not routed here, or is forgotten; there is one at least.
         """
         with self._lock:
-            found = self._log.find(name) if name else []
+            found = self._log.find(name, tenant=tenant) if name else []
         if not found:
             raise UnknownDecision(name, num_kept=self._log.num_decisions)
         return found
 
-    def recent(self, limit: int) -> list[Explanation]:
-        """The last decisions, newest first."""
+    def recent(self, limit: int, *, tenant: str | None = None) -> list[Explanation]:
+        """The last decisions, newest first; ``tenant`` as for `explain`."""
         with self._lock:
-            return self._log.recent(limit)
+            return self._log.recent(limit, tenant=tenant)
+
+    @property
+    def num_decisions_kept(self) -> int:
+        """That can be explained."""
+        return self._log.num_decisions
 
     def update_members(self, groups: Iterable[GroupId]) -> None:
-        """Makes exactly these groups the ones to route to; all about others is forgotten."""
+        """Makes exactly these groups the ones to route to; drops all state of others."""
         with self._lock:
             for group_id in self._members.update(groups):
                 self._directory.drop(group_id)
@@ -235,7 +243,7 @@ class RoutingTable:
             return self._directory.position(group_id)
 
     def expire(self) -> list[GroupId]:
-        """Lets go of what did not come in time; to be called every second or so.
+        """Drops expired reservations and events; call it about every second.
 
         Returns the groups whose events fell silent.
         """
@@ -278,8 +286,6 @@ class RoutingTable:
 
     def _held(self, hashes: BlockHashes) -> Sequence[int]:
         """How many of the prompt's blocks each member holds."""
-        if self._look_up is not None:
-            return self._members.by_name(self._look_up(hashes))
         if self._members.loads is None:
             return self._members.by_name(self._directory.longest_prefix(hashes))
         return self._members.by_slot(self._directory.prefix_lengths(hashes))

@@ -58,6 +58,20 @@ def test_rms_norm_adds_the_residual_and_leaves_both_inputs(dtype: torch.dtype) -
     assert torch.equal(residual, before[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_centred", [False, True])
+@pytest.mark.parametrize("num_channels", [1, 48, 200])
+def test_wide_norm_is_its_twin(num_channels: int, is_centred: bool, dtype: torch.dtype) -> None:
+    wide = torch.full((5, num_channels + 3), SENTINEL).to(dtype)
+    x = wide[:, :num_channels]
+    x.copy_(randn(5, num_channels, dtype=dtype))
+    weight, bias = randn(num_channels), randn(num_channels + 1)[1:]
+    for each in (None, bias):
+        got = TRITON.wide_norm(x, weight, each, eps=1e-5, is_centred=is_centred)
+        want = reference.wide_norm(x, weight, each, eps=1e-5, is_centred=is_centred)
+        assert_near_twin(got, want)
+
+
 def test_a_row_too_long_for_the_norm_is_refused_with_the_limit() -> None:
     with pytest.raises(ValueError, match=rf"num_channels={MAX_CHANNELS + 1}: .*{MAX_CHANNELS}"):
         TRITON.rms_norm(torch.zeros(1, MAX_CHANNELS + 1), torch.zeros(MAX_CHANNELS + 1), eps=0.0)

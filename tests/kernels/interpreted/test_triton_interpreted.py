@@ -5,7 +5,9 @@ defined, so it needs a process of its own. The interpreter is wrong in bfloat16 
 these use float32 and float16. A program takes about 5 ms.
 """
 
+import itertools
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels import triton_kv_write
-from quire.kernels.launch import SPLIT_TOKENS
+from quire.kernels import triton_kv_write, triton_prefill
+from quire.kernels.launch import SPLIT_TOKENS, prefill_parts
 from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_decode import decode_attention
@@ -59,6 +61,7 @@ def prefill(batch: PagedBatch, *, first_row: int = 0) -> Tensor:
         **batch.tables(),
         first_row=first_row,
         max_query_len=max(queries for _, queries in batch.rows),
+        max_seq_len=max(tokens for tokens, _ in batch.rows),
         scale=batch.scale,
     )
     return out
@@ -114,6 +117,33 @@ def test_prefill_is_its_twin_on_ragged_rows_with_cached_context(
         dtype=dtype,
     )
     assert_near_twin(prefill(batch), batch.expected())
+
+
+@pytest.mark.parametrize("num_parts", ["one", "each"])
+@pytest.mark.parametrize("cuts", [(1,), (31, 32, 33), (50,)])
+def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
+    cuts: tuple[int, ...], num_parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program for all splits or one for each: the chunks take the other way."""
+    batch = paged_batch(
+        [(150, 70), (40, 40), (9, 1)], num_heads=4, num_kv_heads=2, head_size=80, block_size=8
+    )
+    ways: list[Callable[..., int]] = [lambda _, num_splits: 1, lambda _, num_splits: num_splits]
+    whole_way, chunk_way = ways if num_parts == "one" else ways[::-1]
+    monkeypatch.setattr(triton_prefill, "prefill_split", lambda **_: 64)
+    monkeypatch.setattr(triton_prefill, "prefill_parts", whole_way)
+    whole = prefill(batch)
+    assert_near_twin(whole, batch.expected())
+    monkeypatch.setattr(triton_prefill, "prefill_parts", chunk_way)
+    for first, end in itertools.pairwise((0, *cuts, 70)):
+        assert torch.equal(prefill(batch.cut(0, first, end)), whole[first:end])
+    assert torch.equal(prefill(batch.only(1)), whole[70:110])
+
+
+def test_the_last_tokens_of_a_long_context_get_a_program_for_each_split() -> None:
+    assert prefill_parts(8, num_splits=5) == 5
+    assert prefill_parts(512, num_splits=5) == 1
+    assert prefill_parts(64, num_splits=64) == 1  # their results would take too much memory
 
 
 def test_prefill_leaves_the_tokens_of_the_decodes_before_it() -> None:

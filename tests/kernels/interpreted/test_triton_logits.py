@@ -1,11 +1,10 @@
-"""Penalties and bans against the twin, in Triton's interpreter.
+"""Bias, penalties and masks against the twin, in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
 
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
 from quire.kernels import reference_sampling
-from quire.kernels.launch import ADJUST_BLOCK
+from quire.kernels.launch import ADJUST_BLOCK, MASK_BLOCK
+from quire.kernels.testing import adjustments
 from quire.kernels.triton_logits import adjust_logits
 
 
@@ -25,19 +25,23 @@ from quire.kernels.triton_logits import adjust_logits
 def test_adjusting_touches_the_pairs_it_is_given_and_has_the_bits_of_the_twin(
     num_pairs: int,
 ) -> None:
-    rng = np.random.default_rng(num_pairs)
     wide = torch.randn(5, 400, generator=torch.Generator().manual_seed(1))
-    cells = rng.permutation(5 * 390)[:num_pairs]
-    arguments = {
-        "rows_E": torch.from_numpy((cells // 390).astype(np.int32)),
-        "token_ids_E": torch.from_numpy((cells % 390).astype(np.int32)),
-        "counts_E": torch.from_numpy(rng.integers(-1, 4, num_pairs).astype(np.int32)),
-        "presence_S": torch.tensor([0.0, 0.4, -0.2, 0.0, 1.1]),
-        "frequency_S": torch.tensor([0.0, 0.13, 0.0, 0.7, -0.3]),
-        "repetition_S": torch.tensor([1.0, 1.3, 0.7, 1.0, 1.1]),
-    }
+    arguments = adjustments(5, 390, num_pairs=num_pairs, num_masks=0)
     got, want = wide.clone(), wide.clone()
     adjust_logits(got[:, :390], **arguments)
     reference_sampling.adjust_logits(want[:, :390], **arguments)
     assert torch.equal(got, want)
-    assert (got != wide).sum() <= num_pairs
+    assert (got != wide).sum() <= 2 * num_pairs
+
+
+@pytest.mark.parametrize("vocab_size", [31, 64, MASK_BLOCK + 5])
+def test_masks_ban_what_they_do_not_allow_and_what_lies_behind_them(vocab_size: int) -> None:
+    wide = torch.randn(5, vocab_size + 9)
+    arguments = adjustments(5, vocab_size, num_pairs=9, num_masks=3)
+    for num_words in range(arguments["mask_KW"].shape[1] + 1):
+        arguments["mask_KW"] = arguments["mask_KW"][:, :num_words].contiguous()
+        got, want = wide.clone(), wide.clone()
+        adjust_logits(got[:, :vocab_size], **arguments)
+        reference_sampling.adjust_logits(want[:, :vocab_size], **arguments)
+        assert torch.equal(got, want)
+        assert want.isinf().any()

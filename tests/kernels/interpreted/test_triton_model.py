@@ -23,9 +23,9 @@ from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_backend import TritonBackend
 from quire.llm import LLM, SamplingParams
-from quire.worker import model_runner
-from quire.worker.decode_graphs import Bucket, DecodeGraphs, make_buckets
-from quire.worker.step import StepInput
+from quire.worker.runner import model_runner
+from quire.worker.runner.decode_graphs import Bucket, DecodeGraphs, make_buckets
+from quire.worker.step.messages import StepInput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 9, 30)]
@@ -112,9 +112,9 @@ def test_decodes_in_graphs_generate_what_they_do_on_a_cpu(
     monkeypatch.setattr(model_runner, "CudaCapture", lambda: Again)
     run, replayed = DecodeGraphs.run, set()
 
-    def noted(self: DecodeGraphs, step: StepInput, bucket: Bucket) -> Tensor | None:
+    def noted(self: DecodeGraphs, step: StepInput, bucket: Bucket, late: object) -> Tensor | None:
         replayed.add(bucket.num_rows)
-        return run(self, step, bucket)
+        return run(self, step, bucket, late)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
     init = model_runner.ModelRunner.__init__

@@ -21,8 +21,8 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 from quire.kernels import reference_sampling
 from quire.kernels.launch import SAMPLE_BLOCK
 from quire.kernels.triton_sample import sample
-from quire.worker import sampler
-from quire.worker.step import SamplingBatch
+from quire.worker.sampling import draw
+from quire.worker.step.sampling_batch import SamplingBatch
 
 
 def parameters(num_rows: int, *, seed: int = 0) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def logits(num_rows: int, vocab_size: int, *, scale: float = 3.0) -> Tensor:
 def by_engine(logits_SV: Tensor, params: dict[str, Tensor]) -> list[int]:
     columns: dict[str, Any] = {name: values.numpy() for name, values in params.items()}
     batch = SamplingBatch(**columns, num_logprobs_S=np.full(len(logits_SV), -1, np.int32))
-    return [int(token) for token in sampler.sample(logits_SV, batch).token_ids_S]
+    return [int(token) for token in draw.sample(logits_SV, batch).token_ids_S]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 50, 1000, SAMPLE_BLOCK + 5])
@@ -62,6 +62,11 @@ def test_tokens_are_those_of_the_twin_and_of_the_engine(vocab_size: int) -> None
     got = sample(wide[:, :vocab_size], **params).tolist()
     assert got == reference_sampling.sample(rows, **params).tolist()
     assert got == by_engine(rows, params)
+
+
+def test_half_precision_logits_are_sampled_as_the_numbers_that_they_are() -> None:
+    rows, params = logits(12, 1000).half(), parameters(12, seed=3)
+    assert sample(rows, **params).tolist() == sample(rows.float(), **params).tolist()
 
 
 def test_logits_that_tie_are_kept_by_the_lowest_id() -> None:

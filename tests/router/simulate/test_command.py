@@ -16,8 +16,8 @@ from quire.router.simulate.cost import PRESETS
 from quire.router.simulate.fit import fit_cost
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
-from quire.worker.errors import ConfigError
-from quire.worker.text import Tokenizer
+from quire.worker.api.errors import ConfigError
+from quire.worker.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from math import nan
 import pytest
 
 from quire.router.simulate.cost import CostModel
-from quire.router.simulate.engine_config import EngineConfig, Order
+from quire.router.simulate.engine_config import Order, SimulatedEngine
 from quire.router.simulate.group import Group
 from quire.router.simulate.pool import LruPool
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
 from quire.router.simulate.trace_files import block_name
-from quire.worker.errors import ConfigError
-from quire.worker.events import EventLog
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import EventLog
 
 COST = CostModel(
     base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200
@@ -51,7 +51,7 @@ def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> 
     group = Group(
         trace=trace,
         cost=COST,
-        config=EngineConfig(chunk_tokens=64, order=order),
+        config=SimulatedEngine(chunk_tokens=64, order=order),
         pool=LruPool(num_blocks=100, log=EventLog(epoch=1)),
         on_first_token=lambda request_id, num_hit_tokens: None,
         on_finish=lambda request_id: None,
@@ -91,7 +91,7 @@ def test_what_decodes_share_costs_each_further_one_a_share_of_the_first(
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_which_others_decode() -> None:
-    engine = EngineConfig(chunk_tokens=51)
+    engine = SimulatedEngine(chunk_tokens=51)
     result = simulate(trace_of(row(0, 50, 3), row(0, 100, 1)), replace(ONE_GROUP, engine=engine))
     # Arrived while the first was alone in its step; then two chunks of 50 beside its decodes.
     assert result.first_token_ms == pytest.approx([15.0, 15 + 2 * (10 + 5 + 5)])
@@ -108,7 +108,7 @@ def test_an_arrival_cuts_a_run_of_decode_steps_at_the_end_of_the_present_one() -
 def test_the_least_remaining_prefill_goes_first_until_a_long_one_has_waited_long_enough() -> None:
     long, shorts = row(1, 1000, 1), [row(2 + 10 * i, 100, 1) for i in range(200)]
     trace = trace_of(row(0, 100, 1), long, *shorts)
-    engine = EngineConfig(chunk_tokens=100, order="srpf")
+    engine = SimulatedEngine(chunk_tokens=100, order="srpf")
     first, second = 1, 2
     fcfs = simulate(trace, replace(ONE_GROUP, engine=replace(engine, order="fcfs")))
     srpf = simulate(trace, replace(ONE_GROUP, engine=engine))
@@ -135,7 +135,7 @@ def test_equal_prompts_that_arrive_at_random_wait_as_long_as_in_an_m_d_1_queue(
     for _ in range(40_000):
         now_ms += rng.expovariate(load / service_ms)
         rows.append(row(now_ms, 100, 1))
-    engine = EngineConfig(chunk_tokens=100)  # A step for each.
+    engine = SimulatedEngine(chunk_tokens=100)  # A step for each.
     result = simulate(trace_of(*rows), replace(ONE_GROUP, engine=engine))
     waits_ms = 1000 * result.ttft_s.mean() - service_ms
     assert waits_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.05)
@@ -147,7 +147,7 @@ def test_round_robin_over_many_groups_is_many_queues() -> None:
     for _ in range(2000):
         now_ms += rng.expovariate(1 / 15)
         rows.append(row(now_ms, 100, 1))
-    config = replace(ONE_GROUP, policy="round_robin", engine=EngineConfig(chunk_tokens=100))
+    config = replace(ONE_GROUP, policy="round_robin", engine=SimulatedEngine(chunk_tokens=100))
     both = simulate(trace_of(*rows), replace(config, num_groups=2))
     alone = simulate(trace_of(*rows[::2]), config)
     assert both.first_token_ms[::2] == pytest.approx(alone.first_token_ms)

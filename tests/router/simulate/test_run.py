@@ -4,20 +4,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import nan
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 
-from quire.router.policies.catalog import POLICIES
+from quire.router.simulate.baselines import SIMULATED_POLICIES
 from quire.router.simulate.command import Sweep
 from quire.router.simulate.cost import PRESETS
+from quire.router.simulate.pool import WorkerPool
 from quire.router.simulate.run import Eviction, SimulationConfig, simulate
 from quire.router.simulate.trace import Row, Trace
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import EventLog
 
 SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
 CONFIG = SimulationConfig(num_groups=4, cost=SMALL)
 MakeTrace = Callable[..., Trace]
+BenchModule = Callable[[str], ModuleType]
 
 
 def check(trace: Trace, config: SimulationConfig) -> None:
@@ -38,7 +42,7 @@ def check(trace: Trace, config: SimulationConfig) -> None:
     assert simulate(trace, config).digest == result.digest
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_each_request_is_served_once_and_the_same_seed_gives_the_same_run(
     chats: MakeTrace, policy: str
 ) -> None:
@@ -62,7 +66,7 @@ def test_nothing_is_lost_when_things_go_wrong(
     check(chats(), replace(CONFIG, use_table=use_table, **disturbance))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_the_flat_gateway_decides_like_the_real_table(chats: MakeTrace, policy: str) -> None:
     config = replace(CONFIG, policy=policy)
     trace = chats(num_requests=600)
@@ -92,11 +96,20 @@ def test_gateways_do_not_draw_the_same_lots_one_after_the_other(
     assert in_a_row < 0.2 * len(group)
 
 
-def test_the_flat_pool_finds_what_the_engines_pool_finds(chats: MakeTrace) -> None:
+def test_the_flat_pool_finds_what_the_engines_pool_finds(
+    chats: MakeTrace, bench_module: BenchModule
+) -> None:
+    def engines_pool(log: EventLog) -> WorkerPool:
+        num_blocks = SMALL.num_cache_tokens // trace.block_size
+        policy = bench_module("eviction.baselines").Lru
+        return WorkerPool(
+            num_blocks=num_blocks, block_size=trace.block_size, log=log, policy=policy
+        )
+
     config = replace(CONFIG, policy="round_robin")
     trace = chats(num_requests=2000)
     flat = simulate(trace, config)
-    real = simulate(trace, replace(config, eviction="lru"))
+    real = simulate(trace, config, make_pool=engines_pool)
     assert flat.hit_rate < 0.9 * simulate(trace, replace(config, cost=PRESETS["cpu-125m"])).hit_rate
     assert flat.hit_rate == pytest.approx(real.hit_rate, rel=0.01)
 

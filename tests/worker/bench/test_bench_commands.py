@@ -9,8 +9,8 @@ import pytest
 from quire.cluster.cli.main import main
 from quire.worker.bench import plot
 from quire.worker.engine import Engine
-from quire.worker.executor import InProcessExecutor
-from quire.worker.step import StepInput
+from quire.worker.ranks.executor import InProcessExecutor
+from quire.worker.step.messages import StepInput
 
 SMALL = ("--num-requests", "6", "--prefix-len", "20", "--own-len", "6", "--output-len", "3")
 SMALL_SWEEP = ("--num-prefixes", "2", "--repeats", "1", "--num-threads", "1")

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import as_token_ids
 from quire.worker.bench import stopwatch
 from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
 from quire.worker.bench.cache_size import parse_cache_size
@@ -17,15 +20,12 @@ from quire.worker.bench.stopwatch import Stopwatch, Target
 from quire.worker.bench.summary import Row, summarize
 from quire.worker.bench.sweep import Cell, SweepConfig, plan_cells
 from quire.worker.bench.workload import WorkItem, Workload
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
-from quire.worker.hashing import as_token_ids
 
 CELL = Cell(block_size=4, cache_size="50%", num_blocks=10, cache_bytes=640)
 
 
 def steps(cost: StepCost, shapes: list[tuple[int, int, int]]) -> tuple[StepSample, ...]:
-    """Of prompt tokens, the tokens that they attend to, and decodes."""
+    """Steps with the given prompt tokens, tokens that those attend to, and decodes."""
     return tuple(
         StepSample(
             prefill,

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from quire import demo_model
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import as_token_ids
 from quire.worker.bench.workload import (
     Workload,
     infinite_cache_hits,
     read_workload,
     synthetic_workload,
 )
-from quire.worker.errors import InvalidRequest
-from quire.worker.hashing import as_token_ids
-from quire.worker.text import Tokenizer
+from quire.worker.text.tokenizer import Tokenizer
 
 
 def synthetic(**changed: int) -> Workload:

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.steps import adjusting
 
-from quire.worker.config import EngineConfig
-from quire.worker.step import Executor, SamplingBatch, StepInput
+from quire.worker.api.config import EngineConfig
+from quire.worker.step.messages import Executor, StepInput
+from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,11 @@ class Driver:
     def __init__(self, block_size: int = 16) -> None:
         self.block_size = block_size
 
-    def sampling(self, num_rows: int, **columns: Any) -> SamplingBatch:
-        """Greedy without logprobs, but for ``columns``: one value, or one per row."""
+    def sampling(
+        self, num_rows: int, *, edits: dict[int, Edits] | None = None, **columns: Any
+    ) -> SamplingBatch:
+        """Greedy without logprobs, but for ``columns``: one value, or one per row. ``edits`` are
+        by row."""
 
         def column(name: str, default: float, dtype: type) -> Any:
             return np.broadcast_to(np.asarray(columns.pop(name, default), dtype), num_rows).copy()
@@ -43,7 +48,9 @@ class Driver:
             "position_S": column("position", 0, np.int64),
             "num_logprobs_S": column("num_logprobs", -1, np.int32),
         }
-        return SamplingBatch(**batch, **columns)
+        return SamplingBatch(
+            **batch, **columns, adjustments=adjusting(edits or {}, num_samples=num_rows)
+        )
 
     def step(self, rows: Sequence[Row], **sampling: Any) -> StepInput:
         token_ids, positions, slots, starts = [], [], [], [0]
@@ -58,7 +65,7 @@ class Driver:
         tables = np.zeros((len(rows), max(used)), np.int32)
         for index, row in enumerate(rows):
             tables[index, : used[index]] = row.blocks[: used[index]]
-        sampled = [index for index, row in enumerate(rows) if row.samples]
+        sampled = [starts[index + 1] - 1 for index, row in enumerate(rows) if row.samples]
         return StepInput(
             token_ids_T=np.array(token_ids, np.int64),
             positions_T=np.array(positions, np.int64),
@@ -67,7 +74,7 @@ class Driver:
             seq_lens_B=np.array([len(row.token_ids) for row in rows], np.int32),
             query_starts_B1=np.array(starts, np.int32),
             num_decodes=sum(len(row.token_ids) - row.done == 1 for row in rows),
-            sample_rows_S=np.array(sampled, np.int32),
+            samples_S=np.array(sampled, np.int32),
             sampling=self.sampling(len(sampled), **sampling),
         )
 
@@ -130,8 +137,8 @@ def runner_of(config_of: Callable[..., EngineConfig]) -> Callable[..., Any]:
     def make(model: Path, **fields: Any) -> Any:
         import torch
 
-        from quire.worker.model_runner import ModelRunner
-        from quire.worker.tensor_parallel import TensorParallel
+        from quire.worker.model.tensor_parallel import TensorParallel
+        from quire.worker.runner.model_runner import ModelRunner
 
         config = config_of(model, **fields)
         runner = ModelRunner(config, device=torch.device("cpu"), tp=TensorParallel())

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.worker.checkpoint import open_checkpoint
-from quire.worker.errors import CheckpointError, ConfigError
-from quire.worker.executor import make_executor
-from quire.worker.hashing import root_hash
-from quire.worker.model_config import check_parallel, read_model_config
-from quire.worker.model_facts import model_facts
+from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.api.hashing import root_hash
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import check_parallel, read_model_spec
+from quire.worker.model.facts import model_facts
+from quire.worker.ranks.executor import make_executor
 
 ConfigOf = Callable[..., Any]
 
@@ -69,7 +69,11 @@ def test_damaged_config_is_named(config_of: ConfigOf, copy: Path) -> None:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
         ({"hidden_size": "64"}, "hidden_size='64' must be an integer"),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope_type='ntk' is not supported"),
+        ({"rope_parameters": {"mrope_section": [1, 1, 2]}}, "mrope_section=[1, 1, 2] is not supp"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier=0.5 is not supported"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' lacks factor"),
     ],
 )
@@ -129,7 +133,7 @@ def test_heads_that_cannot_be_shared_are_counted(config_of: ConfigOf, tiny_llama
 
 
 def test_kv_heads_divide_or_are_replicated(tiny_llama_9_3: Path) -> None:
-    model = read_model_config(tiny_llama_9_3)
+    model = read_model_spec(tiny_llama_9_3)
     for size in (1, 3, 9):
         check_parallel(model, size)
     for size in (2, 4, 6, 18):
@@ -143,31 +147,31 @@ def test_old_and_new_ways_of_writing_the_rotary_embedding_are_one(
     raw = json.loads((copy / "config.json").read_text())
     theta = raw.pop("rope_parameters")["rope_theta"]
     (copy / "config.json").write_text(json.dumps(raw | {"rope_theta": theta}))
-    assert read_model_config(copy) == read_model_config(tiny_llama)
+    assert read_model_spec(copy) == read_model_spec(tiny_llama)
 
     stretch = {"rope_type": "linear", "factor": 2.0}
     edit_config(copy, rope_theta=5e5, rope_scaling=stretch)
-    old = read_model_config(copy).rope
+    old = read_model_spec(copy).ropes[0]
     edit_config(copy, rope_theta=None, rope_scaling=None)
     edit_config(copy, rope_parameters=stretch | {"rope_theta": 5e5})
-    assert read_model_config(copy).rope == old
-    assert (old.rope_type, old.factor, old.theta) == ("linear", 2.0, 5e5)
+    assert read_model_spec(copy).ropes[0] == old
+    assert (old.kind, old.factor, old.theta) == ("linear", 2.0, 5e5)
 
 
 def test_a_window_is_read_from_mistral_as_transformers_reads_it(copy: Path) -> None:
     edit_config(copy, sliding_window=64)
-    assert read_model_config(copy).sliding_window is None  # a Llama has none
+    assert read_model_spec(copy).layers[0].attention.window is None  # a Llama has none
     edit_config(copy, architectures=["MistralForCausalLM"])
-    assert read_model_config(copy).sliding_window == 64
+    assert read_model_spec(copy).layers[0].attention.window == 64
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
-    assert read_model_config(copy).sliding_window is None
+    assert read_model_spec(copy).layers[0].attention.window is None
     del raw["sliding_window"]
     (copy / "config.json").write_text(json.dumps(raw))
-    assert read_model_config(copy).sliding_window == 4096
+    assert read_model_spec(copy).layers[0].attention.window == 4096
     edit_config(copy, layer_types=["full_attention", "sliding_attention"])
     with pytest.raises(CheckpointError, match=r"layer_types=.* are not supported"):
-        read_model_config(copy)
+        read_model_spec(copy)
 
 
 def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, copy: Path) -> None:
@@ -227,3 +231,23 @@ def test_a_checkpoint_lists_every_tensor(tiny_llama_9_3: Path) -> None:
     assert {n: tuple(t.shape) for n, t in stored.items()} == {
         name: info.shape for name, info in checkpoint.tensors.items()
     }
+
+
+def test_windows_are_read_from_qwen_as_transformers_reads_them(copy: Path) -> None:
+    def windows(**fields: Any) -> list[int | None]:
+        edit_config(copy, architectures=["Qwen3ForCausalLM"], sliding_window=64, **fields)
+        return [layer.attention.window for layer in read_model_spec(copy).layers]
+
+    assert windows() == [None, None]
+    assert windows(use_sliding_window=True) == [None, None]  # from layer 28 on
+    assert windows(max_window_layers=1) == [None, 64]
+    assert windows(layer_types=["sliding_attention", "full_attention"]) == [64, None]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention'] must be 2 of"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "must be 2 of full_attention"),
+        ({"layer_types": None, "max_window_layers": -1}, "max_window_layers=-1 must be an int"),
+    ]
+    for fields, message in wrong:
+        with pytest.raises(CheckpointError) as caught:
+            windows(**fields)
+        assert message in str(caught.value)

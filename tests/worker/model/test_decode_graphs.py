@@ -1,6 +1,7 @@
 """Decodes through graphs, with a graph that runs its function again instead of a GPU's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from quire.kernels import native
-from quire.kernels.decoder import Batch
-from quire.worker.config import EngineConfig
-from quire.worker.decode_graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
-from quire.worker.gpu_profile import largest_steps
+from quire.kernels.ops import Batch
+from quire.kernels.shared_prefix import find_shared
+from quire.worker.api.config import EngineConfig
+from quire.worker.runner.decode_graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
+from quire.worker.runner.gpu_profile import largest_steps, warm_up_steps
+from quire.worker.step.late_tokens import LateTokens
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 33, 7]
 
@@ -34,7 +37,7 @@ def runner(runner_of: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def logits_of(runner: Any, batch: Batch) -> torch.Tensor:
-    return cast("torch.Tensor", runner._llama.forward(batch, runner._kv))
+    return cast("torch.Tensor", runner._model.forward(batch, runner._kv))
 
 
 def graphs_of(runner: Any, buckets: list[Bucket], *, vocab_size: int | None = 320) -> DecodeGraphs:
@@ -81,6 +84,30 @@ def test_a_graph_gives_the_logits_of_the_same_step_without_one(
     logits = graphs.run(step, bucket)
     assert logits is not None
     assert torch.equal(logits, runner.forward(step))
+
+
+def test_a_token_that_the_step_before_sampled_is_put_in_on_the_device(
+    runner: Any, driver: Any, row: Any
+) -> None:
+    graphs = graphs_of(runner, [Bucket(4, 512)])
+    rows, known = decodes(driver, row, [17, 40, 33])
+    prefill(runner, driver, row, rows)
+    token_ids = known.token_ids_T.copy()
+    late = LateTokens(
+        sampled_S=torch.tensor([5, int(token_ids[2]), 7, int(token_ids[0])]),
+        tokens_L=np.array([0, 2], np.int32),
+        rows_L=np.array([3, 1], np.int32),
+    )
+    token_ids[late.tokens_L] = 0
+    unknown = replace(known, token_ids_T=token_ids)
+    want = runner.forward(known)
+    by_graph = graphs.run(unknown, Bucket(4, 512), late)
+    assert by_graph is not None
+    assert torch.equal(by_graph, want)
+    runner._sampled_S = late.sampled_S
+    step = replace(unknown, late_tokens_L=late.tokens_L, late_rows_L=late.rows_L)
+    assert torch.equal(runner.forward(step), want)
+    assert token_ids[0] == token_ids[2] == 0, "the step's own arrays stay as they were"
 
 
 def test_what_an_earlier_step_left_in_the_buffers_does_not_matter(
@@ -140,3 +167,23 @@ def test_the_largest_steps_are_steps_that_a_runner_takes(runner: Any, tiny_llama
     assert decoding.seq_lens_B.max() == 512
     for step in (chunks, decoding):
         assert len(runner.execute(step).token_ids_S) == 6
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 6])
+@pytest.mark.parametrize("max_model_len", [8, 512])
+def test_the_warm_up_is_steps_that_a_runner_takes(
+    max_num_seqs: int, max_model_len: int, runner: Any, tiny_llama: Path
+) -> None:
+    config = EngineConfig(model=tiny_llama, max_num_seqs=max_num_seqs, max_num_batched_tokens=6)
+    mixed, behind, decodes = warm_up_steps(config, block_size=16, max_model_len=max_model_len)
+    for step in (mixed, behind, decodes):
+        rows = min(2, max_num_seqs)
+        assert len(runner.execute(step).token_ids_S) == len(step.seq_lens_B) == rows
+    assert decodes.num_decodes == rows
+    assert len(decodes.late_tokens_L) == rows
+    assert mixed.num_decodes == behind.num_decodes == rows - 1
+    if rows == 2:
+        assert behind.seq_lens_B.max() == max_model_len
+        tables, lens = decodes.block_tables_BM, decodes.seq_lens_B
+        shared = find_shared(tables, lens, block_size=16, group=2, min_saved_tokens=1)
+        assert (shared is not None) == (max_model_len > 256)

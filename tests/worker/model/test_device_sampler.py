@@ -6,35 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker.device_sampler import DeviceSampler, Edits
-from quire.worker.sampler import sample
-from quire.worker.staging import ALIGNMENT, Array, pack, packed_bytes, stage, unpack
-from quire.worker.step import Penalties
+from quire.worker.sampling.device import DeviceSampler
+from quire.worker.sampling.draw import sample
+from quire.worker.step.sampling_batch import Edits
+from quire.worker.step.staging import ALIGNMENT, Array, pack, packed_bytes, stage, unpack
 
 SAMPLER = DeviceSampler(torch.device("cpu"))
 
 
 def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
-    """Every kind of limit, penalty and ban, some on one row."""
+    """Every kind of limit and of change, some on one row."""
     rng = np.random.default_rng(seed)
-    penalties, banned = [], {}
-    for row in range(num_rows):
+    edits = {}
+    for row in range(0, num_rows, 2):
+        changes: dict[str, Any] = {}
+        if row % 4 == 0:
+            biased = rng.permutation(vocab_size)[:5]
+            bias = rng.choice([-np.inf, 2.5, -1.5], 5).astype(np.float32)
+            changes |= {"biased_ids_A": biased, "bias_A": bias}
         if row % 3 == 0:
             seen = rng.permutation(vocab_size)[: vocab_size // 2]
-            output = rng.permutation(seen)[: len(seen) // 2]
-            penalties.append(
-                Penalties(
-                    row=row,
-                    presence=float(rng.choice([0.0, 0.4, -0.3])),
-                    frequency=float(rng.choice([0.0, 0.13])),
-                    repetition=float(rng.choice([1.0, 1.3, 0.7])),
-                    output_ids_R=output,
-                    output_counts_R=rng.integers(1, 5, len(output)).astype(np.int32),
-                    seen_ids_R=seen,
-                )
-            )
-        if row % 4 == 0:
-            banned[row] = rng.integers(0, vocab_size, 5)
+            changes |= {
+                "presence": float(rng.choice([0.0, 0.4, -0.3])),
+                "frequency": float(rng.choice([0.0, 0.13])),
+                "repetition": float(rng.choice([1.0, 1.3, 0.7])),
+                "seen_ids_E": seen,
+                "seen_counts_E": rng.integers(0, 5, len(seen)).astype(np.int32),
+            }
+        if row % 10 == 0:
+            words = -(-vocab_size // 32)
+            changes["mask_W"] = rng.integers(-(2**31), 2**31, words).astype(np.int32)
+        if changes:
+            edits[row] = Edits(**changes)
     return driver.sampling(
         num_rows,
         temperature=rng.choice([0.0, 0.6, 1.0, 1.7], num_rows),
@@ -44,18 +47,21 @@ def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
         seed=rng.integers(0, 2**62, num_rows),
         position=rng.integers(0, 2**31, num_rows),
         num_logprobs=rng.choice([-1, 0, 3], num_rows),
-        banned_ids=banned,
-        penalties=tuple(penalties),
+        edits=edits,
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(6))
-def test_tokens_and_logprobs_are_those_of_the_engines_sampler(seed: int, driver: Any) -> None:
+def test_tokens_and_logprobs_are_those_of_the_engines_sampler(
+    seed: int, dtype: torch.dtype, driver: Any
+) -> None:
     rng = torch.Generator().manual_seed(seed)
     logits = torch.randn(40, 300, generator=rng) * 3
     logits[::5] = (logits[::5] * 2).round() / 2  # ties
+    logits = logits.to(dtype)
     batch = mixed(driver, 40, 300, seed=seed)
-    want = sample(logits, batch)
+    want = sample(logits.float(), batch)
     got = SAMPLER.sample(logits.clone(), batch).wait()
     assert got.token_ids_S.tolist() == want.token_ids_S.tolist()
     for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
@@ -75,13 +81,6 @@ def test_a_step_without_requests_for_logprobs_has_none(driver: Any) -> None:
     assert output.logprobs == ()
     assert output.token_ids_S.tolist() == logits.argmax(dim=1).tolist()
     assert len(SAMPLER.sample(logits[:0], driver.sampling(0)).wait().token_ids_S) == 0
-
-
-def test_each_pair_of_a_row_and_a_token_is_edited_once(driver: Any) -> None:
-    edits = Edits.of(mixed(driver, 24, 60, seed=3))
-    pairs = list(zip(edits.rows_E.tolist(), edits.token_ids_E.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs) > 0
-    assert Edits.of(driver.sampling(4)).arrays() == []
 
 
 def test_arrays_travel_together_and_arrive_as_they_were() -> None:

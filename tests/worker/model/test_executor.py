@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker import lockstep
-from quire.worker.errors import ConfigError, RankFailure
-from quire.worker.executor import InProcessExecutor, make_executor
-from quire.worker.process_executor import ProcessExecutor
-from quire.worker.rank_process import RankProcess
+from quire.worker.api.errors import ConfigError, RankFailure
+from quire.worker.ranks import lockstep
+from quire.worker.ranks.executor import InProcessExecutor, make_executor
+from quire.worker.ranks.process import RankProcess
+from quire.worker.ranks.process_executor import ProcessExecutor
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
@@ -46,7 +46,7 @@ def exists(pid: int) -> bool:
 
 
 def state(pid: int) -> str | None:
-    """As the kernel says it: "T" is stopped, "Z" has ended and waits for whoever reaps it."""
+    """The kernel's state letter: "T" is stopped, "Z" has ended and was not reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -172,7 +172,7 @@ def test_what_a_rank_raises_arrives_with_its_traceback(start: Any, driver: Any) 
     executor = start()
     with pytest.raises(RankFailure, match=r"rank \d \(pid \d+\) raised IndexError: index out") as e:
         driver.generate(executor, [[999_999]], num_tokens=1)
-    assert any("llama.py" in note for note in e.value.__notes__)
+    assert any("model.py" in note for note in e.value.__notes__)
 
 
 def test_an_exception_in_this_process_fails_the_group_too(
@@ -196,8 +196,8 @@ def test_settings_that_a_rank_refuses_are_refused_here_in_the_same_words(
 
 SCRIPT = """
 import sys, time
-from quire.worker.config import EngineConfig
-from quire.worker.executor import make_executor
+from quire.worker.api.config import EngineConfig
+from quire.worker.ranks.executor import make_executor
 executor, _ = make_executor(EngineConfig(
     model=sys.argv[1], tensor_parallel_size=2, device="cpu", num_blocks=64, num_threads=1))
 print(*executor.pids, flush=True)

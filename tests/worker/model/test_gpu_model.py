@@ -1,21 +1,21 @@
 """The engine on a GPU: graphs, sampling on the device, its memory, and what it generates."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.steps import banning
 
 from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import find_shared
 from quire.llm import LLM, SamplingParams
-from quire.worker import model_runner
-from quire.worker.device_sampler import DeviceSampler
-from quire.worker.sampler import sample
-from quire.worker.staging import Array, stage
+from quire.worker.runner import model_runner
+from quire.worker.sampling.device import DeviceSampler
+from quire.worker.sampling.draw import sample
+from quire.worker.step.staging import Array, stage
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,8 +76,11 @@ def test_decodes_that_share_a_prefix_generate_what_they_do_apart(
     stem = [3 + number % 300 for number in range(2 * SPLIT_TOKENS - 60)]
     prompts = [{"prompt_token_ids": [*stem, 4 + row]} for row in range(6)]
     apart = generate(tiny_llama, prompts, GREEDY)
+
     # As the runner's own, but for as little as there is.
-    eager = partial(find_shared, min_saved_tokens=1)
+    def eager(*arguments: Any, **options: Any) -> Any:
+        return find_shared(*arguments, **options | {"min_saved_tokens": 1})
+
     monkeypatch.setattr(model_runner, "find_shared", eager)
     assert generate(tiny_llama, prompts, GREEDY) == apart
 
@@ -110,7 +113,7 @@ def test_a_sampler_on_the_device_draws_what_one_on_the_host_does(driver: Any) ->
         seed=np.arange(32),
         position=np.arange(32) * 7,
         num_logprobs=[-1, 0, 5, -1] * 8,
-        banned_ids={0: np.array([int(logits[0].argmax())])},
+        edits={0: banning([int(logits[0].argmax())])},
     )
     want = sample(logits, batch)
     got = DeviceSampler(torch.device("cuda")).sample(logits.cuda(), batch).wait()

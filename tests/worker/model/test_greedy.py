@@ -2,15 +2,22 @@
 
 import numpy as np
 import torch
+from tests.steps import adjusting, banning
 
-from quire.worker.greedy import greedy_rows, sample_beside
-from quire.worker.sampler import sample
-from quire.worker.step import Longs, Penalties, SamplingBatch, StepOutput
-from quire.worker.tensor_parallel import TensorParallel
+from quire.worker.api.arrays import Longs
+from quire.worker.model.tensor_parallel import TensorParallel
+from quire.worker.sampling.draw import sample
+from quire.worker.sampling.greedy import greedy_rows, sample_beside
+from quire.worker.step.messages import StepOutput
+from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
 LOGITS = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
 BEST = int(LOGITS[4].argmax())
-NO_IDS = np.empty(0, np.int64)
+REPEATED = Edits(
+    repetition=3.0,
+    seen_ids_E=np.array([int(LOGITS[6].argmax())]),
+    seen_counts_E=np.zeros(1, np.int32),
+)
 BATCH = SamplingBatch(
     temperature_S=np.array([0, 0.8, 0, 0, 0, 1.5, 0], np.float32),
     top_p_S=np.ones(7, np.float32),
@@ -19,18 +26,7 @@ BATCH = SamplingBatch(
     seed_S=np.arange(7),
     position_S=np.arange(7) + 100,
     num_logprobs_S=np.array([-1, -1, -1, 2, -1, 0, -1], np.int32),
-    banned_ids={4: np.array([BEST])},
-    penalties=(
-        Penalties(
-            row=6,
-            presence=0,
-            frequency=0,
-            repetition=3.0,
-            output_ids_R=NO_IDS,
-            output_counts_R=NO_IDS.astype(np.int32),
-            seen_ids_R=np.array([int(LOGITS[6].argmax())]),
-        ),
-    ),
+    adjustments=adjusting({4: banning([BEST]), 6: REPEATED}, num_samples=7),
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quire.kernels import native
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
-from quire.worker.model_runner import pick_device
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.runner.model_runner import pick_device
 
 INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
 PROMPT = list(range(3, 60))
@@ -18,7 +18,7 @@ PROMPT = list(range(3, 60))
 
 @pytest.fixture
 def logits(runner_of: Any, driver: Any, row: Any) -> Callable[..., torch.Tensor]:
-    """Of the last token of a prompt, in two chunks, so that it reads the cache."""
+    """Logits of a prompt's last token, computed in two chunks so that it reads the cache."""
 
     def run(model: Path, **settings: Any) -> torch.Tensor:
         runner, blocks = runner_of(model, **settings), [5, 2, 9, 0]

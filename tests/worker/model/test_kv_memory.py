@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from quire.worker import kv_cache
-from quire.worker.errors import ConfigError
-from quire.worker.executor import make_executor
-from quire.worker.model_config import read_model_config
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.config import read_model_spec
+from quire.worker.ranks.executor import make_executor
+from quire.worker.runner import kv_cache
 
 ConfigOf = Callable[..., Any]
 GIB = 1 << 30
 
 
 def layout(config: Any) -> kv_cache.KvLayout:
-    return kv_cache.kv_layout(config, read_model_config(config.model), dtype=torch.float32)
+    return kv_cache.kv_layout(config, read_model_spec(config.model), dtype=torch.float32)
 
 
 def meminfo(tmp_path: Path, available_kib: int) -> Path:

@@ -134,8 +134,8 @@ def test_rotary_tables_are_those_of_transformers(rope_type: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from quire.worker.llama import rotary_tables
-    from quire.worker.model_config import RopeConfig
+    from quire.worker.model.rope import rotary_table
+    from quire.worker.model.spec import Rope
 
     stretch: dict[str, Any] = {"factor": 8.0}
     if rope_type == "llama3":
@@ -151,9 +151,11 @@ def test_rotary_tables_are_those_of_transformers(rope_type: str) -> None:
         rope_parameters={"rope_type": rope_type, "rope_theta": 500_000.0, **stretch},
     )
     theirs = LlamaRotaryEmbedding(config)
-    rope = RopeConfig(theta=500_000.0, rope_type=rope_type, **stretch)
-    cosines, sines = rotary_tables(rope, 128, 9000, device=torch.device("cpu"))
+    if rope_type == "llama3":
+        stretch["original_max_positions"] = stretch.pop("original_max_position_embeddings")
+    rope = Rope(size=128, theta=500_000.0, kind=rope_type, **stretch)  # type: ignore[arg-type]
+    table = rotary_table(rope, 9000, head_size=128, device=torch.device("cpu"))
     their_cosines, their_sines = theirs(torch.zeros(1), torch.arange(9000)[None])
     # Angles reach 9000 rad, where one step of float32 is 1e-3 rad.
-    torch.testing.assert_close(cosines, their_cosines[0, :, :64], atol=2e-3, rtol=0)
-    torch.testing.assert_close(sines, their_sines[0, :, :64], atol=2e-3, rtol=0)
+    torch.testing.assert_close(table.cos_PR, their_cosines[0, :, :64], atol=2e-3, rtol=0)
+    torch.testing.assert_close(table.sin_PR, their_sines[0, :, :64], atol=2e-3, rtol=0)

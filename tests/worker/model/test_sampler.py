@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.steps import banning
 
-from quire.worker import sampler
-from quire.worker.sampler import sample, uniforms
-from quire.worker.step import Penalties
+from quire.worker.sampling import draw
+from quire.worker.sampling.draw import sample, uniforms
+from quire.worker.step.sampling_batch import Edits
 
 
 def twin_keeps(
@@ -40,17 +41,17 @@ def support(row_logits: Any, driver: Any, draws: int, **params: Any) -> np.ndarr
 def kept_by_sampler(row_logits: Any, **params: Any) -> set[int]:
     """The tokens that a sweep of evenly spaced uniforms can reach: all kept ones of any weight."""
     logits = row_logits[None]
-    rows = sampler._Rows(
+    rows = draw._Rows(
         np.array([params["temperature"]], np.float32),
         np.array([params["top_p"]]),
-        np.array([params["top_k"] or sampler._NO_LIMIT]),
+        np.array([params["top_k"] or draw._NO_LIMIT]),
         np.array([params["min_p"]]),
         np.zeros(1),
     )
     sweep = np.linspace(0, 1, 1025)[:-1]
     steps = rows.take(np.zeros(len(sweep), np.intp))
-    steps = sampler._Rows(steps.temperature_S, steps.top_p_S, steps.top_k_S, steps.min_p_S, sweep)
-    return set(sampler._draw(logits.expand(len(sweep), -1), steps).tolist())
+    steps = draw._Rows(steps.temperature_S, steps.top_p_S, steps.top_k_S, steps.min_p_S, sweep)
+    return set(draw._draw(logits.expand(len(sweep), -1), steps).tolist())
 
 
 def test_greedy_takes_the_lowest_id_among_equals(driver: Any) -> None:
@@ -154,9 +155,9 @@ def test_few_candidates_and_the_whole_vocabulary_draw_alike(
         "position": np.arange(400),
     }
     drawn = sample(logits, driver.sampling(400, **columns)).token_ids_S
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 500)  # the whole vocabulary, sorted
+    monkeypatch.setattr(draw, "NUM_CANDIDATES", 500)  # the whole vocabulary, sorted
     assert np.array_equal(sample(logits, driver.sampling(400, **columns)).token_ids_S, drawn)
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 1)
+    monkeypatch.setattr(draw, "NUM_CANDIDATES", 1)
     assert np.array_equal(sample(logits, driver.sampling(400, **columns)).token_ids_S, drawn)
 
 
@@ -191,9 +192,9 @@ def test_a_row_of_nan_harms_no_other(vocab_size: int, driver: Any) -> None:
 def test_banned_tokens_are_never_drawn(driver: Any) -> None:
     logits = torch.zeros(200, 8)
     logits[:, 3] = 9.0
-    banned = {row: np.array([3, 5]) for row in range(100)}
+    banned = {row: banning([3, 5]) for row in range(100)}
     columns = {"position": np.arange(200), "temperature": [0.0, 1.0] * 100}
-    tokens = sample(logits, driver.sampling(200, banned_ids=banned, **columns)).token_ids_S
+    tokens = sample(logits, driver.sampling(200, edits=banned, **columns)).token_ids_S
     assert not {3, 5} & set(tokens[:100])
     assert 3 in tokens[100:]
     assert logits[0, 3] == 9.0, "the caller's logits are left alone"
@@ -201,16 +202,14 @@ def test_banned_tokens_are_never_drawn(driver: Any) -> None:
 
 def test_penalties_are_those_of_their_definition(driver: Any) -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, 1.0], [2.0, 1.9, -1.0, 1.0]])
-    penalties = Penalties(
-        row=1,
+    penalties = Edits(
         presence=0.05,
         frequency=0.1,
         repetition=2.0,
-        output_ids_R=np.array([1]),
-        output_counts_R=np.array([3], np.int32),
-        seen_ids_R=np.array([0, 1, 2]),
+        seen_ids_E=np.array([0, 1, 2]),
+        seen_counts_E=np.array([0, 3, 0], np.int32),
     )
-    adjusted = sampler._adjust(logits, driver.sampling(2, penalties=(penalties,)))
+    adjusted = draw._adjust(logits, driver.sampling(2, edits={1: penalties}))
     torch.testing.assert_close(
         adjusted, torch.tensor([[2.0, 1.9, -1.0, 1.0], [1.0, 0.95 - 0.3 - 0.05, -2.0, 1.0]])
     )
@@ -220,7 +219,7 @@ def test_logprobs_are_of_the_model_itself(driver: Any) -> None:
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(8)).double().float()
     logits[0, 7] = logits[0, 4] = 5.0
     batch = driver.sampling(
-        2, temperature=[0.0, 0.3], num_logprobs=[3, -1], banned_ids={0: np.array([4])}
+        2, temperature=[0.0, 0.3], num_logprobs=[3, -1], edits={0: banning([4])}
     )
     first, second = sample(logits, batch).logprobs
     assert first is not None

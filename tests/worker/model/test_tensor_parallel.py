@@ -13,15 +13,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.decoder import Linear, PlainGatedLinear, PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainLinear
 from quire.kernels.native import library
-from quire.worker.checkpoint import open_checkpoint
-from quire.worker.config import EngineConfig
-from quire.worker.loader import Shard, load_weights
-from quire.worker.model_config import read_model_config
-from quire.worker.model_runner import ModelRunner
-from quire.worker.step import StepInput
-from quire.worker.tensor_parallel import TensorParallel
+from quire.kernels.ops import Embed, GatedLinear, Linear, LinearLayer, Logits, Program
+from quire.worker.api.config import EngineConfig
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.loader import Shard, Weights
+from quire.worker.model.program import make_program
+from quire.worker.model.tensor_parallel import TensorParallel
+from quire.worker.runner.model_runner import ModelRunner
+from quire.worker.step.messages import StepInput
 
 CASES = [
     ("tiny_llama", 2),
@@ -100,50 +102,57 @@ def test_two_ranks_compute_the_bits_of_one(
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_weight_is_on_exactly_one_rank_or_on_all(size: int, tiny_llama_9_3: Path) -> None:
-    model = read_model_config(tiny_llama_9_3)
+    model = read_model_spec(tiny_llama_9_3)
     checkpoint = open_checkpoint(tiny_llama_9_3)
     stored: dict[str, Tensor] = {}
     for file in checkpoint.files:
         stored |= load_file(file)
-    shards = [
-        load_weights(
-            checkpoint,
-            model,
-            shard=Shard(rank=rank, size=size),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            backend=CpuBackend(),
-        )
-        for rank in range(size)
-    ]
-    for index in range(model.num_layers):
-        layers = [shard.layers[index] for shard in shards]
+    with Weights.open(checkpoint, dtype=torch.float32, device=torch.device("cpu")) as weights:
+        shards = [
+            make_program(
+                model,
+                weights,
+                shard=Shard(rank=rank, size=size),
+                backend=CpuBackend(),
+                max_model_len=64,
+            )
+            for rank in range(size)
+        ]
+    for index in range(len(model.layers)):
         prefix = f"model.layers.{index}"
-        q_size = model.num_heads // size * model.head_size
-        kv_size = model.num_kv_heads // size * model.head_size
-        qkv = [_weight(layer.qkv) for layer in layers]
-        gate_up = [_weight(layer.gate_up) for layer in layers]
+        attention = model.layers[index].attention
+        q_size = attention.num_heads // size * attention.key_size
+        kv_size = attention.num_kv_heads // size * attention.key_size
+        qkv, o, gate_up, down = (
+            [_weight(shard, f"layers.{index}.{name}") for shard in shards]
+            for name in ("qkv", "o", "gate_up", "down")
+        )
         q, k, v = zip(*(torch.split(x, [q_size, kv_size, kv_size]) for x in qkv), strict=True)
         gate, up = zip(*(x.chunk(2) for x in gate_up), strict=True)
         for name, whole in {
             "self_attn.q_proj": torch.cat(q),
             "self_attn.k_proj": torch.cat(k),
             "self_attn.v_proj": torch.cat(v),
-            "self_attn.o_proj": torch.cat([_weight(layer.o) for layer in layers], dim=1),
+            "self_attn.o_proj": torch.cat(o, dim=1),
             "mlp.gate_proj": torch.cat(gate),
             "mlp.up_proj": torch.cat(up),
-            "mlp.down_proj": torch.cat([_weight(layer.down) for layer in layers], dim=1),
+            "mlp.down_proj": torch.cat(down, dim=1),
         }.items():
             assert torch.equal(whole, stored[f"{prefix}.{name}.weight"]), name
-    head = torch.cat([_weight(shard.lm_head) for shard in shards])
+    head = torch.cat([_weight(shard, "lm_head") for shard in shards])
     assert torch.equal(head, stored["model.embed_tokens.weight"]), "tied"
     for shard in shards:
-        assert _weight(shard.lm_head).untyped_storage().data_ptr() == (
-            shard.embedding_VC.untyped_storage().data_ptr()
+        embed = shard[0]
+        assert isinstance(embed, Embed)
+        assert _weight(shard, "lm_head").untyped_storage().data_ptr() == (
+            embed.weight_VC.untyped_storage().data_ptr()
         ), "a tied head takes no memory of its own"
 
 
-def _weight(linear: Linear) -> Tensor:
-    plain = linear.gate_up if isinstance(linear, PlainGatedLinear) else linear
+def _weight(program: Program, name: str) -> Tensor:
+    linears = [op for op in program if isinstance(op, Linear | GatedLinear | Logits)]
+    layers: dict[str, LinearLayer] = {op.name: op.layer for op in linears}
+    layer = layers[name]
+    plain = layer.gate_up if isinstance(layer, PlainGatedLinear) else layer
     assert isinstance(plain, PlainLinear)
     return plain.weight_OI

@@ -6,7 +6,7 @@ PATH = Path(__file__).parent
 """The checkpoint folder, in the format of Hugging Face transformers."""
 
 NAME = "quire-demo"
-"""What clients call it."""
+"""Its name for clients."""
 
 SYSTEM_PROMPT = (PATH / "system_prompt.txt").read_text(encoding="utf-8").strip()
 """The instructions under which the model was trained to answer."""

@@ -3,11 +3,11 @@
 Used from one thread. A request that was added is there until an output with a finish reason, or
 `Engine.abort`, ends it.
 
-Where the executor takes steps ahead (`Executor.num_ahead`), one is under way between two calls:
-`Engine.step` then prepares and submits the next one before it waits for that one's tokens. A
-request's newest token is in flight then; the ranks put it in themselves. A request that turns out
-to have ended has a part in a step too many, which is thrown away. Else no step is under way
-between two calls, and every held block belongs to a running request.
+If the executor takes steps ahead (`Executor.num_ahead`), one step is under way between two calls:
+`Engine.step` prepares and submits the next step before it waits for that one's tokens. A request's
+newest token is then in flight, and the ranks insert it themselves. A request that turns out to have
+ended takes part in one step too many, whose token is dropped. Without steps ahead, no step is under
+way between two calls, and every held block belongs to a running request.
 """
 
 import time
@@ -15,19 +15,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from quire.worker.blocks import BlockPool
-from quire.worker.config import EngineConfig
-from quire.worker.engine_stats import EngineStats
-from quire.worker.errors import InvalidRequest, QueueFull, RankFailure
-from quire.worker.events import EventLog
-from quire.worker.hashing import as_token_ids, root_hash
-from quire.worker.model_facts import ModelFacts
-from quire.worker.request import Request, TokenDelta, check_request, derive_seed, request_limits
-from quire.worker.schedule import Schedule
-from quire.worker.scheduler import Scheduler
-from quire.worker.sequence import Sequence, Status
-from quire.worker.step import Executor, TokenLogprobs
-from quire.worker.step_input import StepInputs
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.engine_stats import EngineStats
+from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, RankFailure
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import root_hash
+from quire.worker.api.limits import check_request, derive_seed, request_limits
+from quire.worker.api.outputs import TokenDelta, TokenLogprobs
+from quire.worker.api.request import Prepared
+from quire.worker.cache.blocks import BlockPool
+from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.schedule import Schedule
+from quire.worker.schedule.scheduler import Scheduler
+from quire.worker.schedule.sequence import Sequence, Status
+from quire.worker.schedule.step_input import StepInputs
+from quire.worker.step.messages import Executor, StepOutput
 
 
 class Engine:
@@ -85,7 +87,7 @@ class Engine:
         """Whether `step` would do anything."""
         return bool(self._sequences or self._under_way)
 
-    def check_request(self, request: Request) -> None:
+    def check_request(self, request: Prepared) -> None:
         """Refuses what `add_request` would refuse for good, without adding it.
 
         Raises:
@@ -93,7 +95,7 @@ class Engine:
         """
         self._max_tokens(request)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Prepared) -> None:
         """Queues a request; its outputs come from later steps.
 
         Raises:
@@ -110,8 +112,9 @@ class Engine:
                 f"{self._config.max_num_waiting}: try again later"
             )
         seq = self._sequence(request, max_tokens)
-        self._sequences[seq.request_id] = seq
-        if seq.finish_reason():  # Nothing is left to generate behind what was resumed.
+        self._sequences[request.request_id] = seq
+        # The resumed output is already complete.
+        if seq.finish_reason():
             self._ended_at_once.append(seq)
         else:
             self._scheduler.add(seq)
@@ -133,7 +136,8 @@ class Engine:
         return True
 
     def step(self) -> list[TokenDelta]:
-        """Submits what the scheduler chooses, and waits for the step that is then too many.
+        """Submits the step that the scheduler chooses, and waits for the oldest one if too many are
+        under way.
 
         Returns one output for each request that got a token, or that ended.
 
@@ -203,16 +207,21 @@ class Engine:
         if self._failure is not None:
             raise RankFailure(self._failure)
 
-    def _max_tokens(self, request: Request) -> int:
+    def _max_tokens(self, request: Prepared) -> int:
         if request.request_id in self._sequences:
             raise InvalidRequest(
                 f"request_id {request.request_id!r} is in use: abort that request first, or take "
                 "another id"
             )
-        return check_request(request, self._limits)
+        return check_request(
+            request.prompt_token_ids,
+            request.sampling,
+            self._limits,
+            resumed_token_ids=request.resumed_token_ids,
+        )
 
-    def _sequence(self, request: Request, max_tokens: int) -> Sequence:
-        seed = request.params.seed
+    def _sequence(self, request: Prepared, max_tokens: int) -> Sequence:
+        seed = request.sampling.seed
         if seed is None:
             seed = derive_seed(self._config.seed, self._num_unseeded)
             self._num_unseeded += 1
@@ -225,21 +234,17 @@ class Engine:
                 cache_salt=request.cache_salt,
             )
         return Sequence(
-            request_id=request.request_id,
-            prompt_token_ids=as_token_ids(request.prompt_token_ids),
-            resumed_token_ids=as_token_ids(request.resumed_token_ids),
-            params=request.params,
+            request,
             seed=seed,
             max_tokens=max_tokens,
             eos_token_ids=self._model.eos_token_ids,
             block_size=self._config.block_size,
             root=root,
-            arrival_s=self._clock() if request.arrival_s is None else request.arrival_s,
-            priority=request.priority,
+            arrival_s=self._clock(),
         )
 
     def _settle(self) -> None:
-        """Where no request is left, waits for what is under way, which nobody wants any more."""
+        """If no request is left, waits for the steps under way and drops their outputs."""
         while self._under_way and not self._sequences:
             self._take_tokens()
 
@@ -251,39 +256,69 @@ class Engine:
         schedule = self._under_way.popleft()
         self._num_steps += 1
         self._scheduler.finished()
-        token_ids: list[int] = result.token_ids_S.tolist()
-        logprobs = result.logprobs or (None,) * len(token_ids)
         outputs = []
-        for row, token_id, logprob in zip(schedule.sampled_rows, token_ids, logprobs, strict=True):
-            seq = schedule.sequences[row]
-            if seq.status is Status.FINISHED:
-                continue  # Aborted since, or its end was not known when this was submitted.
-            self._scheduler.append_token(seq, token_id)
-            output = self._output(seq, (token_id,), logprob)
-            outputs.append(output)
-            if output.finish_reason is not None:
-                self._scheduler.remove(seq)
-        self._num_output_tokens += len(outputs)
+        end = 0
+        for seq, num_samples in zip(schedule.sequences, schedule.num_samples, strict=True):
+            begin, end = end, end + num_samples
+            # One that has finished was aborted since, or its end was not known when this was
+            # submitted.
+            if num_samples and seq.status is not Status.FINISHED:
+                outputs.append(self._take_samples(seq, result, range(begin, end)))
         return outputs
 
+    def _take_samples(self, seq: Sequence, result: StepOutput, samples: range) -> TokenDelta:
+        """Appends what a step sampled for ``seq``, and lets go of it where that ends it."""
+        token_ids: list[int] = []
+        for sample in samples:
+            if sample in result.broken_rows:
+                return self._break_off(seq)
+            token_ids.append(int(result.token_ids_S[sample]))
+            self._scheduler.append_token(seq, token_ids[-1])
+            if seq.finish_reason() is not None:
+                break
+        self._num_output_tokens += len(token_ids)
+        logprobs = result.logprobs[samples.start : samples.start + len(token_ids)]
+        output = self._output(
+            seq, tuple(token_ids), tuple(each for each in logprobs if each is not None)
+        )
+        if output.finish_reason is not None:
+            self._scheduler.remove(seq)
+        return output
+
     def _output(
-        self, seq: Sequence, token_ids: tuple[int, ...], logprobs: TokenLogprobs | None = None
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> TokenDelta:
-        """What to tell of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
+        """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
         finish_reason = seq.finish_reason()
         if finish_reason is not None:
             self._forget(seq)
         return TokenDelta(
-            seq.request_id,
+            seq.request.request_id,
             seq.num_output_tokens - len(token_ids),
             token_ids,
-            (logprobs,) if logprobs is not None else (),
+            logprobs,
             finish_reason,
             seq.num_cached or 0,
         )
 
+    def _break_off(self, seq: Sequence) -> TokenDelta:
+        """Ends ``seq``, whose logits are broken."""
+        self._scheduler.remove(seq)
+        self._forget(seq)
+        num_prompt, num_output = seq.num_prompt_tokens, seq.num_output_tokens
+        error = BrokenLogits(
+            f"the model produced NaN or infinite logits at position {num_prompt + num_output}, "
+            f"behind {num_prompt} tokens of prompt and {num_output} of output: its weights are "
+            "damaged, or too large for the type it is computed in; other requests are unharmed"
+        )
+        request_id = seq.request.request_id
+        return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error)
+
     def _forget(self, seq: Sequence) -> None:
-        del self._sequences[seq.request_id]
+        del self._sequences[seq.request.request_id]
         self._inputs.forget(seq)
 
     @contextmanager

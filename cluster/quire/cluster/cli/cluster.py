@@ -1,6 +1,6 @@
-"""The flags that describe a cluster, of ``quire serve`` and ``quire demo``, and what they make.
+"""The cluster flags of ``quire serve`` and ``quire demo``, and the `ClusterConfig` they make.
 
-Defaults that `ClusterConfig` has are its own.
+Defaults come from `ClusterConfig`.
 """
 
 import argparse
@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from quire.cluster.autoscaling.settings import AutoscalingSettings
-from quire.cluster.cli.engine import add_engine_flags, engine_config
+from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.config import ClusterConfig
+from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
-from quire.router.policy_names import POLICY_NAMES
-from quire.worker.config import BLOCK_SIZES, EngineConfig, SchedulingPolicy
-from quire.worker.errors import ConfigError
+from quire.router.policies.names import POLICY_NAMES
+from quire.worker.api.config import BLOCK_SIZES, EngineConfig, SchedulingPolicy
+from quire.worker.api.errors import ConfigError
 
 
 def add_cluster_flags(
@@ -22,11 +22,18 @@ def add_cluster_flags(
 ) -> None:
     """Adds them to a command, with its own defaults for these two."""
     parser.add_argument(
-        "model", nargs="?", type=Path, help="a checkpoint directory; without one, the demo model"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        type=Path,
+        help=MODEL_HELP,
     )
     add = parser.add_argument
-    add("--served-model-name", help="what clients call the model; the directory's name if absent")
-    add("--ray-address", help="of a running Ray cluster ('auto' finds it); else one starts here")
+    add(
+        "--served-model-name",
+        help="what clients call the model; ORG/NAME or the directory's name if absent",
+    )
+    add("--ray-address", help="a running Ray cluster ('auto' finds it); else one starts here")
     _add_group_flags(parser, num_groups=num_groups)
     _add_network_flags(parser)
     _add_routing_flags(parser)
@@ -37,11 +44,11 @@ def add_cluster_flags(
 
 def _add_group_flags(parser: argparse.ArgumentParser, *, num_groups: int) -> None:
     add = parser.add_argument_group(
-        "replica groups and gateways", "How many there are, and where."
+        "replica groups and gateways", "Their number and placement."
     ).add_argument
-    add("--num-groups", type=int, default=num_groups, help="replica groups, where it is fixed")
-    add("--max-groups", type=int, help="start and stop groups with the load, up to so many")
-    add("--min-groups", type=int, help="and down to so many; 0 stops the last one too; 1 if absent")
+    add("--num-groups", type=int, default=num_groups, help="replica groups, without autoscaling")
+    add("--max-groups", type=int, help="most groups: start and stop them with the load")
+    add("--min-groups", type=int, help="fewest groups; 0 stops the last one too; 1 if absent")
     add("--target-ttft-s", type=float, help="seconds that prompts may wait; 2 if absent")
     add(
         "--nodes-per-group",
@@ -49,17 +56,24 @@ def _add_group_flags(parser: argparse.ArgumentParser, *, num_groups: int) -> Non
         default=1,
         help="nodes that the ranks of a group are spread over",
     )
-    add("--cpus-per-group", type=float, default=0.0, help="that Ray reserves; 0 counts no CPUs")
+    add("--cpus-per-group", type=float, default=0.0, help="CPUs that Ray reserves; 0 counts none")
     add("--num-gateways", type=int, default=1, help="gateways")
 
 
 def _add_network_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "network", "Where clients connect, and which of them are let in."
+        "network", "Where clients connect, with TLS and API keys."
     ).add_argument
     add("--host", default="127.0.0.1", help="where clients connect; 0.0.0.0 serves the network")
     add("--grpc-port", type=int, default=50051, help="0 takes any free one")
     add("--http-port", type=int, default=8000, help="0 takes any free one")
+    add(
+        "--metrics-port",
+        type=int,
+        default=0,
+        help="each gateway's own /metrics and /health: the first free port from this on; 0 takes "
+        "any free one, which its log names",
+    )
     add(
         "--group-host",
         help="where groups listen for gateways; auto is the address of each one's node; if "
@@ -67,7 +81,11 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--tls-certificate", type=Path, help="the gateways' certificate chain, PEM; with --tls-key")
     add("--tls-key", type=Path, help="its private key, PEM")
-    add("--api-keys-file", type=Path, help="one API key a line: clients must then show one")
+    add(
+        "--api-keys-file",
+        type=Path,
+        help="one API key a line, followed by its tenant: clients must then show a key",
+    )
     add(
         "--allow-origin",
         action="append",
@@ -75,10 +93,34 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         help="browsers may call from pages of this origin, such as http://localhost:3000; '*' is "
         "any; can be given several times",
     )
+    add(
+        "--max-connections",
+        type=int,
+        default=ClusterConfig.max_connections,
+        help="client connections at a gateway, over HTTP and over gRPC each",
+    )
+    add(
+        "--head-timeout-s",
+        type=float,
+        default=ClusterConfig.head_timeout_s,
+        help="limit from a connection's start, or a request's, to the end of its headers",
+    )
+    add(
+        "--body-timeout-s",
+        type=float,
+        default=ClusterConfig.body_timeout_s,
+        help="limit from there to the end of the request's body",
+    )
+    add(
+        "--idle-timeout-s",
+        type=float,
+        default=ClusterConfig.idle_timeout_s,
+        help="how long a connection without requests is kept",
+    )
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: int) -> None:
-    """Those of a group's engine, with what only one that serves can be told."""
+    """The flags of a group's engine, with those that only a serving engine has."""
     add = add_engine_flags(
         parser, tensor_parallel_size=tensor_parallel_size, async_scheduling="on GPUs"
     ).add_argument
@@ -96,17 +138,17 @@ def _add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: 
         "--scheduling-policy",
         choices=get_args(SchedulingPolicy),
         default=EngineConfig.scheduling_policy,
-        help="whose prompt a group computes next: the first that came, or the one with the least "
+        help="order of a group's prompts: the first that came, or the one with the least "
         "left to compute",
     )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--seed", type=int, default=0, help="for requests that bring none of their own")
+    add("--seed", type=int, default=0, help="seed of requests without their own")
 
 
 def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
     listed = "; ".join(f"{name}: {what}" for name, what in POLICY_NAMES.items())
     add = parser.add_argument_group(
-        "routing", f"Which group takes a request. The policies are {listed}."
+        "routing", f"How a group is chosen for a request. The policies are {listed}."
     ).add_argument
     add(
         "--routing-policy",
@@ -119,81 +161,81 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
         "--directory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="know what each group has cached; without, route by load alone",
+        help="follow the groups' cache events; without, route by load alone",
     )
 
 
 def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "admission",
-        "Past these bounds a request is refused at once, and told when to come again; what was "
-        "taken so keeps its latency. Both waits together make a cluster patient with bursts.",
+        "A request beyond these bounds is refused at once, with a time to retry, so that accepted "
+        "requests keep their latency. Raise both waits to admit longer bursts.",
     ).add_argument
     add(
         "--max-queue-wait-s",
         type=float,
-        help="a request that would wait for longer for its turn is refused; 1 if absent, with "
+        help="refuse a request whose predicted wait is longer; 1 if absent, with "
         "--max-groups five times --target-ttft-s",
     )
     add(
         "--standing-wait-s",
         type=float,
         default=ClusterConfig.standing_wait_s,
-        help="the same, where less, once no request has found a free group for so long",
+        help="replaces it, if less, once no request has found a free group for this time",
     )
     add(
         "--max-queued-requests",
         type=int,
         default=ClusterConfig.max_queued_requests,
-        help="completions that may wait at a gateway, whatever the time",
+        help="most completions that wait at a gateway",
     )
     add(
         "--max-queued-tokens",
         type=int,
         default=ClusterConfig.max_queued_tokens,
-        help="prompt tokens of these",
+        help="most prompt tokens of waiting completions",
     )
 
 
 def _add_failover_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "failover and the stop",
-        "What a group runs goes on at another one when it is lost, or about to stop.",
+        "Requests of a group that is lost, or about to stop, continue on another group.",
     ).add_argument
     add(
         "--silence-timeout-s",
         type=float,
         default=ClusterConfig.silence_timeout_s,
-        help="a group that a gateway does not hear for as long is lost",
+        help="a group that is silent for this long is lost",
     )
     add(
         "--step-deadline-s",
         type=float,
         default=ClusterConfig.step_deadline_s,
-        help="and one that takes longer for a step; well above the longest prefill chunk",
+        help="a group that takes longer for a step is lost; set it well above the longest step",
     )
     add(
         "--max-group-deaths",
         type=int,
         default=ClusterConfig.max_group_deaths,
-        help="groups that may die under one request until it is refused",
+        help="refuse a request after this many groups died under it",
     )
     add(
         "--drain-timeout-s",
         type=float,
         default=ClusterConfig.drain_timeout_s,
-        help="for running requests at the stop",
+        help="time for running requests at the stop",
     )
     add(
         "--handover-s",
         type=float,
         default=ClusterConfig.handover_s,
-        help="the last part of that, in which what still runs is moved to other groups",
+        help="the last part of that, in which running requests move to other groups",
     )
 
 
 def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
-    """What the flags say.
+    """The configuration from the flags.
 
     Raises:
         ConfigError: They cannot work; the message names what and why.
@@ -226,6 +268,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         host=arguments.host,
         grpc_port=arguments.grpc_port,
         http_port=arguments.http_port,
+        metrics_port=arguments.metrics_port,
+        max_connections=arguments.max_connections,
+        head_timeout_s=arguments.head_timeout_s,
+        body_timeout_s=arguments.body_timeout_s,
+        idle_timeout_s=arguments.idle_timeout_s,
         group_host=arguments.group_host or _group_host(arguments),
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,

@@ -10,9 +10,9 @@ from functools import partial
 import grpc
 
 from quire import demo_model
-from quire.cluster.app import Endpoints, running_cluster
 from quire.cluster.client import chat_request, generate
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.app import Endpoints, running_cluster
 from quire.v1 import inference_pb2 as pb
 
 NUM_STREAMED = 3
@@ -32,7 +32,7 @@ _KV_CACHE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one question gave and cost."""
+    """The result and the cost of one question."""
 
     question: str
     text: str
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the decode alone: the first token is the prefill's."""
+        """Decode speed alone: the first token belongs to the prefill."""
         decode_s = self.usage.total_time_s - self.usage.time_to_first_token_s
         return (self.usage.num_output_tokens - 1) / decode_s if decode_s > 0 else 0.0
 

@@ -1,10 +1,15 @@
-"""The flags that describe an engine, of every command that makes one, and what they make."""
+"""The engine flags of every command that starts one, and the `EngineConfig` they make."""
 
 import argparse
 from typing import get_args
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.config import Device, DType, EngineConfig
+from quire.worker.api.config import Device, DType, EngineConfig
+
+MODEL_HELP = (
+    "a checkpoint directory, or ORG/NAME[@REVISION] of the Hugging Face hub; without one, the demo "
+    "model"
+)
 
 
 def add_engine_flags(
@@ -27,20 +32,30 @@ def add_engine_flags(
         "--dtype",
         choices=get_args(DType),
         default="auto",
-        help="of weights, activations and KV; auto is the checkpoint's own",
+        help="type of weights, activations and KV; auto is the checkpoint's own",
     )
-    add("--quantization", choices=get_args(Quantization), help="of linear layers; none if absent")
+    add(
+        "--quantization",
+        choices=get_args(Quantization),
+        help="8 bits in linear layers; none if absent",
+    )
     add(
         "--kv-cache-dtype",
         choices=get_args(KvCacheDType),
         default="auto",
-        help="of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
+        help="type of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
     )
     add(
         "--device",
         choices=get_args(Device),
         default="auto",
         help="auto is cuda where there is one, else cpu",
+    )
+    add(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a GPU, only matrix products in which a row's bits do not depend on the batch",
     )
     add("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     add("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step")
@@ -58,7 +73,7 @@ def add_engine_flags(
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """What the flags say; without a model, it is the demo model.
+    """The engine's configuration from the flags; without a model, the demo model.
 
     Raises:
         ConfigError: They cannot work; the message names what and why.
@@ -72,6 +87,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         quantization=arguments.quantization,
         kv_cache_dtype=arguments.kv_cache_dtype,
         device=arguments.device,
+        deterministic=arguments.deterministic,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         num_threads=arguments.num_threads,

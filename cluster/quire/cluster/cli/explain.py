@@ -1,6 +1,7 @@
 """``quire explain``: asks a gateway why requests went where they did, and prints it as a table."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -19,14 +20,15 @@ def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "explain",
         help="show why requests went to the replica groups they went to",
         description="Shows why a request went to the replica group it went to, or one line for "
-        "each of the last requests. A gateway remembers the last ones that it routed itself. "
-        "Where the server wants an API key, it is read from QUIRE_API_KEY.",
+        "each of the last requests. Gateways remember the last ones that each of them routed, and "
+        "all are asked. Where the server wants an API key, it is read from QUIRE_API_KEY; it shows "
+        "its tenant's requests, and an operator's key everyone's.",
         formatter_class=DefaultsFormatter,
     )
     explain.add_argument(
         "request_id",
         nargs="?",
-        help="of an answer or of one of its completions, or the X-Request-Id sent with the request",
+        help="id of an answer or of a completion, or the X-Request-Id sent with the request",
     )
     explain.add_argument(
         "--limit", type=int, help=f"how many of the last ones to list; {_DEFAULT_LIMIT} if absent"
@@ -41,7 +43,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from quire.cluster.client import print_rpc_error
     from quire.v1 import inference_pb2 as pb
     from quire.v1.inference_pb2_grpc import InferenceStub
-    from quire.worker.errors import ConfigError
+    from quire.worker.api.errors import ConfigError
 
     limit = arguments.limit
     if limit is not None and not 1 <= limit < 2**32:
@@ -60,13 +62,15 @@ def _explain(arguments: argparse.Namespace) -> int:
         print("\n\n".join(detailed(decision) for decision in answer.decisions))
     else:
         print(overview(answer.decisions))
+    if answer.incomplete:
+        print(f"quire: there may be more: {answer.incomplete}", file=sys.stderr)
     return 0
 
 
 def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
     """One line for each decision."""
     if not decisions:
-        return "This gateway has routed no request yet, or keeps no decisions."
+        return "No request was routed yet that this key may see, or no decisions are kept."
     head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
     return _table([head, *(_line(decision) for decision in decisions)])
 
@@ -76,6 +80,7 @@ def detailed(decision: "pb.RoutingDecision") -> str:
     routing = decision.routing
     pressure = f", pressure {decision.pressure:.2f}" if decision.HasField("pressure") else ""
     known_as = f" ({decision.client_id})" if decision.client_id else ""
+    known_as += f" of {decision.tenant}" if decision.tenant else ""
     head = ("", "group", "cost", "cached", "to compute", "queued", "sequences", "forecast")
     # Costs that are nearly equal are a tie: the one chosen need not be the least.
     candidates = sorted(

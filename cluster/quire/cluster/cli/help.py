@@ -1,5 +1,5 @@
-"""What commands share: how flags are read and refused, defaults in ``--help``, and the flags that
-say which server is asked."""
+"""Shared by commands: how flags are read and refused, defaults in ``--help``, and the flags that
+name a server."""
 
 import argparse
 import os
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from quire.cluster.client import Server
 
-SHORT_USAGE = "%(prog)s [model] [flags]"
-"""Of commands whose flags, each by its name, would fill the first screen of ``--help``."""
+SHORT_USAGE = "%(prog)s [PATH] [flags]"
+"""Usage line of commands whose list of flags would fill the first screen of ``--help``."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,6 +39,13 @@ class Parser(argparse.ArgumentParser):
 
     def _unrecognized(self, given: Sequence[str]) -> str:
         flags = [flag for action in self._actions for flag in action.option_strings]
+        plain = {
+            f"--{action.dest}": action for action in self._actions if not action.option_strings
+        }
+        for argument in given:
+            if action := plain.get(argument.partition("=")[0]):
+                name = action.metavar or action.dest
+                return f"unrecognized arguments: {argument}; {name} is given without a flag"
         meant = [
             close
             for argument in given
@@ -78,7 +85,7 @@ def finite(text: str) -> float:
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Adds what `server_of` reads."""
     add = parser.add_argument
-    add("--address", default="127.0.0.1:50051", help="of the gRPC server, host:port")
+    add("--address", default="127.0.0.1:50051", help="the gRPC server, host:port")
     add("--tls", action="store_true", help="the server has TLS, with a well-known authority")
     add("--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)")
 

@@ -21,16 +21,29 @@ from quire.cluster.cli.help import (
     server_of,
 )
 from quire.cluster.cli.simulate import add_simulate_parser
-from quire.worker.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
+from quire.cluster.deploy.signals import ended_by_signal
+from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
-"""What whoever typed the command can mend, as argparse's refusals, and with their exit status."""
+"""Errors that the user of the command can fix: printed like argparse's, with its exit status."""
+_EXTRA = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "prometheus_client": "prometheus-client",
+    "pydantic": "pydantic",
+    "ray": "ray[serve]",
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
+}
+"""Packages of the extra ``cluster``, by what is imported of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit status."""
     arguments = _parser().parse_args(argv)
-    # What gRPC logs of a connection that fails, our messages say. It reads this when imported.
+    # Our messages already report failed connections. gRPC reads this when imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         status: int = arguments.run(arguments)
@@ -38,9 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_USAGE) else 1
-    except BrokenPipeError:  # Whoever read it, such as `head`, has seen enough.
+    # The reader of the pipe, such as `head`, has closed it.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For what is left to write.
         return 1
+    except ModuleNotFoundError as error:
+        package = _EXTRA.get((error.name or "").partition(".")[0])
+        if package is None:
+            raise
+        print(
+            f"quire: {package} is not installed, which this command needs; in a clone of Quire's "
+            "repository, pip install '.[cluster]' installs all that a cluster needs",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:
         if error.filename is None:
             raise  # No file of the user's: our own mistake, or Ray's.
@@ -90,14 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     add_server_flags(generate)
     generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
     generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
-    generate.add_argument("--max-tokens", type=int, default=128, help="that the text may have")
+    generate.add_argument("--max-tokens", type=int, default=128, help="most tokens of the text")
     generate.add_argument(
-        "--temperature", type=float, default=0.0, help="of sampling; 0 takes the likeliest token"
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token"
     )
     generate.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest that sum up to this"
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens up to this sum"
     )
-    generate.add_argument("--seed", type=int, help="for the same text again")
+    generate.add_argument("--seed", type=int, help="seed that repeats a text")
     generate.set_defaults(run=_generate)
 
     add_explain_parser(commands)
@@ -107,16 +131,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from quire.cluster.app import serve_until_signal
+    with ended_by_signal():  # From here on: the imports alone take seconds.
+        from quire.cluster.deploy.app import serve_until_signal
 
-    serve_until_signal(cluster_config(arguments), ray_address=arguments.ray_address)
+        serve_until_signal(cluster_config(arguments), ray_address=arguments.ray_address)
     return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from quire.cluster.cli.demo import run_demo
+    with ended_by_signal():
+        from quire.cluster.cli.demo import run_demo
 
-    return run_demo(cluster_config(arguments), ray_address=arguments.ray_address)
+        return run_demo(cluster_config(arguments), ray_address=arguments.ray_address)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

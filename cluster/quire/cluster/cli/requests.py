@@ -7,13 +7,13 @@ gateway does.
 from pathlib import Path
 
 from quire.router.simulate.trace import Row, Trace
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import BlockHash, hash_blocks
 from quire.worker.bench.workload import WorkItem, read_workload
-from quire.worker.errors import ConfigError
-from quire.worker.hashing import BlockHash, hash_blocks
-from quire.worker.text import Tokenizer
+from quire.worker.text.tokenizer import Tokenizer
 
 _ROOT = BlockHash(bytes(32))
-"""Of every chain: requests of one file share what they begin with."""
+"""Root of every hash chain, so that requests of one file share prefixes."""
 
 
 def trace_of_requests(file: Path, *, model: Path, block_size: int, output_len: int) -> Trace:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.router.simulate.cost import CostModel
@@ -34,17 +34,18 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     add(
         "--model",
         type=Path,
-        help="whose tokenizer and chat template requests are read with; without, the demo model's",
+        help="checkpoint directory or ORG/NAME[@REVISION] of the Hugging Face hub, whose tokenizer "
+        "and chat template read requests; the demo model's if absent",
     )
-    add("--output-len", type=int, default=128, help="tokens generated where a request says nothing")
+    add("--output-len", type=int, default=128, help="output tokens of requests that give none")
     add("--block-size", type=int, help="tokens that a block of the trace stands for")
-    add("--num-requests", type=int, help="only the first so many")
-    add("--spread-ms", type=finite, default=0.0, help="put off each arrival by up to so much")
+    add("--num-requests", type=int, help="replay only the first N requests")
+    add("--spread-ms", type=finite, default=0.0, help="delay arrivals by a random time up to this")
 
     add = parser.add_argument_group("what to compare").add_argument
     add("--policy", nargs="+", default=["prefix_aware"], help="routing policies; 'all' of them")
     add("--num-groups", type=int, nargs="+", default=[16], help="replica groups")
-    add("--speed", type=finite, nargs="+", default=[1.0], help="times as fast as it was recorded")
+    add("--speed", type=finite, nargs="+", default=[1.0], help="replay this many times as fast")
     add(
         "--ttft-target-s",
         type=finite,
@@ -68,20 +69,20 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--order",
         choices=("fcfs", "srpf"),
         default="fcfs",
-        help="first come, or the shortest remaining prefill first, as our engine does",
+        help="order of arrival, or shortest remaining prefill first, as our engine does",
     )
     add(
         "--eviction",
-        choices=("plain-lru", "lru", "s3fifo", "utility"),
+        choices=("plain-lru", "utility"),
         default="plain-lru",
-        help="plain-lru is fast; the others run the engine's own block pool",
+        help="plain-lru is fast; utility runs the engine's own block pool",
     )
 
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--num-gateways", type=int, default=1, help="gateways that know nothing of each other")
-    add("--event-lag-s", type=finite, default=0.0, help="block events arrive so late")
+    add("--event-lag-s", type=finite, default=0.0, help="delay of block events")
     add("--event-loss", type=finite, default=0.0, help="share of block events lost for good")
-    add("--slow-factor", type=finite, default=1.0, help="every fourth group is so much slower")
+    add("--slow-factor", type=finite, default=1.0, help="slow every fourth group by this")
     add(
         "--contention",
         type=finite,
@@ -91,23 +92,16 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
     add = parser.add_argument_group("run").add_argument
     add("--exact", action="store_true", help="route with the real table and event protocol: slower")
-    add(
-        "--directory-shards",
-        type=int,
-        default=1,
-        help="keep the block directory in so many parts, each with chains of its own; changes no "
-        "result, unless --exact meets --event-loss",
-    )
-    add("--seed", type=int, default=0, help="of what is drawn: losses, and by how much to put off")
+    add("--seed", type=int, default=0, help="seed of lost events and random delays")
     add("--output", type=Path, help="path and stem of a JSON file and a plot")
-    add("--plot-format", choices=("png", "svg"), default="png", help="of the plot")
+    add("--plot-format", choices=("png", "svg"), default="png", help="plot format")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from quire.router.policies.catalog import POLICIES
+    from quire.router.simulate.baselines import SIMULATED_POLICIES
     from quire.router.simulate.command import Sweep, run_command
-    from quire.router.simulate.engine_config import EngineConfig
+    from quire.router.simulate.engine_config import SimulatedEngine
     from quire.router.simulate.run import SimulationConfig
 
     if arguments.event_lag_s < 0:
@@ -116,7 +110,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         base=SimulationConfig(
             num_gateways=arguments.num_gateways,
             cost=_cost(arguments),
-            engine=EngineConfig(
+            engine=SimulatedEngine(
                 chunk_tokens=arguments.chunk_tokens,
                 max_num_seqs=arguments.max_num_seqs,
                 order=arguments.order,
@@ -127,10 +121,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
             slow_factor=arguments.slow_factor,
             contention=arguments.contention,
             use_table=arguments.exact,
-            num_directory_shards=arguments.directory_shards,
             seed=arguments.seed,
         ),
-        policies=list(POLICIES) if arguments.policy == ["all"] else arguments.policy,
+        policies=list(SIMULATED_POLICIES) if arguments.policy == ["all"] else arguments.policy,
         group_counts=arguments.num_groups,
         speeds=arguments.speed,
         ttft_target_s=arguments.ttft_target_s,
@@ -151,12 +144,13 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
     from quire import demo_model
     from quire.cluster.cli.requests import trace_of_requests
     from quire.router.simulate.trace_files import load_trace
+    from quire.worker.model.hub import fetch_text_files
 
     if arguments.format != "requests":
         return load_trace(arguments.trace, format=arguments.format, block_size=arguments.block_size)
     return trace_of_requests(
         arguments.trace,
-        model=arguments.model or demo_model.PATH,
+        model=fetch_text_files(arguments.model or demo_model.PATH),
         block_size=16 if arguments.block_size is None else arguments.block_size,
         output_len=arguments.output_len,
     )

@@ -1,12 +1,13 @@
 """One completion's attempts: to which group it goes next, and whether it may go anywhere.
 
-An attempt is routed, submitted, and ends: with the completion, or because its group was lost,
-drains or will not have it. Then the next one begins where it ended, unless what `resume` says has
-been reached. Each has a number of its own, by which group and gateway tell what belongs to it.
+An attempt is routed and submitted. It ends with the completion, or because its group was lost,
+drains or refuses it. The next attempt then begins where it ended, unless a limit of `resume` has
+been reached. Each attempt has its own number, by which group and gateway match messages to it.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from quire.cluster.errors import (
     Death,
@@ -16,28 +17,31 @@ from quire.cluster.errors import (
     Quarantined,
     Unavailable,
 )
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
-from quire.cluster.failover.resume import Losses, Resumes
+from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import Blame, Losses, Resumes
 from quire.cluster.failover.scenes import Verdict
-from quire.cluster.gateway.telemetry import Telemetry
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
-from quire.cluster.wire import params_to_proto, tokens_to_bytes
-from quire.router.directory import GroupId
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.wire import submit_of
 from quire.router.errors import NoGroupAvailable
-from quire.router.policy import Decision
+from quire.router.policies.policy import Decision
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, QuireError
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.request import Prepared
 
 
 class Attempts:
-    """Of one completion, one at a time."""
+    """The attempts of one completion, one at a time."""
 
     def __init__(
         self,
-        request: CompletionRequest,
+        request: Prepared,
         *,
+        blame: Blame,
         groups: Groups,
         table: RoutingTable,
         telemetry: Telemetry,
@@ -45,26 +49,30 @@ class Attempts:
         resumes: Resumes,
         clock: Callable[[], float],
     ) -> None:
+        """``blame`` is shared by all completions of the prompt."""
         self._request = request
+        self._model = request.model
         self._groups = groups
         self._table = table
         self._telemetry = telemetry
         self._config = config
         self._resumes = resumes
         self._clock = clock
-        self.blame = request.blame
+        self.blame = blame
         self.num_attempts = 0
         self.is_over = False
         """Set by its owner: there will be no more of them."""
-        self._losses = Losses(config.resume, request.blame)
+        self._losses = Losses(config.resume, blame)
         self._num_tokens = 0
         self._num_refusals = 0
         self._full_since_s: float | None = None  # Since when nobody had room for it.
+        self._deadline_s: float | None = None  # Of the search for a group that begins it.
         self._avoided: set[GroupId] = set()  # Groups that could not take it just now.
         self._decision: Decision | None = None
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
         self._on_probation = False
+        self._num_deaths = 0  # Of all groups, when it was last sent off on probation.
         self._is_accused = False  # The accused completion of its prompt.
         self._leave_probation: Callable[[], None] = _do_nothing
         resumes.budget.began()
@@ -109,14 +117,21 @@ class Attempts:
         self._leave_probation()
 
     def lose(self, error: QuireError) -> None:
-        """Counts that the last one ended with ``error``. Returns where there may be another.
+        """Counts that the last attempt ended with ``error``. Returns if there may be another.
 
         Raises:
             InvalidRequest: The group refused the request as it is.
+            BrokenLogits: The model computes no numbers for it.
             QueueFull: Every group that was asked has a full queue.
             Unavailable: Too many were lost on the way.
         """
         self._error = error
+        assert self._stream is not None
+        is_loss = isinstance(error, GroupLost) and not isinstance(error, HandedOver)
+        if is_loss and not self._stream.may_have_begun:
+            self._lose_unbegun()
+            return
+        self._deadline_s = None
         if isinstance(error, QueueFull):
             self._num_refusals += 1
             self._avoided.add(self.decision.group)
@@ -131,7 +146,6 @@ class Attempts:
             return
         if not isinstance(error, GroupLost):
             raise error
-        assert self._stream is not None
         if self._stream.num_tokens:
             self._full_since_s = None
         was_accused = self.blame.is_accused
@@ -159,9 +173,11 @@ class Attempts:
             self._avoided.add(self.decision.group)
 
     def refusal(self, error: pb.GroupError) -> QuireError:
-        """What a group's refusal means."""
+        """The exception that a group's refusal means."""
         if error.code == pb.GroupError.INVALID_REQUEST:
             return InvalidRequest(error.message)
+        if error.code == pb.GroupError.BROKEN_LOGITS:
+            return BrokenLogits(error.message)
         if error.code == pb.GroupError.QUEUE_FULL:
             return QueueFull(error.message)
         if error.code == pb.GroupError.DRAINING:
@@ -176,24 +192,41 @@ class Attempts:
 
     @property
     def _is_new(self) -> bool:
-        """Whether nothing would be lost if it were refused."""
+        """Whether it could be refused without losing tokens."""
         return not (self._num_tokens or self._losses.num_lost)
+
+    def _lose_unbegun(self) -> None:
+        """The group was lost before it began this: that cost nothing, and this is not to blame."""
+        assert self._deadline_s is not None
+        if self._clock() >= self._deadline_s:
+            raise self._unavailable()
+        self._telemetry.resumes.inc()
+        if not isinstance(self._error, GroupDied):
+            self._avoided.add(self.decision.group)
 
     async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
         wait_s = self._config.group_wait_s
         if not self._is_new:
             wait_s = max(wait_s, self._config.resume_wait_s)
-        deadline_s = self._clock() + wait_s
+        if self._deadline_s is None:
+            self._deadline_s = self._clock() + wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
             while self._losses.is_suspect and not self._on_probation:
                 # The others' turns do not count: a group is there, and the line moves.
                 entered_s = self._clock()
                 await self._enter_probation()
-                deadline_s += self._clock() - entered_s
+                self._deadline_s += self._clock() - entered_s
+            if self._on_probation and (unrest_s := self._groups.deaths.unrest_s):
+                await self._wait_until_calm(unrest_s)
+                continue
             if self.blame.is_convicted:
                 raise self._quarantined()
-            if self._groups.card not in (None, self._request.model):
+            card = self._groups.card
+            if card is not None and not token_ids and card.names_blocks_like(self._model):
+                # The former attempt brought no token, so a group with other numerics may continue.
+                self._model = card
+            if card not in (None, self._model):
                 raise Unavailable("the model was replaced while the request was under way")
             try:
                 self._decision = self._table.route(
@@ -202,16 +235,18 @@ class Attempts:
                     num_prompt_tokens=num_prompt_tokens,
                     exclude=frozenset(self._avoided),
                     client_id=self._request.client_id,
+                    tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
                 )
                 self.num_attempts += 1
+                self._num_deaths = self._groups.deaths.num
                 self._stream = self._groups.submit(
                     self._decision.group,
                     self._submission(token_ids),
                     on_proven=self._leave_probation,
                 )
             except NoGroupAvailable as error:
-                await self._wait(error, deadline_s)
+                await self._wait(error, self._deadline_s)
             except GroupLost as error:
                 self._error = error
                 self._avoided.add(self.decision.group)
@@ -228,28 +263,45 @@ class Attempts:
             return
         self._leave_probation, self._on_probation = leave, True
 
+    async def _wait_until_calm(self, unrest_s: float) -> None:
+        """Groups that die together convict no suspect, so all groups that are already dead must be
+        known before it is sent to another one."""
+        assert self._deadline_s is not None
+        if self._clock() + unrest_s > self._deadline_s:
+            raise self._unavailable()
+        await asyncio.sleep(max(unrest_s, self._config.retry_pause_s))
+
     async def _stand_trial(self) -> None:
         """Waits for the verdict.
 
         Raises:
-            Quarantined: Guilty, or nothing else was known in time.
-            Unavailable: Not, but too many attempts were lost.
+            Quarantined: Guilty, or nothing else was known in time, though there were groups.
+            Unavailable: Not, but too many attempts were lost, or there was no group.
         """
         deadline_s = self._clock() + self._config.resume_wait_s
         verdict = Verdict.OPEN
         try:
             while verdict is Verdict.OPEN and self._clock() < deadline_s:
                 await asyncio.sleep(self._config.retry_pause_s)
-                verdict = self._resumes.scenes.verdict(self._losses.last_death, self)
+                verdict = self._verdict()
         finally:
-            self._losses.judge(is_guilty=verdict is not Verdict.DOUBTFUL)
+            is_known = verdict is Verdict.GUILTY or self._groups.num_ready > 0
+            self._losses.judge(is_guilty=is_known and verdict is not Verdict.DOUBTFUL)
             self._is_accused = False
         if self.blame.is_convicted:
             self._telemetry.quarantined.inc()
             raise self._quarantined()
-        if self._losses.is_hopeless:
+        if self._losses.is_hopeless or verdict is Verdict.OPEN:
             raise self._unavailable()
         self._telemetry.resumes.inc()
+
+    def _verdict(self) -> Verdict:
+        deaths, death = self._groups.deaths, self._losses.last_death
+        if death.is_refuted or deaths.any_since(self._num_deaths, besides=self.blame.killed):
+            return Verdict.DOUBTFUL
+        if deaths.unrest_s:
+            return Verdict.OPEN  # Another one may have died with it.
+        return self._resumes.scenes.verdict(death, self)
 
     async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
         """Returns when it is time to look for a group again."""
@@ -260,7 +312,7 @@ class Attempts:
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)
         else:
-            # There is no group. All suspects wait for one at once, and not one after the other.
+            # There is no group. All suspects wait for one at the same time, not in turn.
             self._leave_probation()
             self._on_probation = False
         with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
@@ -268,16 +320,11 @@ class Attempts:
         self._avoided.clear()
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
-        resume = self._config.resume
-        return pb.Submit(
-            request_id=self._request.request_id,
+        probation_tokens = self._config.resume.probation_tokens if self._on_probation else 0
+        return submit_of(
+            replace(self._request, resumed_token_ids=as_token_ids(token_ids)),
             attempt=self.num_attempts,
-            prompt_token_ids=tokens_to_bytes(self._request.prompt_token_ids),
-            resumed_token_ids=tokens_to_bytes(token_ids),
-            sampling=params_to_proto(self._request.params),
-            cache_salt=self._request.cache_salt,
-            priority=self._request.priority,
-            probation_tokens=resume.probation_tokens if self._on_probation else 0,
+            probation_tokens=probation_tokens,
         )
 
     def _quarantined(self) -> Quarantined:

@@ -1,8 +1,8 @@
 """One completion's life at the gateway: routed, relayed, and resumed where its group is lost.
 
-The client sees one stream whose tokens follow on from each other, whatever happens behind it: a
-group that is lost is replaced by another, which is given the prompt and the tokens received so
-far. That is exact, since a token depends on model, prompt, parameters, seed and position only.
+The client sees one unbroken stream of tokens. When its group is lost, another group gets the prompt
+and the tokens received so far. That is exact, because a token depends on model, prompt, parameters,
+seed and position only.
 """
 
 import asyncio
@@ -12,17 +12,18 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.completion_request import CompletionConfig, CompletionRequest
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Resumes
-from quire.cluster.gateway.explanations import routing_message
-from quire.cluster.gateway.telemetry import Telemetry
+from quire.cluster.failover.resume import Blame, Resumes
 from quire.cluster.links.groups import Groups
+from quire.cluster.telemetry.explanations import routing_message
+from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
-from quire.worker.errors import QuireError
-from quire.worker.text import TextStream, Tokenizer
+from quire.worker.api.errors import BrokenLogits, QuireError
+from quire.worker.api.request import Prepared
+from quire.worker.text.tokenizer import TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +39,9 @@ class Completion:
 
     def __init__(
         self,
-        request: CompletionRequest,
+        request: Prepared,
         *,
+        index: int = 0,
         groups: Groups,
         table: RoutingTable,
         tokenizer: Tokenizer,
@@ -47,13 +49,17 @@ class Completion:
         config: CompletionConfig,
         resumes: Resumes | None = None,
         ending: Ending | None = None,
+        blame: Blame | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``resumes``: what it shares with the gateway's other completions. ``ending``: what with
-        those of its own request."""
+        """``index``: which of the client's completions it is. ``resumes``: what it shares with the
+        gateway's other completions. ``ending``: what with those of its client's request, and
+        ``blame`` with those of its prompt."""
         self._request = request
+        self._index = index
         self._attempts = Attempts(
             request,
+            blame=blame or Blame(),
             groups=groups,
             table=table,
             telemetry=telemetry,
@@ -65,7 +71,7 @@ class Completion:
         self._table = table
         self._telemetry = telemetry
         self._clock = clock
-        self._text = TextStream(tokenizer, request.params)
+        self._text = TextStream(tokenizer, request.sampling)
         self._token_ids: list[int] = []
         self._is_started = False  # This attempt's first delta has come.
         self._error: QuireError | None = None
@@ -76,10 +82,11 @@ class Completion:
     async def stream(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields chunks until one has a finish reason.
 
-        Closing the generator, or cancelling whoever waits on it, aborts the group's work.
+        Closing the generator, or cancelling the task that waits on it, aborts the group's work.
 
         Raises:
             InvalidRequest: The group refused the request as it is.
+            BrokenLogits: The model computes no numbers for it.
             QueueFull: Every group that was asked has a full queue.
             Quarantined: Too many groups died under it.
             Unavailable: There is no group, or too many were lost on the way.
@@ -107,7 +114,7 @@ class Completion:
             raise
         except QuireError as error:
             detail = str(error)
-            if isinstance(error, (Quarantined, Unavailable)):
+            if isinstance(error, (BrokenLogits, Quarantined, Unavailable)):
                 name, known_as = self._request.request_id, self._request.client_id or "no name"
                 num_tokens = len(self._token_ids)
                 _log.warning("%s (%s) fails after %d tokens: %s", name, known_as, num_tokens, error)
@@ -122,7 +129,7 @@ class Completion:
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:
         """Makes one chunk of deltas; where one is an error, of those before it."""
-        chunk = pb.GenerateResponse(index=self._request.index, token_offset=len(self._token_ids))
+        chunk = pb.GenerateResponse(index=self._index, token_offset=len(self._token_ids))
         for delta in deltas:
             if delta.HasField("error"):
                 self._error = self._attempts.refusal(delta.error)
@@ -145,7 +152,7 @@ class Completion:
         # As in vLLM, the token that ends the text is not part of it.
         num_shown = num_tokens
         if delta.finish_reason == pb.FINISH_REASON_STOP:
-            num_shown -= not self._request.params.include_stop_str_in_output
+            num_shown -= not self._request.sampling.include_stop_str_in_output
         for position in range(num_tokens):
             self._token_ids.append(delta.token_ids[position])
             chunk.token_ids.append(delta.token_ids[position])
@@ -173,7 +180,7 @@ class Completion:
         self._num_cached_tokens = delta.num_cached_tokens
         self._telemetry.prompt_tokens.inc(len(self._request.prompt_token_ids))
         self._telemetry.cached_tokens.inc(delta.num_cached_tokens)
-        assert self._request.params.seed is not None
+        assert self._request.model is not None
         chunk.start.CopyFrom(
             pb.Start(
                 request_id=self._request.request_id,
@@ -181,7 +188,7 @@ class Completion:
                 num_prompt_tokens=len(self._request.prompt_token_ids),
                 num_cached_tokens=delta.num_cached_tokens,
                 routing=routing_message(decision, with_candidates=self._request.explain_routing),
-                seed=self._request.params.seed,
+                seed=self._request.sampling.seed,
             )
         )
 

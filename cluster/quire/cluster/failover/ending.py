@@ -1,13 +1,13 @@
-"""How a completion ended that was closed from outside: what metrics and explanations say of it.
+"""The outcome, for metrics and explanations, of a completion that was closed from outside.
 
-It cannot see itself by whom it is closed: by its client, since its time was over, or since another
-completion of the same request failed. All three look alike from inside.
+A completion cannot see who closed it: its client, its deadline, or another failed completion of the
+same request. All three look alike from inside.
 """
 
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.errors import QuireError
+from quire.worker.api.errors import QuireError
 
 # A client's own clock ends its call too, and often first: gRPC sends the time that is left rounded
 # up, by a hundredth at most, and what it sends is some milliseconds under way.
@@ -17,7 +17,7 @@ _ON_THE_WAY_S = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class Ending:
-    """What the completions of one client's request share, for they end together."""
+    """State shared by the completions of one client's request, because they end together."""
 
     arrival_s: float = 0.0
     deadline_s: float = inf

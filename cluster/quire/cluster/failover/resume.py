@@ -1,15 +1,16 @@
 """How a completion may go on after its group was lost, and when it may not any more.
 
-A group that drains, is full, or is merely cut off for a moment is nobody's fault. A group that
-*dies* may have died of one of its requests. All of them are resumed at once the first time, as
-they must be if a hundred streams are to survive one crash. A completion under which
-``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between, is a
-*suspect*: it is run again while no other suspect is on the same group, so that one more death is
-its own, unless `scenes` finds somebody likelier. The completions of one prompt are blamed together,
-as one request. What kills a group does so again where it did before, at the first token behind
-those that were received, or a few later where the last ones were lost on the way; who gets past
-that point is acquitted, and the next one's turn comes. So no more than ``max_group_deaths`` groups
-die of a request, and who only happened to be there is resumed.
+No request is blamed for a group that drains, is full, is cut off briefly, or was lost before it
+began the attempt. A group that *dies* may have been killed by one of its requests. The first time,
+all its requests are resumed at once, so that a hundred streams survive one crash. A completion
+under which ``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between,
+is a *suspect*. It runs again once no group has died for a while, and on a group without another
+suspect. One more death is then attributed to it, unless other groups died at the same time or
+`scenes` finds a likelier cause. The completions of one prompt are blamed together, as one request.
+A poison request kills again at the same place: at the first token after those that were received,
+or a few later if the last ones were lost on the way. A suspect that gets past that point is
+acquitted, and the next suspect runs. So at most ``max_group_deaths`` groups die of one request, and
+innocent requests are resumed.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.failover.scenes import Scenes
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,19 +31,21 @@ class ResumeConfig:
     """
 
     max_attempts: int = 5
-    """Attempts of a completion that may be lost, other than by draining, the last one included."""
+    """Attempts of a completion that may be lost before it fails; attempts on draining groups do not
+    count."""
     max_group_deaths: int = 3
     probation_tokens: int = 8
-    """A step's tokens may be lost with the group, and with steps ahead another's; frames that a
-    slow network held, some more."""
+    """Tokens after which an attempt clears its request. A group's death may lose the tokens of one
+    step, with steps ahead of two, and those in frames that a slow network held."""
     retry_burst: int = 4096
     """Resumes that a gateway can do at once: as many as it has completions under way
     (`GatewayConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
     retry_share: float = 0.2
-    """What each new completion adds to that, up to it. In the long run, resumes are this share of
-    the traffic: each costs a prefill, and groups that die of load must not die of resumes."""
+    """Resumes that each new completion adds, up to that maximum. In the long run resumes are at
+    most this share of the traffic: each costs a prefill, and resumes must not overload the
+    remaining groups."""
     retry_per_s: float = 10.0
-    """What each second adds, for gateways with little traffic and long streams."""
+    """Resumes that each second adds, for gateways with little traffic and long streams."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("probation_tokens", 1)):
@@ -54,7 +57,7 @@ class ResumeConfig:
 
 
 class Blame:
-    """What the completions of one prompt share: the groups that died under any of them."""
+    """State shared by the completions of one prompt: the groups that died under any of them."""
 
     def __init__(self) -> None:
         self.is_accused = False
@@ -84,7 +87,7 @@ class Blame:
 
 
 class Losses:
-    """What has become of one completion's attempts."""
+    """The history of one completion's attempts."""
 
     def __init__(self, config: ResumeConfig, blame: Blame | None = None) -> None:
         """``blame`` is that of its prompt."""
@@ -115,7 +118,7 @@ class Losses:
         """
         is_past = num_tokens >= self._config.probation_tokens
         if is_past:
-            # It got past where those groups died, whatever ended this attempt.
+            # It got past the place where those groups died, so this attempt clears it.
             self._deaths.clear()
         if isinstance(error, HandedOver):
             return False
@@ -203,7 +206,7 @@ class Probation:
 
 
 class Resumes:
-    """What a gateway's completions share of all this."""
+    """Failover state shared by a gateway's completions."""
 
     def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
         self.config = config

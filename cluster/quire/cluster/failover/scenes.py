@@ -1,12 +1,11 @@
-"""Who else may have killed a group that died under a suspect.
+"""Other requests that may have killed a group that died under a suspect.
 
-A suspect runs where no other suspect does, so that its group's death should be its own. But others
-run there too, and one of them may have come to kill: a second poison, or a completion of the first
-that is not suspected yet. So the verdict waits, and the suspect with it, until those who had not
-got past the beginning of their attempts there have done so elsewhere. If one of them kills another
-group first, it is the likelier one.
-
-Only what this gateway sent is known here.
+A suspect runs on a group without another suspect, so its group's death is probably its own. But
+other requests run there too, and one of them may be the killer: a second poison request, or a
+completion of the first one that is not suspected yet. So the verdict, and the suspect, wait until
+the requests that had not got past the beginning of their attempts there have done so elsewhere. If
+one of them kills another group first, it is the likelier cause. Only requests of this gateway are
+known here.
 """
 
 import weakref
@@ -18,7 +17,7 @@ from typing import Protocol
 from quire.cluster.errors import Death
 
 _MAX_DEATHS = 64
-"""That are remembered: many more than are judged at a time."""
+"""Deaths that are remembered: many more than are judged at a time."""
 
 
 class Party(Protocol):
@@ -41,25 +40,25 @@ class Party(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or its client left: it will kill nobody any more."""
+        """Whether it has ended, or its client left: it can kill no further group."""
 
 
 class Verdict(Enum):
     OPEN = "somebody is not past its beginning yet"
     GUILTY = "everybody else is"
-    DOUBTFUL = "somebody else has killed another group"
+    DOUBTFUL = "somebody else has killed another group, or it died with others"
 
 
 @dataclass(frozen=True, slots=True)
 class _Presence:
-    """That of a party when a group died."""
+    """The state of a party when a group died."""
 
     party: weakref.ref[Party]
     num_attempts: int
     num_killed: int
 
     def verdict(self) -> Verdict:
-        """On somebody else, as far as this one goes."""
+        """The verdict on another party."""
         party = self.party()
         if party is None:
             return Verdict.GUILTY
@@ -70,7 +69,7 @@ class _Presence:
 
 
 class Scenes:
-    """The gateway's dead groups, and who was there."""
+    """The gateway's dead groups, and the requests that ran on each."""
 
     def __init__(self) -> None:
         self._present: OrderedDict[tuple[str, int], list[_Presence]] = OrderedDict()

@@ -1,11 +1,10 @@
 """An engine in a thread of its own, used from asyncio.
 
-The engine is touched by its thread only: what asyncio wants of it goes through an inbox that is
-emptied before each step, and what a step brought comes back in one `call_soon_threadsafe`, in
-order. Without work the thread sleeps on the inbox. When a rank fails the thread ends, every
-request is told so, and `failed` is done; a group whose engine failed is of no more use. So it is
-where a step does not end within a deadline (`EngineLoop.watch`): what its thread may yet bring is
-not heard any more.
+Only its thread touches the engine: commands from asyncio go through an inbox that is emptied before
+each step, and a step's outputs come back in one `call_soon_threadsafe`, in order. Without work the
+thread sleeps on the inbox. When a rank fails the thread ends, every request gets the error, and
+`failed` is done; the group must then be replaced. The same happens when a step exceeds its deadline
+(`EngineLoop.watch`); later outputs of that thread are dropped.
 """
 
 import asyncio
@@ -15,16 +14,22 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+from quire.cluster.supervise import keep_going
+from quire.worker.api.engine_stats import EngineStats
+from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
+from quire.worker.api.events import BlockEvent, EventBatch
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.engine_stats import EngineStats
-from quire.worker.errors import InvalidRequest, QueueFull, QuireError, RankFailure
-from quire.worker.events import BlockEvent, EventBatch
-from quire.worker.request import Request, TokenDelta
 
 _log = logging.getLogger(__name__)
 
+_MAX_INBOX = 65_536
+"""Commands that may wait for the engine's thread: many times the requests that gateways have under
+way."""
 _LOOKS_IN = 8  # Times in a step's deadline that its thread is looked at.
 
 T = TypeVar("T")
@@ -34,7 +39,7 @@ Sink = Callable[[TokenDelta | QuireError], None]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one turn of the engine's thread brought."""
+    """The outputs of one turn of the engine's thread."""
 
     num_steps: int
     """Steps since the start."""
@@ -63,6 +68,7 @@ class EngineLoop:
         self._num_added = 0  # The engine's thread's.
         self.num_submitted = self.num_added = 0
         """Requests since the start, and how many of them, in order, `stats` counts."""
+        self._is_closed = False
         self._is_idle = False  # The thread waits for work.
         self._watchdog: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -82,10 +88,13 @@ class EngineLoop:
         """Requests that have not ended."""
         return len(self._sinks)
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Gives the engine a request; ``sink`` hears of it until it ends, however it ends."""
-        if self.failed.done():
-            sink(self.failed.result())
+    def submit(self, request: Prepared, sink: Sink) -> None:
+        """Gives the engine a request; ``sink`` hears of it until it ends, however it ends.
+
+        At once, if the engine has failed or is closed, or too many commands wait for it.
+        """
+        if (error := self._why_not()) is not None:
+            sink(error)
             return
         self._sinks[request.request_id] = sink
         self.num_submitted += 1
@@ -100,23 +109,35 @@ class EngineLoop:
         """Runs ``function`` in the engine's thread between two steps.
 
         Raises:
-            RankFailure: The engine failed before it came to that.
+            RankFailure: The engine failed, or was closed, before it came to that.
+            QueueFull: Too many commands wait for it.
         """
+        if (error := self._why_not()) is not None:
+            raise error
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             result = function(self._engine)
             self._post(lambda: None if future.done() else future.set_result(result))
 
-        if self.failed.done():
-            raise self.failed.result()
         self._inbox.put(run)
-        either: set[asyncio.Future[Any]] = {future, self.failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {future, self.failed, self._ended}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             future.cancel()
-            raise self.failed.result()
+            raise self.failed.result() if self.failed.done() else _closed()
         return future.result()
+
+    def _why_not(self) -> QuireError | None:
+        """Why the engine takes no more commands; None if it does."""
+        if self.failed.done():
+            return self.failed.result()
+        if self._is_closed or self._ended.done():
+            return _closed()
+        num_waiting = self._inbox.qsize()
+        if num_waiting >= _MAX_INBOX:
+            return QueueFull(f"{num_waiting} commands wait for the engine, {_MAX_INBOX} at most")
+        return None
 
     def listen(self, on_step: Callable[[StepResult], None]) -> Callable[[], None]:
         """Calls ``on_step`` after each step, once the sinks were told; returns how to stop."""
@@ -126,23 +147,28 @@ class EngineLoop:
     def watch(self, *, step_deadline_s: float) -> None:
         """From now on, a step that takes longer than ``step_deadline_s`` fails the group.
 
-        To be called once what is slow the first time is behind the engine. Looked at in parts: a
-        process that was stopped for a while as a whole does not find its own step too long.
+        Call it after the engine's slow first steps. The deadline is checked in parts, and a pause
+        of this process counts as one missed part, so that a stopped process does not fail its own
+        step.
         """
         assert self._watchdog is None
-        self._watchdog = asyncio.create_task(self._watch(step_deadline_s))
+        watch = partial(self._watch, step_deadline_s)
+        self._watchdog = asyncio.create_task(keep_going(watch, name="the engine's watchdog"))
 
     async def close(self) -> None:
         """Lets the step that runs end, then ends the thread. The engine stays the caller's.
 
-        A thread that hangs is left behind: closing the engine is what may still end it.
+        What still runs or waits is told so. A thread that hangs is left behind: closing the engine
+        is what may still end it.
         """
+        self._is_closed = True
         self._inbox.put(None)
         await asyncio.wait({self._ended, self._hung}, return_when=asyncio.FIRST_COMPLETED)
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._ended.done():
             await asyncio.to_thread(self._thread.join)
+        self._tell_all(_closed())
 
     async def _watch(self, step_deadline_s: float) -> None:
         turn, num_looks = 0, 0
@@ -177,7 +203,7 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What is raised inside is the end of the engine."""
+        """An exception inside ends the engine."""
         try:
             yield
         except RankFailure as error:
@@ -205,7 +231,7 @@ class EngineLoop:
             command()
             block = False
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Prepared) -> None:
         self._num_added += 1
         try:
             self._engine.add_request(request)
@@ -248,7 +274,7 @@ class EngineLoop:
                 continue  # Aborted while the step ran.
             if output.finish_reason is not None:
                 del self._sinks[output.request_id]
-            sink(output)
+            sink(output if output.error is None else output.error)
         for request_id, error in result.refusals:
             refused = self._sinks.pop(request_id, None)
             if refused is not None:
@@ -260,6 +286,14 @@ class EngineLoop:
         if not self.failed.done():
             _log.error("the group fails with %d requests: %s", len(self._sinks), error)
             self.failed.set_result(error)
+        self._tell_all(error)
+
+    def _tell_all(self, error: RankFailure) -> None:
+        """Ends every request with ``error``."""
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(error)
+
+
+def _closed() -> RankFailure:
+    return RankFailure("the group's engine is closed")

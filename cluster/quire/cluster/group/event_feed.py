@@ -1,11 +1,10 @@
 """Block events for any number of subscribers, each at its own pace.
 
-A subscriber's batches follow on from each other: no event is left out or told twice. One that
-falls further behind than its buffer allows is given a snapshot instead of what it missed.
+A subscriber's batches are contiguous: no event is missing or repeated. A subscriber that falls
+behind by more than its buffer gets a snapshot instead.
 
-Once in a heartbeat a batch has a digest, whether anything happened or not. So whatever a subscriber
-has wrong, it knows within a heartbeat: from the number that the batch begins with that it missed
-the last events, and from the digest all else, for whatever reason it came to be.
+Once per heartbeat a batch has a digest, with or without events. So a subscriber detects any error
+within a heartbeat: missing events by the batch's first number, and everything else by the digest.
 """
 
 import asyncio
@@ -13,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
+from quire.worker.api.events import BlockEvent, EventBatch
 from quire.worker.engine import Engine
-from quire.worker.events import BlockEvent, EventBatch
 
 
 class EventFeed:
@@ -36,8 +35,8 @@ class EventFeed:
     ) -> AsyncGenerator[EventBatch, None]:
         """All events from ``next_seq`` of ``epoch`` on, or a snapshot and all behind it.
 
-        ``buckets`` are told anew. At most ``heartbeat_s`` pass between two batches with a digest,
-        but for what the engine's step and the reader take; such a batch may have no events.
+        ``buckets`` are sent again in full. At most ``heartbeat_s`` pass between two batches with a
+        digest, plus the time of an engine step and of the reader; such a batch may have no events.
         """
         loop = asyncio.get_running_loop()
         buffer = _Buffer(self._buffer_events)
@@ -59,7 +58,7 @@ class EventFeed:
                     ]
                 elif loop.time() >= heartbeat_at_s:
                     # Told by the engine's thread, in which digest and events are of one moment.
-                    # What it tells is in the buffer too, now or soon, and is passed over there.
+                    # Its events are in the buffer too, now or soon, and are skipped there.
                     batches = [await self._engine_loop.call(_since(next_seq))]
                 else:
                     events = buffer.take(next_seq)

@@ -6,14 +6,18 @@ resources of its own, beside as many ranks as in each of the others. Serve makes
 group, and when it removes it with its replica, Ray ends what ran there.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from quire.cluster.config import ClusterConfig
-from quire.worker.errors import ConfigError
-from quire.worker.executor import make_executor
-from quire.worker.model_config import check_parallel, read_model_config
-from quire.worker.model_facts import ModelFacts, model_facts
-from quire.worker.step import Executor
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.config import check_parallel, read_model_spec
+from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.hub import fetch_checkpoint
+from quire.worker.ranks.executor import make_executor
+from quire.worker.step.messages import Executor
 
 
 def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
@@ -51,26 +55,40 @@ def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
 def start_ranks(config: ClusterConfig) -> tuple[Executor, ModelFacts]:
     """Starts the ranks of one group, in the replica that is to have them.
 
+    Meanwhile a thread hashes the weights, which gateways tell models apart by.
+
     Raises:
         ConfigError, CheckpointError, RankFailure: As `make_executor`.
     """
-    engine = config.engine
+    engine = replace(config.engine, model=fetch_checkpoint(config.engine.model))
+    # Bad settings are refused at once, before the weights are hashed.
+    model_facts(engine, with_fingerprint=False)
+    check_parallel(read_model_spec(engine.model), engine.tensor_parallel_size)
+    with ThreadPoolExecutor(1, "quire-fingerprint") as thread:
+        hashed = thread.submit(model_facts, engine)
+        executor = _start_executor(config, engine)
+        try:
+            return executor, replace(hashed.result(), numerics=executor.numerics)
+        except BaseException:
+            executor.close()
+            raise
+
+
+def _start_executor(config: ClusterConfig, engine: EngineConfig) -> Executor:
+    """``engine`` has the model's directory on this node; each other node has its own."""
     if config.nodes_per_group == 1:
-        return make_executor(engine)
+        return make_executor(engine)[0]
     # Here and not above: groups on one node need nothing of Ray.
     import ray
 
     from quire.cluster.group.rank_actors import ActorLauncher
     from quire.cluster.group.remote_executor import RemoteExecutor
 
-    facts = model_facts(engine)
-    check_parallel(read_model_config(engine.model), engine.tensor_parallel_size)
     placement_group = ray.util.get_current_placement_group()
     assert placement_group is not None, "Serve places a replica in its placement group"
-    executor = RemoteExecutor(
-        engine,
-        ActorLauncher(placement_group),
+    return RemoteExecutor(
+        config.engine,
+        ActorLauncher(placement_group, model=config.engine.model),
         num_nodes=config.nodes_per_group,
         host=ray.util.get_node_ip_address(),
     )
-    return executor, facts

@@ -6,6 +6,7 @@ goes on while Ray's head is lost.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,10 +14,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quire.cluster.group.remote_rank import RemoteRankTask, run_rank
+from quire.worker.model.hub import fetch_checkpoint
 
 
 class RankActor:
     """Its process becomes the rank."""
+
+    def fetch(self, model: Path) -> None:
+        """Has this node fetch a model of the hub."""
+        fetch_checkpoint(model)
 
     def run(self, task: RemoteRankTask) -> None:
         run_rank(task, host=ray.util.get_node_ip_address())
@@ -25,8 +31,9 @@ class RankActor:
 class ActorLauncher:
     """One bundle for each node; a rank takes a GPU where its bundle has any."""
 
-    def __init__(self, placement_group: PlacementGroup) -> None:
+    def __init__(self, placement_group: PlacementGroup, *, model: Path) -> None:
         self._placement_group = placement_group
+        self._model = model
         self._actors: list[Any] = []
         self._calls: list[Any] = []
 
@@ -43,7 +50,11 @@ class ActorLauncher:
             )
             actor: Any = actor_class.remote()
             self._actors.append(actor)
-            self._calls.append(actor.run.remote(task))
+        # Before any rank is waited for: a download may take longer than a rank may to start.
+        ray.get([actor.fetch.remote(self._model) for actor in self._actors])
+        self._calls = [
+            actor.run.remote(task) for actor, task in zip(self._actors, tasks, strict=True)
+        ]
 
     def why_not(self, rank: int) -> str | None:
         call = self._calls[rank]

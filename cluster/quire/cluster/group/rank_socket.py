@@ -2,9 +2,8 @@
 
 The executor listens on its node's address until all its ranks have come. Nothing that was
 received is looked into before the other side has shown that it has the group's key, which Ray
-hands to the ranks; the executor shows it too. What follows is neither encrypted nor signed, as
-what ranks send each other over gloo and NCCL is not: the network between the nodes of a group
-must be one that others are not in.
+hands to the ranks; the executor shows it too. After that, messages are neither encrypted nor
+signed, like those of gloo and NCCL: the network between a group's nodes must be private.
 """
 
 import logging
@@ -33,14 +32,14 @@ _LIVENESS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """What a rank says first."""
+    """A rank's first message."""
 
     rank: int
     pid: int
     host: str
     """Its node's address."""
     store_port: int | None
-    """Of rank 0: where the ranks are to find each other."""
+    """Set on rank 0: the port of the store through which ranks find each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def _wrap(raw: socket.socket, timeout_s: float) -> Connection:
 
 
 def _bound_waits(connection: Connection, timeout_s: float) -> None:
-    """What takes longer raises `BlockingIOError`; 0 waits for ever."""
+    """A longer operation raises `BlockingIOError`; 0 waits for ever."""
     seconds, fraction = divmod(timeout_s, 1)
     value = struct.pack("ll", int(seconds), int(fraction * 1e6))
     with socket.socket(fileno=_duplicate(connection)) as raw:

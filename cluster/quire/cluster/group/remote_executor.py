@@ -1,9 +1,8 @@
 """The ranks of one group as processes on several nodes.
 
-Whoever starts them there (`quire.cluster.group.rank_actors`: Ray) has no more to do with it. Each
-rank connects back to its executor, and from then on the group lives and dies with these
-connections: a rank that ends, hangs or is cut off fails the group at once, and ranks end when their
-connections do.
+Ray starts them (`quire.cluster.group.rank_actors`) and has no further part. Each rank connects back
+to its executor, and the group depends on these connections only: a rank that ends, hangs or is cut
+off fails the group at once, and ranks end when their connections do.
 """
 
 import time
@@ -14,12 +13,13 @@ import numpy as np
 
 from quire.cluster.group.rank_socket import Reception, RemoteRank
 from quire.cluster.group.remote_rank import RemoteRankTask, RemoteStart
-from quire.worker.config import EngineConfig
-from quire.worker.errors import RankFailure
-from quire.worker.lockstep import START_TIMEOUT_S, LockstepExecutor
-from quire.worker.model_config import read_model_config, resolve_max_model_len
-from quire.worker.step import StepInput, StepOutput
-from quire.worker.step_codec import slot_bytes, step_to_bytes
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import RankFailure
+from quire.worker.model.config import read_model_spec, resolve_max_model_len
+from quire.worker.model.hub import fetch_checkpoint
+from quire.worker.ranks.lockstep import START_TIMEOUT_S, LockstepExecutor
+from quire.worker.step.codec import slot_bytes, step_to_bytes
+from quire.worker.step.messages import StepInput, StepOutput
 
 _LOOK_S = 0.5
 """How often it is asked whether a rank that has not come will not come."""
@@ -62,7 +62,7 @@ class RemoteExecutor(LockstepExecutor):
     def _start(
         self, config: EngineConfig, launcher: RankLauncher, num_nodes: int, host: str
     ) -> None:
-        model = read_model_config(config.model)
+        model = read_model_spec(fetch_checkpoint(config.model))
         max_model_len = resolve_max_model_len(config, model)
         self._slot = np.zeros(slot_bytes(config, max_model_len=max_model_len), np.uint8)
         num_ranks = config.tensor_parallel_size
@@ -115,8 +115,8 @@ class RemoteExecutor(LockstepExecutor):
         return step_to_bytes(step, self._slot)
 
     def _read_output(self, message: Any, number: int) -> StepOutput:
-        token_ids, logprobs = message
-        return StepOutput(np.frombuffer(token_ids, np.int64), logprobs)
+        token_ids, logprobs, broken_rows = message
+        return StepOutput(np.frombuffer(token_ids, np.int64), logprobs, broken_rows)
 
 
 class _Connected:

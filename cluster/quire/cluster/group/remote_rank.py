@@ -1,6 +1,6 @@
 """A tensor-parallel rank on another node than its executor, or on the same one: any process.
 
-Steps arrive over one socket, whole (`quire.worker.step_codec`), and rank 0's outputs leave by it.
+Steps arrive over one socket, whole (`quire.worker.step.codec`), and rank 0's outputs leave by it.
 The process ends when the socket's other end closes or falls silent, even in the middle of a step.
 """
 
@@ -12,16 +12,15 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from quire.cluster.group.rank_socket import Hello, connect, listen
-from quire.worker.config import EngineConfig
-from quire.worker.rank_loop import failed, run_steps
-from quire.worker.rank_messages import pack
-from quire.worker.step import StepOutput
-from quire.worker.step_codec import step_from_bytes
+from quire.worker.api.config import EngineConfig
+from quire.worker.ranks.loop import failed, run_steps
+from quire.worker.step.codec import pack, step_from_bytes
+from quire.worker.step.messages import StepOutput
 
 _FAREWELL_S = 10.0
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -38,12 +37,12 @@ class RemoteStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteRankTask:
-    """What the process needs to become a rank."""
+    """Everything that the process needs to become a rank."""
 
     rank: int
     ranks_per_node: int
     executor: tuple[str, int]
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 def run_rank(task: RemoteRankTask, *, host: str) -> NoReturn:
@@ -84,8 +83,9 @@ def _run(
     # Here and not above: the socket must be watched before the slow imports begin.
     import torch
 
-    from quire.worker.model_runner import pick_device
-    from quire.worker.tensor_parallel import join_over_network
+    from quire.worker.model.hub import fetch_checkpoint
+    from quire.worker.model.tensor_parallel import join_over_network
+    from quire.worker.runner.model_runner import pick_device
 
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(start.config.num_threads or max(1, cores // task.ranks_per_node))
@@ -100,7 +100,7 @@ def _run(
     )
     run_steps(
         connection,
-        start.config,
+        replace(start.config, model=fetch_checkpoint(start.config.model)),
         device=device,
         tp=tp,
         read=lambda _, data: step_from_bytes(data),
@@ -109,7 +109,7 @@ def _run(
 
 
 def pack_output(output: StepOutput) -> bytes:
-    return pack((output.token_ids_S.tobytes(), output.logprobs))
+    return pack((output.token_ids_S.tobytes(), output.logprobs, output.broken_rows))
 
 
 def _watch(fd: int) -> None:

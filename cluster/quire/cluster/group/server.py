@@ -5,6 +5,7 @@ It is ready when a request has gone through the model, not when a port is open.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -16,27 +17,32 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.placement import start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
+from quire.cluster.links.group_link import GroupContact
+from quire.cluster.tls import own_certificate
 from quire.v1 import group_pb2 as pb
+from quire.worker.api.engine_stats import EngineStats
+from quire.worker.api.errors import QueueFull, QuireError
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
-from quire.worker.engine_stats import EngineStats
-from quire.worker.errors import QuireError
-from quire.worker.model_facts import ModelFacts
-from quire.worker.request import Request, TokenDelta
-from quire.worker.sampling_params import SamplingParams
+from quire.worker.model.facts import ModelFacts
 
 _log = logging.getLogger(__name__)
 
 _HEARTBEATS = 8
-"""In the time after which a gateway takes a silent group for lost."""
+"""Heartbeats within a gateway's silence timeout."""
 _GATEWAY_PATIENCE = 3
-"""How many times as long a silent gateway is waited for: to be wrong about a gateway costs all its
-streams here, and to be late only the blocks that they hold."""
+"""A silent gateway gets this many times a group's timeout: a false alarm costs all its streams
+here, a late one only the blocks that they hold."""
 _CLOSE_S = 1.0
-"""What a stopping server gives streams that have nothing left to say."""
-_WARM_UP = Request(
+"""Seconds that a stopping server gives to streams without further output."""
+_MAX_UNREAD = 4096
+"""Steps that a reader in this process may be behind before its request is given up."""
+_WARM_UP = Prepared(
     request_id="warm-up",
     prompt_token_ids=np.zeros(1, dtype=np.uint32),
-    params=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+    sampling=SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
 )
 
 
@@ -56,10 +62,17 @@ class GroupServer:
             heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
         )
-        self._server = build_group_server(self._service)
-        port = self._server.add_insecure_port(f"{config.group_host}:0")
-        self.address = f"{config.group_host}:{port}"
-        """``host:port`` for gateways."""
+        token = secrets.token_urlsafe(32)
+        self._server = build_group_server(self._service, token=token)
+        certificate = ""
+        if config.tls_certificate is None:
+            port = self._server.add_insecure_port(f"{config.group_host}:0")
+        else:
+            credentials, certificate = own_certificate()
+            port = self._server.add_secure_port(f"{config.group_host}:0", credentials)
+        address = f"{config.group_host}:{port}"
+        self.contact = GroupContact(address=address, token=token, certificate=certificate)
+        """For gateways."""
 
     @classmethod
     async def start(cls, config: ClusterConfig, *, group_id: str) -> Self:
@@ -80,7 +93,7 @@ class GroupServer:
             raise
         self = cls(config, facts, engine, group_id=group_id)
         try:
-            # What is broken shows now, and what is slow the first time is behind us.
+            # This step reveals a broken model and pays for the slow first step.
             async for _ in self.generate(_WARM_UP):
                 pass
             self._engine_loop.watch(step_deadline_s=config.step_deadline_s)
@@ -92,7 +105,7 @@ class GroupServer:
             "group %s serves %s at %s: %d rank(s), %d blocks of %d tokens, at most %d to a request",
             group_id,
             config.model_name,
-            self.address,
+            self.contact.address,
             config.engine.tensor_parallel_size,
             engine.stats().num_total_blocks,
             config.engine.block_size,
@@ -100,14 +113,22 @@ class GroupServer:
         )
         return self
 
-    async def generate(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(self, request: Prepared) -> AsyncGenerator[TokenDelta, None]:
         """Yields what each step adds to one request. Closing the generator aborts it.
 
         Raises:
             InvalidRequest, QueueFull, RankFailure: As the engine says.
+            QueueFull: Also where the reader is `_MAX_UNREAD` outputs behind.
         """
-        deltas: asyncio.Queue[TokenDelta | QuireError] = asyncio.Queue()
-        self._engine_loop.submit(request, deltas.put_nowait)
+        deltas: asyncio.Queue[TokenDelta | QuireError] = asyncio.Queue(_MAX_UNREAD + 1)
+
+        def take(output: TokenDelta | QuireError) -> None:
+            if deltas.qsize() == _MAX_UNREAD and not isinstance(output, QuireError):
+                self._engine_loop.abort(request.request_id)
+                output = QueueFull(f"{_MAX_UNREAD} outputs of the request wait to be read")
+            deltas.put_nowait(output)
+
+        self._engine_loop.submit(request, take)
         try:
             while True:
                 delta = await deltas.get()
@@ -159,4 +180,5 @@ def _describe(
         num_blocks=engine.stats().num_total_blocks,
         max_num_seqs=config.engine.max_num_seqs,
         eos_token_ids=facts.eos_token_ids,
+        numerics=facts.numerics,
     )

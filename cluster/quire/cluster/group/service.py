@@ -1,7 +1,7 @@
 """A replica group's gRPC service over its `EngineLoop`: what gateways see of a group.
 
-Each gateway has one `Attach` stream. What its requests brought in a step travels in one frame; a
-gateway that reads slowly gets the same in fewer, larger frames. When the stream ends, however it
+Each gateway has one `Attach` stream. The tokens of its requests in a step travel in one frame; a
+gateway that reads slowly gets fewer, larger frames. When the stream ends, however it
 ends, or the gateway falls silent, the engine no longer holds anything for it.
 """
 
@@ -14,13 +14,15 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from quire.cluster.group.attachment import Attachment, Door
+from quire.cluster.edge.auth import ApiKeys, GrpcAuth
+from quire.cluster.edge.malformed import RefuseMalformed
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
+from quire.cluster.group.session import Door, GatewaySession
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.errors import RankFailure
+from quire.worker.api.errors import RankFailure
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ _OPTIONS = [
     # is 4 MB, gRPC's default; what else a client can make long has bounds of its own.
     ("grpc.max_receive_message_length", 256 * 2**20),
 ]
+
+_REFUSAL = "without this group's token, which Serve tells the gateways of its own cluster alone"
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -62,7 +66,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         )
         self._names = itertools.count()
         self._door = Door()
-        self._attachments: list[Attachment] = []
+        self._attachments: list[GatewaySession] = []
         self._is_closing = False
         self._num_prefilled_tokens = 0
         engine_loop.listen(self._on_step)
@@ -104,7 +108,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await self._abort_failed(context)
         if self._is_closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the group is stopping")
-        attachment = Attachment(self._engine_loop, self._door, name=f"gateway-{next(self._names)}")
+        attachment = GatewaySession(
+            self._engine_loop, self._door, name=f"gateway-{next(self._names)}"
+        )
         self._attachments.append(attachment)
 
         def wake(_: object) -> None:
@@ -153,7 +159,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         except RankFailure as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
 
-    async def _write_frames(self, attachment: Attachment, context: Context) -> None:
+    async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
         """Sends frames until the group fails or closes, and then a last one: whatever happened
         during the write before it, the requests are told all the same."""
         while not (self._engine_loop.failed.done() or self._is_closing):
@@ -161,7 +167,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await attachment.wait(self._heartbeat_s)
         await context.write(self._frame(attachment))
 
-    def _frame(self, attachment: Attachment) -> pb.StepFrame:
+    def _frame(self, attachment: GatewaySession) -> pb.StepFrame:
         frame = attachment.take_frame()
         frame.load.num_unsent_tokens = sum(each.num_unsent_tokens for each in self._attachments)
         # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
@@ -169,8 +175,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         return frame
 
     def _on_step(self, result: StepResult) -> None:
-        """Has each gateway hear of each step that computed prompts, if it gave no token either: how
-        far a group is with its prompts, and when its steps begin, is what routing goes by."""
+        """Sends each gateway a frame after each step that computed prompts, even without tokens:
+        routing depends on a group's prefill progress and on when its steps begin."""
         if result.stats.num_prefilled_tokens != self._num_prefilled_tokens:
             self._num_prefilled_tokens = result.stats.num_prefilled_tokens
             for attachment in self._attachments:
@@ -194,8 +200,12 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         await context.abort(grpc.StatusCode.UNAVAILABLE, message)
 
 
-def build_group_server(service: GroupService) -> grpc.aio.Server:
-    """A server without ports, for the caller to add one, start it and stop it."""
-    server = grpc.aio.server(options=_OPTIONS)
+def build_group_server(service: GroupService, *, token: str = "") -> grpc.aio.Server:
+    """A server without ports, for the caller to add one, start it and stop it. ``token``: what
+    every call must show; empty lets everyone in."""
+    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+    if token:  # First, so that a stranger is told nothing else.
+        interceptors.insert(0, GrpcAuth(ApiKeys.of_token(token), why=_REFUSAL))
+    server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
     group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)
     return server

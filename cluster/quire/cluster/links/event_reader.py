@@ -1,6 +1,7 @@
 """A gateway's side of a group's block events; `quire.cluster.group.event_feed` is the group's.
 
-Without events routing is worse but works, so no trouble with them ever ends more than a reading.
+Routing works without events, only worse, so an error ends at most one read. Each request costs time
+in the group's engine thread, so a group that keeps failing is asked less and less often.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import grpc.aio
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.group_listener import GroupListener
 from quire.cluster.wire import events_from_proto
+from quire.router.failure_log import FailureLog
 from quire.v1 import group_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,27 +22,33 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.1
-_PAUSE_AFTER_SURPRISE_S = 5.0  # It may be so each time.
+_MAX_PAUSE_S = 5.0
+"""The pause before the next request doubles between these bounds until a digest agrees with the
+directory. Without the pause, an error or a digest that never agrees would make the engine send all
+its blocks ten times a second."""
 
 
 async def read_events(link: GroupLink, client: "GroupClient", listener: GroupListener) -> None:
-    """Feeds ``listener``, from where it left off, until it is cancelled.
+    """Feeds ``listener`` from its last position until it is cancelled.
 
-    A stream that breaks, is odd, or does not follow on is begun again.
+    A stream that breaks, is malformed, or has a gap is started again.
     """
+    failures, doing = FailureLog(_log), f"reading the block events of the group at {client.address}"
+    pause_s = _PAUSE_S
     while True:
-        position = listener.events_position(client)
-        request = pb.EventsRequest(
-            epoch=position.epoch, next_seq=position.next_seq, buckets=position.drifted
-        )
-        pause_s = _PAUSE_S
         try:
+            position = listener.events_position(client)
+            request = pb.EventsRequest(
+                epoch=position.epoch, next_seq=position.next_seq, buckets=position.drifted
+            )
             async for message in link.Events(request):
-                if not listener.events(client, events_from_proto(message)):
+                batch = events_from_proto(message)
+                if not listener.events(client, batch):
                     break
-        except (grpc.aio.AioRpcError, ValueError):
-            pass
-        except Exception:
-            _log.exception("the block events of the group at %s", client.address)
-            pause_s = _PAUSE_AFTER_SURPRISE_S
+                if batch.digest is not None:
+                    pause_s = _PAUSE_S
+        except Exception as error:
+            is_unforeseen = not isinstance(error, (grpc.aio.AioRpcError, ValueError))
+            failures.report(error, doing, with_stack=is_unforeseen)
         await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -1,17 +1,18 @@
 """A gateway's connection to one replica group: requests down, tokens, load and events up.
 
-One `Attach` stream carries all requests of this gateway to the group. While it stands, the group
-may be given requests. The moment it breaks, ends, stays silent for longer than its heartbeat
-allows, or the group owes tokens and does not step, every request on it fails with `GroupLost` and
-the client starts again from `Describe`, with growing pauses, until `run` is cancelled. What the
-old stream still brings reaches nobody, and the group aborts what came over it.
+One `Attach` stream carries all requests of this gateway to the group. The group gets requests while
+the stream is open. Every request on it fails with `GroupLost` when the stream breaks or ends, when
+the group is silent for longer than its heartbeat allows, or when it owes tokens and does not step.
+The client then starts again from `Describe`, with growing pauses, until `run` is cancelled. Late
+messages of the old stream are dropped, and the group aborts the requests that came over it.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 
@@ -20,10 +21,10 @@ from quire.cluster.links.event_reader import read_events
 from quire.cluster.links.group_link import AttachCall, Connect, grpc_connect
 from quire.cluster.links.group_listener import GroupListener
 from quire.cluster.links.group_stream import GroupStream
-from quire.cluster.links.pulse import Ending, Pulse
+from quire.cluster.links.liveness import Disconnect, Liveness
 from quire.cluster.links.turns import Turns
 from quire.v1 import group_pb2 as pb
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -35,16 +36,20 @@ class GroupClientConfig:
     silence_timeout_s: float = 2.0
     """A group that sends nothing for this long is lost. Its heartbeat must be well below."""
     step_deadline_s: float = 30.0
-    """So is one that owes tokens and does not step for this long, though its heartbeats come."""
+    """A group that owes tokens and does not step for this long is lost, too, despite its
+    heartbeats."""
     window_tokens: int = 128
-    """Tokens of a request that the group may send ahead of its reader. Above what a stream's
-    decoding brings while a credit is under way, by far; below what 4096 stalled readers' deltas
-    could cost a gateway, some 100 MB."""
+    """Tokens of a request that the group may send ahead of its reader. It is far above the tokens
+    that one stream decodes while a credit travels, and keeps the deltas of 4096 stalled readers
+    within some 100 MB at a gateway."""
     describe_timeout_s: float = 5.0
     """How long connecting and `Describe` may take together."""
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     """The pause before the next attempt doubles from the one to the other."""
+    max_unsent_commands: int = 65_536
+    """Commands that may wait here for a group that does not read; with one more the group counts as
+    lost. It is more than 4096 requests cause that begin, get credit and end at the same time."""
     follow_events: bool = True
     """Off, the listener is told of no block events."""
 
@@ -53,6 +58,9 @@ class GroupClientConfig:
         for name in (*times, "min_backoff_s", "max_backoff_s"):
             if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.max_unsent_commands < 1:
+            value = self.max_unsent_commands
+            raise ConfigError(f"max_unsent_commands={value!r}: must be 1 or more")
         if self.window_tokens < 2:
             raise ConfigError(f"window_tokens={self.window_tokens!r}: must be 2 or more")
 
@@ -72,7 +80,7 @@ class GroupClient:
     ) -> None:
         self.address = address
         self.last_error = ""
-        """Why the group is not attached, for the people who wonder."""
+        """Why the group is not attached, for operators."""
         self.is_draining = False
         """Whether this gateway is to take no more requests of clients, which groups are told."""
         self._listener = listener
@@ -84,9 +92,10 @@ class GroupClient:
         self._last_load: tuple[int, int, pb.Load] | None = None
         self._pulse = self._new_pulse()
         self._phase = pb.StepFrame.SERVING
-        self._trouble = Ending("")  # Why the watch ended the stream.
+        self._trouble = Disconnect("")  # Why the watch ended the stream.
         self._death: Death | None = None  # Ours to refute, should the same incarnation come back.
         self._commands: asyncio.Queue[pb.GroupCommand] = asyncio.Queue()
+        self._deadline: asyncio.Timeout | None = None  # Ends the stream that there is.
         self._streams: dict[tuple[str, int], GroupStream] = {}
 
     @property
@@ -95,7 +104,7 @@ class GroupClient:
 
     @property
     def description(self) -> pb.GroupDescription:
-        """What the group said of itself; only while attached."""
+        """The group's description; only while attached."""
         assert self._description is not None
         return self._description
 
@@ -103,6 +112,10 @@ class GroupClient:
     def num_streams(self) -> int:
         """Requests under way."""
         return len(self._streams)
+
+    @property
+    def num_unsent_commands(self) -> int:
+        return self._commands.qsize()
 
     def submit(
         self, submit: pb.Submit, *, on_proven: Callable[[], None] | None = None
@@ -124,7 +137,7 @@ class GroupClient:
             epoch=self.description.epoch,
         )
         self._streams[stream.key] = stream
-        self._commands.put_nowait(pb.GroupCommand(submit=submit))
+        self._send(pb.GroupCommand(submit=submit))
         return stream
 
     async def run(self) -> None:
@@ -141,26 +154,26 @@ class GroupClient:
                 await asyncio.sleep(pause_s * self._jitter(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._config.max_backoff_s)
         finally:
-            self._detach(Ending("the gateway is closing"), is_trouble=False)
+            self._detach(Disconnect("the gateway is closing"), is_trouble=False)
 
-    async def _attach_once(self) -> Ending:
+    async def _attach_once(self) -> Disconnect:
         """Returns why the stream ended, or why there was none."""
         self._pulse = self._new_pulse()
         try:
             await self._attach()
-            ending = Ending("the group ended the stream")
+            ending = Disconnect("the group ended the stream")
         except GroupMismatch as error:
-            ending = Ending(str(error))
+            ending = Disconnect(str(error))
         except grpc.aio.AioRpcError as error:
             # With DEADLINE_EXCEEDED it is the group that gave us up.
             is_death = error.code() != grpc.StatusCode.DEADLINE_EXCEEDED
-            ending = Ending(f"{error.code().name}: {error.details()}", is_death=is_death)
+            ending = Disconnect(f"{error.code().name}: {error.details()}", is_death=is_death)
         except TimeoutError:
             ending = self._trouble
         except Exception as error:
-            # Whatever one group sends, the gateway goes on with the others.
+            # An error in one group's messages must not affect the other groups.
             _log.exception("the connection to the group at %s failed", self.address)
-            ending = Ending(repr(error))
+            ending = Disconnect(repr(error))
         if not self.is_attached and ending.reason != self.last_error:
             _log.warning("group at %s is not attached: %s", self.address, ending.reason)
         return ending
@@ -172,46 +185,74 @@ class GroupClient:
             )
             self._listener.check(description)
             call = link.Attach()
-            helpers = [asyncio.create_task(self._write_commands(call))]
+            helpers: list[asyncio.Task[None]] = []
             try:
-                async with asyncio.timeout(None) as deadline:
-                    helpers.append(asyncio.create_task(self._watch(deadline)))
+                async with asyncio.timeout(None) as self._deadline:
+                    helpers += [
+                        asyncio.create_task(self._help(partial(self._write_commands, call))),
+                        asyncio.create_task(self._help(self._watch)),
+                    ]
                     async for frame in call:
                         if not self.is_attached:
                             self._description, self.last_error = description, ""
                             self._refute_death()
                             self._listener.attached(self)
                             if self._config.follow_events:
-                                reading = read_events(link, self, self._listener)
-                                helpers.append(asyncio.create_task(reading))
+                                reading = partial(read_events, link, self, self._listener)
+                                helpers.append(asyncio.create_task(self._help(reading)))
                         self._take(frame)
             finally:
+                self._deadline = None
                 for helper in helpers:
                     helper.cancel()
                 await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _help(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does what the stream needs beside its reader; without it, the stream ends."""
+        try:
+            await work()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # The call is over, as its reader is told too, with the reason.
+        except Exception as error:
+            _log.exception("the connection to the group at %s failed", self.address)
+            self._end(Disconnect(repr(error)))
+
+    def _end(self, trouble: Disconnect) -> None:
+        """Has the stream end, if there is one."""
+        deadline, self._deadline = self._deadline, None
+        if deadline is not None:
+            self._trouble = trouble
+            deadline.reschedule(asyncio.get_running_loop().time())
+
+    def _send(self, command: pb.GroupCommand) -> None:
+        if self._commands.qsize() < self._config.max_unsent_commands:
+            self._commands.put_nowait(command)
+        else:
+            self._end(
+                Disconnect(f"{self._commands.qsize()} commands wait, and it does not read them")
+            )
 
     async def _write_commands(self, call: AttachCall) -> None:
         while True:
             await call.write(await self._commands.get())
 
-    async def _watch(self, deadline: asyncio.Timeout) -> None:
-        """Tells the group that we are here, and lets ``deadline`` pass where it is not."""
+    async def _watch(self) -> None:
+        """Tells the group that we are here, and ends the stream where it is not."""
         pulse = self._pulse
-        ending: Ending | None = None
+        ending: Disconnect | None = None
         while ending is None:
-            self._commands.put_nowait(pb.GroupCommand(is_draining=self.is_draining))
+            self._send(pb.GroupCommand(is_draining=self.is_draining))
             await asyncio.sleep(pulse.beat_s)
             ending = pulse.beat(is_owed=any(s.is_owed for s in self._streams.values()))
-        self._trouble = ending
-        deadline.reschedule(asyncio.get_running_loop().time())
+        self._end(ending)
 
     def _take(self, frame: pb.StepFrame) -> None:
         last_load, load = self._last_load, (frame.step, frame.num_submits, frame.load)
         self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
         if last_load is None or (load != last_load and frame.step >= last_load[0]):
-            # A heartbeat during a long step repeats what the last step said. Routing must not
-            # take that for news that the requests sent since are in those numbers. Nor may what
-            # comes late: counters that go back are taken for negative speeds.
+            # A heartbeat during a long step repeats the last step's load. Routing must not assume
+            # that it counts the requests sent since. Late frames are ignored, too: counters that go
+            # back would look like negative speeds.
             self._last_load = load
             num_submits = frame.num_submits if frame.HasField("num_submits") else None
             self._listener.load(self, frame.load, step=frame.step, num_submits=num_submits)
@@ -221,6 +262,8 @@ class GroupClient:
                 # Now, not once the request's reader is awake: by then, another group may have
                 # the same name.
                 self._listener.turned_away(self)
+                if delta.error.code == pb.GroupError.GROUP_FAILED:
+                    self._listener.died(self._as_dead())
             key = (delta.request_id, delta.attempt)
             stream = self._streams.get(key)
             if stream is None:
@@ -250,8 +293,8 @@ class GroupClient:
     def _name(self) -> str:
         return f"{self.description.group_id} at {self.address}"
 
-    def _new_pulse(self) -> Pulse:
-        return Pulse(
+    def _new_pulse(self) -> Liveness:
+        return Liveness(
             silence_timeout_s=self._config.silence_timeout_s,
             step_deadline_s=self._config.step_deadline_s,
         )
@@ -263,17 +306,17 @@ class GroupClient:
     def _send_abort(self, key: tuple[str, int]) -> None:
         request_id, attempt = key
         abort = pb.Abort(request_id=request_id, attempt=attempt)
-        self._commands.put_nowait(pb.GroupCommand(abort=abort))
+        self._send(pb.GroupCommand(abort=abort))
 
     def _give_credit(self, stream: GroupStream, token_limit: int) -> None:
         if stream.key in self._streams:
             request_id, attempt = stream.key
             credit = pb.Credit(request_id=request_id, attempt=attempt, token_limit=token_limit)
-            self._commands.put_nowait(pb.GroupCommand(credit=credit))
+            self._send(pb.GroupCommand(credit=credit))
 
-    def _detach(self, ending: Ending, *, is_trouble: bool = True) -> None:
+    def _detach(self, ending: Disconnect, *, is_trouble: bool = True) -> None:
         self.last_error = ending.reason
-        self._commands = asyncio.Queue()  # What it still held was meant for the broken stream.
+        self._commands = asyncio.Queue()  # The old commands were meant for the broken stream.
         if not self.is_attached:
             return
         _log.log(
@@ -283,15 +326,22 @@ class GroupClient:
             ending.reason,
             len(self._streams),
         )
-        death = Death(self.description.group_id, self.description.epoch)
+        death = self._as_dead()
         self._death = death if ending.is_refutable else None
-        self._listener.detached(self)
-        self._description = self._last_load = None
-        self._phase = pb.StepFrame.SERVING
-        message = f"the group at {self.address} is lost: {ending.reason}"
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.lose(GroupDied(message, death) if ending.is_death else GroupLost(message))
+        try:
+            if ending.is_death and not self._phase:
+                self._listener.died(death)
+            self._listener.detached(self)
+        finally:
+            self._description = self._last_load = None
+            self._phase = pb.StepFrame.SERVING
+            message = f"the group at {self.address} is lost: {ending.reason}"
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.lose(GroupDied(message, death) if ending.is_death else GroupLost(message))
+
+    def _as_dead(self) -> Death:
+        return Death(self.description.group_id, self.description.epoch)
 
     def _refute_death(self) -> None:
         death, self._death = self._death, None

@@ -5,12 +5,15 @@ clients meet every fault that a network has.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Protocol, Self
 
 import grpc
 import grpc.aio
 
+from quire.cluster.tls import CERTIFICATE_NAME
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
 
@@ -20,6 +23,28 @@ _OPTIONS = [
     # Connections of different attempts share nothing, least of all gRPC's own backoff.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupContact:
+    """How to reach one group. It makes token and certificate when it starts, for itself alone, and
+    tells them to the gateways through Serve's membership, as it tells its address."""
+
+    address: str
+    """``host:port``."""
+    token: str = field(default="", repr=False)
+    """Every call must show it; empty where the group asks for none."""
+    certificate: str = field(default="", repr=False)
+    """PEM: the only one that may be at this address. Empty where the group has no TLS."""
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, object]) -> Self | None:
+        """The contact in the group's `metadata`; ``None`` if it has no address."""
+        said = {name: str(metadata.get(name) or "") for name in cls.__dataclass_fields__}
+        return cls(**said) if said["address"] else None
+
+    def metadata(self) -> dict[str, str]:
+        return asdict(self)
 
 
 class AttachCall(Protocol):
@@ -70,12 +95,31 @@ Connect = Callable[[str], contextlib.AbstractAsyncContextManager[GroupLink]]
 
 @contextlib.asynccontextmanager
 async def grpc_connect(
-    address: str, *, credentials: grpc.ChannelCredentials | None = None
+    address: str, *, contacts: Mapping[str, GroupContact] | None = None
 ) -> AsyncIterator[GroupLink]:
-    """A gRPC channel of its own, with TLS where there are ``credentials``."""
-    if credentials is None:
-        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    """A gRPC channel of its own.
+
+    ``contacts``: each group's token and certificate by address; a group without an entry is called
+    without a token and without TLS.
+    """
+    contact = (contacts or {}).get(address) or GroupContact(address=address)
+    if contact.certificate:
+        root = grpc.ssl_channel_credentials(contact.certificate.encode())
+        # The group is identified by this certificate and not by a host name.
+        options = [*_OPTIONS, ("grpc.ssl_target_name_override", CERTIFICATE_NAME)]
+        channel = grpc.aio.secure_channel(address, root, options=options)
     else:
-        channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     async with channel:
-        yield group_pb2_grpc.ReplicaGroupStub(channel)
+        stub: group_pb2_grpc.ReplicaGroupAsyncStub = group_pb2_grpc.ReplicaGroupStub(channel)
+        yield _Authorized(stub, token=contact.token) if contact.token else stub
+
+
+class _Authorized:
+    """The calls of a stub, each with the group's token."""
+
+    def __init__(self, stub: "group_pb2_grpc.ReplicaGroupAsyncStub", *, token: str) -> None:
+        metadata = (("authorization", f"Bearer {token}"),)
+        self.Describe: _Describe = partial(stub.Describe, metadata=metadata)
+        self.Attach: _Attach = partial(stub.Attach, metadata=metadata)
+        self.Events: _Events = partial(stub.Events, metadata=metadata)

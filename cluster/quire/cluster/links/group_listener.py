@@ -1,10 +1,11 @@
-"""Whom a `GroupClient` tells what it learns of its group."""
+"""The listener to which a `GroupClient` reports its group's state."""
 
 from typing import TYPE_CHECKING, Protocol
 
-from quire.router.directory import Position
+from quire.cluster.errors import Death
+from quire.router.prefix_index.directory import Position
 from quire.v1 import group_pb2 as pb
-from quire.worker.events import EventBatch
+from quire.worker.api.events import EventBatch
 
 if TYPE_CHECKING:
     from quire.cluster.links.group_client import GroupClient
@@ -17,16 +18,20 @@ class GroupListener(Protocol):
         """Raises GroupMismatch where this group must not be used."""
 
     def attached(self, client: "GroupClient") -> None:
-        """Requests can be submitted from now on."""
+        """The group is attached: requests can be submitted. Raises GroupMismatch as `check`."""
 
     def detached(self, client: "GroupClient") -> None:
-        """They cannot any longer. Those under way are told only after this."""
+        """The group is detached. Requests under way are told only after this."""
+
+    def died(self, death: Death) -> None:
+        """The group is gone, failed, silent or hangs, as far as one can tell, and did not drain.
+        Those under way are told only after this."""
 
     def turned_away(self, client: "GroupClient") -> None:
-        """The group takes no more requests, until it is attached anew."""
+        """The group takes no more requests until it is attached again."""
 
     def has_other(self, client: "GroupClient") -> bool:
-        """Whether another group takes requests, so that this one's can go on there."""
+        """Whether another group of its kind takes requests, so that this one's can go on there."""
 
     def load(
         self, client: "GroupClient", load: pb.Load, *, step: int, num_submits: int | None

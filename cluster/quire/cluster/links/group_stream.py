@@ -1,8 +1,8 @@
-"""What one attempt of one request has brought, until its reader takes it.
+"""Buffers the tokens of one attempt of one request until its reader takes them.
 
 The group may be ahead of the reader by ``window`` tokens and no more: those are all that a slow
-client costs the gateway. Tokens follow on from each other; what comes a second time is dropped,
-and where something is missing the stream is lost.
+client costs the gateway. Tokens are contiguous: repeated ones are dropped, and a gap ends the
+stream as lost.
 """
 
 import asyncio
@@ -37,6 +37,9 @@ class GroupStream:
         self.epoch = epoch
         """The group's incarnation."""
         self.key = (submit.request_id, submit.attempt)
+        self.may_have_begun = submit.attempt <= 1
+        """Whether the group's engine may have been given it. Each attempt but the first is
+        acknowledged before that."""
         self._window = window
         self._on_abort = on_abort
         self._on_credit = on_credit
@@ -96,7 +99,9 @@ class GroupStream:
         self._on_abort(self)
 
     def push(self, delta: pb.TokenDelta) -> bool:
-        """Takes in what the group sent. False: it cannot be, and the stream is lost."""
+        """Takes in a delta from the group. False: the delta is impossible, and the stream is
+        lost."""
+        self.may_have_begun = True
         if not delta.HasField("error"):
             begin, end = delta.token_offset, delta.token_offset + len(delta.token_ids)
             if begin < self._num_received and end <= self._num_received:
@@ -107,6 +112,8 @@ class GroupStream:
             if end > self._token_limit:
                 self.lose(GroupLost(f"the group sent token {end}, beyond {self._token_limit}"))
                 return False
+            if end == begin and not delta.finish_reason:
+                return True  # The group has it, and that is all.
             self._num_received = end
             if self._on_proven is not None and (end >= self._proven_at or delta.finish_reason):
                 self._on_proven()

@@ -2,6 +2,10 @@
 
 A group is routed to from its first frame until its stream breaks or it says that it is draining.
 One that has left the membership gets no new requests but keeps those it has until they end.
+
+All routed groups have the same model card. Groups with another card are refused while any group is
+routed to, and take over once all of those drain. A stream that has tokens never continues on a
+group with another card.
 """
 
 import asyncio
@@ -9,21 +13,27 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
 
-from quire.cluster.autoscaling.demand import Demand
-from quire.cluster.errors import GroupLost
+from quire.cluster.errors import Death, GroupLost
+from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, grpc_connect
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.turns import Turns
-from quire.cluster.model_card import Expectation, ModelCard
-from quire.router.directory import Applied, GroupId, Position
+from quire.cluster.model_card import Expectation
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.supervise import keep_going
+from quire.router.prefix_index.directory import Applied, GroupId, Position
 from quire.router.table import GroupLoad, RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.events import EventBatch
+from quire.worker.api.events import EventBatch
+from quire.worker.api.model_card import ModelCard
 
 _log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 1.0
+_NOTICED_IN = 1.5
+"""In silence timeouts. Groups that die at the same moment are all noticed within little more than
+one timeout: some by a broken connection, the others by their silence."""
 
 
 class Groups:
@@ -44,6 +54,10 @@ class Groups:
         self.card: ModelCard | None = None
         self.demand = Demand()
         """Requests that wait for any group."""
+        self.deaths = Deaths(
+            window_s=_NOTICED_IN * (config or GroupClientConfig()).silence_timeout_s,
+            clock=asyncio.get_running_loop().time,
+        )
         self._table = table
         self._expected = expected
         self._config = config or GroupClientConfig()
@@ -60,11 +74,13 @@ class Groups:
         self._watchers: list[Callable[[], None]] = []
         self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
         self._is_closed = False
-        self._housekeeper = asyncio.create_task(self._keep_house())
+        self._housekeeper = asyncio.create_task(
+            keep_going(self._keep_house, name="housekeeping", pause_s=_HOUSEKEEPING_S)
+        )
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Makes ``host:port`` of each group that runs known; replaces the former ones.
-        Does nothing once closed."""
+        """Sets the ``host:port`` of each running group, in place of the former ones. Does nothing
+        once closed."""
         if self._is_closed:
             return
         wanted = set(addresses)
@@ -82,7 +98,12 @@ class Groups:
                 turns=self._turns,
             )
             client.is_draining = self._is_draining
-            self._clients[address] = (client, asyncio.create_task(client.run()))
+            self._clients[address] = (
+                client,
+                asyncio.create_task(
+                    keep_going(client.run, name=f"the client of the group at {address}")
+                ),
+            )
 
     def begin_drain(self) -> None:
         """Tells the groups that no more requests of clients come: others may count on the room."""
@@ -99,6 +120,11 @@ class Groups:
     def loads(self) -> Mapping[GroupId, pb.Load]:
         """The last load of each attached group."""
         return self._loads
+
+    @property
+    def num_unsent_commands(self) -> int:
+        """Commands for attached groups that their connections have not taken yet."""
+        return sum(client.num_unsent_commands for client in self._attached.values())
 
     def troubles(self) -> list[str]:
         """Why groups are not attached, one line for each that is not."""
@@ -148,18 +174,22 @@ class Groups:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # What the clients tell.
+    # Callbacks of the clients.
 
     def check(self, description: pb.GroupDescription) -> None:
         self._expected.check(description)
-        if self._attached and self.card is not None:
-            self.card.expectation().check(description)
+        if self.card is not None and self._routable():
+            Expectation.of(self.card).check(description)
 
     def attached(self, client: GroupClient) -> None:
         if any(client is leaving for leaving, _ in self._leaving):
-            return  # To its address's next group, whom another client may have met already.
-        if not self._attached:
-            self.card = ModelCard.of(client.description)
+            return  # This is the next group at its address; another client may be attached to it.
+        self.check(client.description)  # Others may have come since it was described.
+        if not self._routable():
+            card = ModelCard.of(client.description)
+            if self.card not in (None, card):
+                _log.warning("the groups of another kind take over: %s is now %s", self.card, card)
+            self.card = card
         group_id = GroupId(client.description.group_id)
         # A group that came back before its old stream was missed starts with a clean slate.
         self._attached.pop(group_id, None)
@@ -176,10 +206,15 @@ class Groups:
             self._loads.pop(group_id, None)
             self._update_members()
 
+    def died(self, death: Death) -> None:
+        self.deaths.add(death)
+
     def turned_away(self, client: GroupClient) -> None:
         self._retire(client)
 
     def has_other(self, client: GroupClient) -> bool:
+        if self.card != ModelCard.of(client.description):
+            return False
         return any(self._attached[group_id] is not client for group_id in self._routable())
 
     def load(

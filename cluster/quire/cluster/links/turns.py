@@ -1,12 +1,11 @@
-"""Keeps each turn of a gateway's event loop short, however much is there to do.
+"""Keeps each turn of a gateway's event loop short under any load.
 
-A turn runs all that is ready. Where that is a frame for every stream of every group, the turn is
-long, and what needs several turns waits for as many long ones: gRPC's asyncio server takes four to
-accept a call, and one call at a time, so that requests would queue in front of admission, unseen,
-for as long as the loop is busy. So streams wait for their turn: a few go on in each.
+A turn runs all callbacks that are ready. If every stream of every group has a frame, the turn is
+long. gRPC's asyncio server needs four turns to accept a call, one call at a time, so requests would
+queue unseen in front of admission while the loop is busy.
 
-Those that wait lose nothing: what comes meanwhile goes out with what they have, in fewer and larger
-chunks, which cost less.
+So only a few streams continue in each turn. The waiting ones lose nothing: their tokens go out in
+fewer and larger chunks, which cost less.
 """
 
 import asyncio

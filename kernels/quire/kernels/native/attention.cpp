@@ -54,8 +54,12 @@ template <class Dot, class Element, class Stored = Element>
 class Attention {
  public:
   Attention(const AttendArgs& args, AttendPlan& plan, Scratch& scratch)
-      : args_(args), plan_(plan), cache_(args), head_size_(args.head_size),
-        group_(args.num_heads / args.num_kv_heads), log2_scale_(args.scale * 1.44269504f),
+      : args_(args),
+        plan_(plan),
+        cache_(args),
+        head_size_(args.head_size),
+        group_(args.num_heads / args.num_kv_heads),
+        log2_scale_(args.scale * 1.44269504f),
         scratch_(scratch) {}
 
   void run(const Unit& unit) {
@@ -114,8 +118,8 @@ class Attention {
     const auto* q = static_cast<const Element*>(args_.q);
     for (int head = unit_->first_head; head < unit_->end_head; ++head)
       for (int query = unit_->first_query; query < unit_->end_query; ++query) {
-        const Element* from = q + plan_.queries[query].token * args_.q_stride_t +
-                              int64_t{head} * group_ * head_size_;
+        const Element* from =
+            q + plan_.queries[query].token * args_.q_stride_t + int64_t{head} * group_ * head_size_;
         char* to = queries_ + int64_t{row_of(head, query)} * kQueryStride;
         for (int i = 0; i < group_; ++i, from += head_size_, to += kQueryStride)
           if (Dot::kPack == 4 / sizeof(Element))
@@ -161,8 +165,7 @@ class Attention {
     for (int i = 0; i < num_blocks; ++i) {
       const int first = num_rows * i / num_blocks;
       const int count = num_rows * (i + 1) / num_blocks - first;
-      attend_block<kMaxRows>(step, tiles, first, count,
-                             i == 0 && in_place ? tiles.v_part : tiles.k,
+      attend_block<kMaxRows>(step, tiles, first, count, i == 0 && in_place ? tiles.v_part : tiles.k,
                              i == 0 && kDirect ? next.k_part : tiles.v);
     }
   }
@@ -172,8 +175,7 @@ class Attention {
                     const char* const* ahead_of_scores, const char* const* ahead_of_values) {
     if constexpr (kRows > 1)
       if (count < kRows)
-        return attend_block<kRows - 1>(step, tiles, first, count, ahead_of_scores,
-                                       ahead_of_values);
+        return attend_block<kRows - 1>(step, tiles, first, count, ahead_of_scores, ahead_of_values);
     const int row = row_of(step.head, step.first) + first;
     int visible[kRows], most = 0;
     for (int i = 0; i < kRows; ++i) {
@@ -248,9 +250,14 @@ class Attention {
     auto* out = static_cast<Element*>(args_.out);
     for (int head = unit.first_head; head < unit.end_head; ++head)
       for (int query = unit.first_query; query < unit.end_query; ++query) {
-        Element* to = out + (plan_.queries[query].token * int64_t{args_.num_heads} +
-                             int64_t{head} * group_) * head_size_;
+        Element* to =
+            out + (plan_.queries[query].token * int64_t{args_.num_heads} + int64_t{head} * group_) *
+                      head_size_;
         const int row = row_of(head, query);
+        if (plan_.queries[query].visible == 0) {  // No split was attended to.
+          memset(to, 0, group_ * head_size_ * sizeof(Element));
+          continue;
+        }
         for (int i = row; i < row + group_; ++i) {
           const Vec inverse = splat(1 / sum_of_lanes(load(rows.sum + i * kLanes)));
           for (int d = 0; d < head_size_; d += kLanes, to += kLanes) {
@@ -269,8 +276,8 @@ class Attention {
   const float log2_scale_;
   Scratch& scratch_;
   const Unit* unit_ = nullptr;
-  char* queries_ = nullptr;   // [rows], kQueryStride apart
-  float* scores_ = nullptr;   // [kMaxRows, kSplitTokens]
+  char* queries_ = nullptr;  // [rows], kQueryStride apart
+  float* scores_ = nullptr;  // [kMaxRows, kSplitTokens]
   char* weights_ = nullptr;
   Rows rows_{};
 };

@@ -108,8 +108,7 @@ class CacheReader {
         values = widened(values, v_copy, lines_per_token);
       }
       if (valid < kTileTokens) values = without_rest(values, valid, v_copy);
-      for (int j = 0; j < parts; ++j)
-        tiles.v[i * parts + j] = values + j * (tile_bytes() / parts);
+      for (int j = 0; j < parts; ++j) tiles.v[i * parts + j] = values + j * (tile_bytes() / parts);
     }
   }
 

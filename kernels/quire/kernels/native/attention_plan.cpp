@@ -11,9 +11,9 @@
 namespace quire {
 namespace {
 
-constexpr int kMaxUnitRows = 96;   // query rows of one unit: enough to forget the cost of the tiles
-constexpr int kUnitsPerThread = 4; // of roughly the same size, for balance
-constexpr int kTileCost = 8;       // reading a token's K and V, in terms of computing one row of it
+constexpr int kMaxUnitRows = 96;  // query rows of one unit: enough to forget the cost of the tiles
+constexpr int kUnitsPerThread = 4;  // of roughly the same size, for balance
+constexpr int kTileCost = 8;  // reading a token's K and V, in terms of computing one row of it
 
 struct Planner {
   const AttendArgs& args;
@@ -114,8 +114,8 @@ struct Planner {
 
   int add_merge(const Unit& whole, int num_parts) {
     const int64_t offset = int64_t(plan.workspace.size());
-    const int64_t num_rows = int64_t{whole.end_query - whole.first_query} *
-                             (whole.end_head - whole.first_head) * group;
+    const int64_t num_rows =
+        int64_t{whole.end_query - whole.first_query} * (whole.end_head - whole.first_head) * group;
     plan.merges.push_back({whole, num_parts, offset});
     plan.workspace.resize(offset + whole.end_split * num_rows * floats_per_row(args.head_size));
     return int(plan.merges.size()) - 1;

@@ -126,8 +126,8 @@ inline void score_tiles(const char* q, int num_lines, const char* const* k,
 }
 
 template <class Dot, int kRows>
-inline void score_rows(const char* q, int num_lines, const char* const* k,
-                       const char* const* ahead, int num_tiles, float* scores) {
+inline void score_rows(const char* q, int num_lines, const char* const* k, const char* const* ahead,
+                       int num_tiles, float* scores) {
   const auto score = [&](auto tiles, int tile) {
     score_tiles<Dot, kRows, tiles>(q, num_lines, k + tile, ahead + tile,
                                    scores + tile * kTileTokens);
@@ -178,8 +178,7 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visibl
     char* to = weights + row * kWeightStride<Dot>;
     Vec sum = zero();
     for (int tile = 0; tile < num_tiles; ++tile) {
-      const Vec weight =
-          exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
+      const Vec weight = exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
       sum = add(sum, weight);
       Dot::store_weights(to + tile * kTileBytes,
                          scales ? mul(weight, load(scales->v + tile * kTileTokens)) : weight);
@@ -196,8 +195,7 @@ struct Blend {
 };
 
 inline void join_sum(const Vec& split, float* running, const Blend& blend, int row) {
-  store(running,
-        fma(load(running), splat(blend.keep[row]), mul(split, splat(blend.take[row]))));
+  store(running, fma(load(running), splat(blend.keep[row]), mul(split, splat(blend.take[row]))));
 }
 
 // result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].

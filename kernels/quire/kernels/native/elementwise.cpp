@@ -81,7 +81,8 @@ int64_t argmax_row(const float* x, int64_t size) {
 using namespace quire;
 
 void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
-  args.dtype == QUIRE_BF16 ? norm_rows_of<bf16>(args, begin, end) : norm_rows_of<float>(args, begin, end);
+  args.dtype == QUIRE_BF16 ? norm_rows_of<bf16>(args, begin, end)
+                           : norm_rows_of<float>(args, begin, end);
 }
 
 void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// A whole forward pass of a Llama in one call: the stages of every layer, in one parallel region.
+// A program in one call: its operations, in one parallel region. Each is one stage or two.
 //
 // A stage reads what the ones before have written, all of whose pieces are done by then. Rounds
 // where PyTorch's layer by layer does: what is fused here (residual sums, SiLU) keeps the roundings
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "elements.h"
 #include "greatest.h"
 #include "quire.h"
@@ -14,82 +15,175 @@
 namespace quire {
 namespace {
 
-constexpr int kStagesPerPhase = 6;
+constexpr int kStagesPerOp = 2;
+
+// For every layer; each adds its caches and where it reads and writes.
+AttendArgs attend_args(const ForwardArgs& a) {
+  AttendArgs args = {};
+  args.dtype = a.dtype;
+  args.block_tables = a.block_tables;
+  args.bt_stride = a.bt_stride;
+  args.bt_width = a.bt_width;
+  args.seq_lens = a.seq_lens;
+  args.query_starts = a.query_starts;
+  args.num_tokens = a.num_tokens;
+  args.num_blocks = a.num_blocks;
+  args.num_rows = a.num_rows;
+  args.num_decodes = a.num_decodes;
+  args.num_heads = a.num_heads;
+  args.num_kv_heads = a.num_kv_heads;
+  args.head_size = a.head_size;
+  args.block_size = a.block_size;
+  args.scale = a.scale;
+  args.cache_is_int8 = a.cache_is_int8;
+  return args;
+}
+
+// The bounds of every index that a step reads or writes through.
+QuireRefusal check(const ForwardArgs& a) {
+  const int64_t num_slots = int64_t{a.num_blocks} * a.block_size;
+  for (const QuireRefusal& refusal :
+       {check_indices(QUIRE_TOKEN_ID, a.token_ids, a.num_tokens, a.vocab_size),
+        check_indices(QUIRE_POSITION, a.positions, a.num_tokens, a.num_positions),
+        check_indices(QUIRE_SLOT, a.slots, a.num_tokens, num_slots),
+        check_indices(QUIRE_LAST_TOKEN, a.last_tokens, a.num_samples, a.num_tokens)})
+    if (refusal.what) return refusal;
+  return check_rows(attend_args(a));
+}
 
 class Forward {
  public:
   explicit Forward(const ForwardArgs& args)
       : a_(args),
-        stages_(kStagesPerPhase * (args.end_phase - args.first_phase)),
+        stages_(kStagesPerOp * (args.end_op - args.first_op)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
         attend_(attend_args(args)) {
-    const int first_attention = args.first_phase + args.first_phase % 2;
-    if (first_attention < std::min(args.end_phase, 2 * args.num_layers))
-      plan_ = plan_attention(attend_, args.num_threads);
-    if (args.end_phase == 2 * args.num_layers + 1) {
+    bool attends = false, ends = false;
+    for (int op = args.first_op; op < args.end_op; ++op) {
+      attends |= args.ops[op].kind == QUIRE_ATTEND;
+      ends |= args.ops[op].kind == QUIRE_LOGITS;
+    }
+    if (attends) plan_ = plan_attention(attend_, args.num_threads);
+    if (ends) {
       greatest_.resize(args.num_threads * args.num_greedy);
       for (Greatest& greatest : greatest_) greatest.clear();
     }
   }
 
   void run(Team team) {
-    for (int phase = a_.first_phase; phase < a_.end_phase; ++phase) {
-      team.stage = &stages_[kStagesPerPhase * (phase - a_.first_phase)];
-      if (phase == 2 * a_.num_layers) {
-        logits(team);
-      } else if (phase % 2 == 0) {
-        attention(a_.layers[phase / 2], phase, team);
-      } else {
-        mlp(a_.layers[phase / 2], phase, team);
+    for (int i = a_.first_op; i < a_.end_op; ++i) {
+      team.stage = &stages_[kStagesPerOp * (i - a_.first_op)];
+      const Op& op = a_.ops[i];
+      switch (op.kind) {
+        case QUIRE_EMBED: embed(op.embed, team); break;
+        case QUIRE_NORM: norm(op.norm, team); break;
+        case QUIRE_LINEAR: linear(op.linear, team); break;
+        case QUIRE_ROTATE_AND_WRITE: rotate_and_write(op.rotate_and_write, team); break;
+        case QUIRE_ATTEND: attend(op.attend, team); break;
+        case QUIRE_ADD_PARTIAL: add_partial(op.add_partial, team); break;
+        case QUIRE_LOGITS: logits(op.logits, team); break;
       }
     }
   }
 
  private:
-  void attention(const Layer& layer, int phase, Team team) {
-    norm(layer.attention_norm, layer.qkv, phase, team);
-    ++team.stage;
-    const int64_t width = qkv_width();
-    linear(layer.qkv, QUIRE_STORE, a_.normed, a_.hidden_size, a_.qkv, width, team);
-    ++team.stage;
-    rotate_and_write(layer, team);
-    ++team.stage;
-    AttendArgs attend = attend_;
-    attend.k_cache = layer.k_cache;
-    attend.v_cache = layer.v_cache;
-    attend_part(attend, plan_, team);
-    ++team.stage;
-    add_linear(layer.o, a_.attended, layer.o.num_in, team);
+  void embed(const EmbedOp& op, Team team) {
+    const int64_t row_bytes = a_.widths[op.out] * size_;
+    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token)
+        std::memcpy(buffer(op.out) + token * row_bytes,
+                    static_cast<const char*>(op.weight) + a_.token_ids[token] * row_bytes,
+                    row_bytes);
+    });
   }
 
-  void mlp(const Layer& layer, int phase, Team team) {
-    norm(layer.mlp_norm, layer.gate_up, phase, team);
-    ++team.stage;
-    const int64_t width = layer.gate_up.num_out / 2;
-    linear(layer.gate_up, QUIRE_GATED, a_.normed, a_.hidden_size, a_.hidden, width, team);
-    ++team.stage;
-    add_linear(layer.down, a_.hidden, width, team);
+  void norm(const NormOp& op, Team team) {
+    const int64_t num_rows = op.is_sampled ? a_.num_samples : a_.num_tokens;
+    const NormArgs args = {
+        a_.dtype,        buffer(op.x),   op.is_sampled ? a_.last_tokens : nullptr,
+        op.weight,       buffer(op.out), num_rows,
+        a_.widths[op.x], op.eps};
+    team.share_rows(num_rows, [&](int64_t begin, int64_t end) {
+      if (op.adds_partial) add_partial_rows(op.x, begin, end);
+      rms_norm_rows(args, begin, end);
+      if (op.next) quantize(*op.next, op.out, begin, end);
+    });
   }
 
-  void logits(Team team) {
-    if (a_.is_shared) {
-      team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) { add_partial(begin, end); });
+  void linear(const LinearOp& op, Team team) {
+    if (op.quantizes) {
+      team.share_rows(a_.num_tokens,
+                      [&](int64_t begin, int64_t end) { quantize(*op.weights, op.x, begin, end); });
       ++team.stage;
     }
-    NormArgs norm = norm_args(a_.final_norm);
-    norm.rows = a_.last_tokens;
-    norm.num_rows = a_.num_samples;
-    team.share_rows(a_.num_samples, [&](int64_t begin, int64_t end) {
-      rms_norm_rows(norm, begin, end);
-      quantize(a_.lm_head, a_.normed, a_.hidden_size, begin, end);
+    LinearArgs args = linear_args(*op.weights, op.mode, op.x);
+    args.out = buffer(op.out);
+    args.out_stride = a_.widths[op.out];
+    args.num_rows = a_.num_tokens;
+    linear_part(args, team);
+  }
+
+  void rotate_and_write(const RotateAndWriteOp& op, Team team) {
+    const int64_t width = a_.widths[op.x], head = a_.head_size;
+    const RotaryArgs rotary = {
+        a_.dtype,     buffer(op.x), width,         op.cos,
+        op.sin,       a_.positions, a_.num_tokens, a_.num_heads + a_.num_kv_heads,
+        a_.head_size, a_.head_size};
+    WriteKvArgs write = {};
+    write.dtype = a_.dtype;
+    write.k = buffer(op.x) + a_.num_heads * head * size_;
+    write.v = buffer(op.x) + (a_.num_heads + a_.num_kv_heads) * head * size_;
+    write.k_stride_t = write.v_stride_t = width;
+    write.k_cache = op.k_cache;
+    write.v_cache = op.v_cache;
+    write.slots = a_.slots;
+    write.num_blocks = a_.num_blocks;
+    write.num_tokens = static_cast<int32_t>(a_.num_tokens);
+    write.num_kv_heads = a_.num_kv_heads;
+    write.head_size = a_.head_size;
+    write.block_size = a_.block_size;
+    write.cache_is_int8 = a_.cache_is_int8;
+    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
+      if (op.q_norm) norm_heads(op.q_norm, op, 0, a_.num_heads, begin, end);
+      if (op.k_norm) norm_heads(op.k_norm, op, a_.num_heads, a_.num_kv_heads, begin, end);
+      rotary_rows(rotary, begin, end);
+      write_kv_rows(write, begin, end);
     });
-    ++team.stage;
-    LinearArgs head = linear_args(a_.lm_head, QUIRE_GREATEST, a_.normed, a_.hidden_size, a_.logits,
-                                  a_.lm_head.num_out);
-    head.num_rows = a_.num_samples;
-    head.num_greedy = a_.num_greedy;
-    head.greatest = greatest_.data() + team.thread * a_.num_greedy;
-    linear_part(head, team);
+  }
+
+  // Some heads of some tokens, in place.
+  void norm_heads(const void* weight, const RotateAndWriteOp& op, int64_t first, int64_t count,
+                  int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      char* heads = buffer(op.x) + (token * a_.widths[op.x] + first * a_.head_size) * size_;
+      rms_norm_rows({a_.dtype, heads, nullptr, weight, heads, count, a_.head_size, op.eps}, 0,
+                    count);
+    }
+  }
+
+  void attend(const AttendOp& op, Team team) {
+    AttendArgs args = attend_;
+    args.q = buffer(op.x);
+    args.q_stride_t = a_.widths[op.x];
+    args.out = buffer(op.out);
+    args.k_cache = op.k_cache;
+    args.v_cache = op.v_cache;
+    attend_part(args, plan_, team);
+  }
+
+  void add_partial(const AddPartialOp& op, Team team) {
+    team.share_rows(a_.num_tokens,
+                    [&](int64_t begin, int64_t end) { add_partial_rows(op.out, begin, end); });
+  }
+
+  void logits(const LogitsOp& op, Team team) {
+    LinearArgs args = linear_args(*op.weights, QUIRE_GREATEST, op.x);
+    args.out = a_.logits;
+    args.out_stride = op.weights->num_out;
+    args.num_rows = a_.num_samples;
+    args.num_greedy = a_.num_greedy;
+    args.greatest = greatest_.data() + team.thread * a_.num_greedy;
+    linear_part(args, team);
     ++team.stage;
     team.share_rows(a_.num_greedy, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
@@ -97,118 +191,43 @@ class Forward {
     });
   }
 
-  // What goes into a phase, normed: the embedding, or the residual with the last phase's share.
-  void norm(const void* weight, const LinearWeights& next, int phase, Team team) {
-    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
-      if (phase == 0)
-        embed(begin, end);
-      else if (a_.is_shared)
-        add_partial(begin, end);
-      rms_norm_rows(norm_args(weight), begin, end);
-      quantize(next, a_.normed, a_.hidden_size, begin, end);
-    });
-  }
-
-  void embed(int64_t begin, int64_t end) {
-    const int64_t row_bytes = a_.hidden_size * size_;
-    for (int64_t token = begin; token < end; ++token)
-      std::memcpy(static_cast<char*>(a_.residual) + token * row_bytes,
-                  static_cast<const char*>(a_.embedding) + a_.token_ids[token] * row_bytes,
-                  row_bytes);
-  }
-
-  // The ranks' sum, rounded as one linear layer's output.
-  void add_partial(int64_t begin, int64_t end) {
-    a_.dtype == QUIRE_BF16 ? add_partial_of<bf16>(begin, end) : add_partial_of<float>(begin, end);
+  void add_partial_rows(int32_t out, int64_t begin, int64_t end) {
+    a_.dtype == QUIRE_BF16 ? add_partial_of<bf16>(out, begin, end)
+                           : add_partial_of<float>(out, begin, end);
   }
 
   template <class T>
-  void add_partial_of(int64_t begin, int64_t end) {
-    T* out = static_cast<T*>(a_.residual);
-    for (int64_t i = begin * a_.hidden_size; i < end * a_.hidden_size; i += kLanes) {
-      const int64_t left = end * a_.hidden_size - i;
-      const Vec sum = rounded<T>(read(a_.partial + i, left));
+  void add_partial_of(int32_t to, int64_t begin, int64_t end) {
+    T* out = reinterpret_cast<T*>(buffer(to));
+    const float* partial = reinterpret_cast<const float*>(buffer(QUIRE_PARTIAL));
+    const int64_t width = a_.widths[to];
+    for (int64_t i = begin * width; i < end * width; i += kLanes) {
+      const int64_t left = end * width - i;
+      const Vec sum = rounded<T>(read(partial + i, left));
       write(out + i, add(read(out + i, left), sum), left);
     }
   }
 
-  void rotate_and_write(const Layer& layer, Team team) {
-    const int64_t width = qkv_width(), head = a_.head_size;
-    const RotaryArgs rotary = {a_.dtype,      a_.qkv,        width,
-                               a_.cos,        a_.sin,        a_.positions,
-                               a_.num_tokens, a_.num_heads + a_.num_kv_heads,
-                               a_.head_size,  a_.head_size};
-    WriteKvArgs write = {};
-    write.dtype = a_.dtype;
-    write.k = static_cast<char*>(a_.qkv) + a_.num_heads * head * size_;
-    write.v = static_cast<char*>(a_.qkv) + (a_.num_heads + a_.num_kv_heads) * head * size_;
-    write.k_stride_t = write.v_stride_t = width;
-    write.k_cache = layer.k_cache;
-    write.v_cache = layer.v_cache;
-    write.slots = a_.slots;
-    write.num_tokens = static_cast<int32_t>(a_.num_tokens);
-    write.num_kv_heads = a_.num_kv_heads;
-    write.head_size = a_.head_size;
-    write.block_size = a_.block_size;
-    write.cache_is_int8 = a_.cache_is_int8;
-    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
-      rotary_rows(rotary, begin, end);
-      write_kv_rows(write, begin, end);
-    });
-  }
-
-  // Onto the residual; of several ranks, into this one's share of the sum.
-  void add_linear(const LinearWeights& weights, const void* x, int64_t width, Team team) {
-    if (weights.is_int8) {
-      team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
-        quantize(weights, x, width, begin, end);
-      });
-      ++team.stage;
-    }
-    const bool shared = a_.is_shared;
-    linear(weights, shared ? QUIRE_STORE_F32 : QUIRE_ADD, x, width,
-           shared ? a_.partial : a_.residual, a_.hidden_size, team);
-  }
-
-  // Some rows of the layer's input to int8, if that is what it takes.
-  void quantize(const LinearWeights& weights, const void* x, int64_t x_stride, int64_t begin,
-                int64_t end) {
-    if (!weights.is_int8) return;
-    quantize_rows({a_.dtype, weights.splits, x, x_stride, weights.num_in, a_.num_tokens,
+  // Some rows of an int8 layer's input.
+  void quantize(const LinearWeights& weights, int32_t x, int64_t begin, int64_t end) {
+    quantize_rows({a_.dtype, weights.splits, buffer(x), a_.widths[x], weights.num_in, a_.num_tokens,
                    a_.quantized, a_.quantized_stride, a_.scales},
                   begin, end);
   }
 
-  void linear(const LinearWeights& weights, LinearMode mode, const void* x, int64_t x_stride,
-              void* out, int64_t out_stride, Team team) {
-    linear_part(linear_args(weights, mode, x, x_stride, out, out_stride), team);
-  }
-
-  LinearArgs linear_args(const LinearWeights& weights, LinearMode mode, const void* x,
-                         int64_t x_stride, void* out, int64_t out_stride) const {
-    LinearArgs args = {a_.dtype, mode, &weights, x, x_stride, out, out_stride, a_.num_tokens};
+  LinearArgs linear_args(const LinearWeights& weights, int32_t mode, int32_t x) const {
+    LinearArgs args = {};
+    args.dtype = a_.dtype;
+    args.mode = mode;
+    args.weights = &weights;
+    args.x = buffer(x);
+    args.x_stride = a_.widths[x];
     if (weights.is_int8)
       args.x = a_.quantized, args.x_stride = a_.quantized_stride, args.x_scales = a_.scales;
     return args;
   }
 
-  // For every layer; the layer adds its caches.
-  static AttendArgs attend_args(const ForwardArgs& a) {
-    const int64_t width = static_cast<int64_t>(a.num_heads + 2 * a.num_kv_heads) * a.head_size;
-    return {a.dtype,         a.qkv,         width,           a.attended,      nullptr,
-            nullptr,         a.block_tables, a.bt_stride,    a.seq_lens,      a.query_starts,
-            a.num_rows,      a.num_decodes, a.num_heads,     a.num_kv_heads,  a.head_size,
-            a.block_size,    a.scale,        a.cache_is_int8};
-  }
-
-  NormArgs norm_args(const void* weight) const {
-    return {a_.dtype,  a_.residual,     nullptr,        weight,
-            a_.normed, a_.num_tokens, a_.hidden_size, a_.eps};
-  }
-
-  int64_t qkv_width() const {
-    return static_cast<int64_t>(a_.num_heads + 2 * a_.num_kv_heads) * a_.head_size;
-  }
+  char* buffer(int32_t which) const { return static_cast<char*>(a_.buffers[which]); }
 
   const ForwardArgs& a_;
   std::vector<Stage> stages_;
@@ -221,7 +240,12 @@ class Forward {
 }  // namespace
 }  // namespace quire
 
-void quire_forward(const ForwardArgs* args) {
+QuireRefusal quire_forward(const ForwardArgs* args) {
+  if (args->first_op == 0) {
+    const QuireRefusal refusal = quire::check(*args);
+    if (refusal.what) return refusal;
+  }
   quire::Forward forward(*args);
   parallel(args->num_threads, [&](Team team) { forward.run(team); });
+  return {};
 }

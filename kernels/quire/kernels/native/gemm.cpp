@@ -128,8 +128,7 @@ void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t*
   int num_open = 0;
   for (int i = 0; i < splits; ++i) {
     const int64_t k = i * part;
-    add_chain<T, R>(out, x + k, x_stride, w + k * kPanelColumns,
-                    ahead + k * kPanelColumns, part);
+    add_chain<T, R>(out, x + k, x_stride, w + k * kPanelColumns, ahead + k * kPanelColumns, part);
     for (int bits = i; bits & 1; bits >>= 1) {
       --num_open;
       for (int r = 0; r < R; ++r)
@@ -164,24 +163,25 @@ template <class T>
 void run(const LinearArgs& args, Team team) {
   const auto* weights = static_cast<const uint32_t*>(args.weights->weight);
   const int64_t panel_size = args.weights->num_in / Lane<T>::kSteps * kPanelColumns;
-  for_each_tile(args, team, kTileRows,
-                [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
-                  kTiles<T>[num_rows - 1](args, row, panel, weights + panel * panel_size,
-                                          weights + ahead * panel_size);
-                });
+  for_each_tile(
+      args, team, kTileRows, [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
+        const Tile tile_of_rows = kTiles<T>[num_rows - 1];
+        tile_of_rows(args, row, panel, weights + panel * panel_size, weights + ahead * panel_size);
+      });
 }
 
 template <class T>
 void pack_panel(const PackArgs& args, int64_t panel) {
   const LinearWeights& weights = args.weights;
   const int64_t lanes = weights.num_in / Lane<T>::kSteps;
-  auto* out = static_cast<uint32_t*>(const_cast<void*>(weights.weight)) +
-              panel * lanes * kPanelColumns;
+  auto* out =
+      static_cast<uint32_t*>(const_cast<void*>(weights.weight)) + panel * lanes * kPanelColumns;
   const T* rows[kPanelColumns];
   for (int column = 0; column < kPanelColumns; ++column) {
     int64_t row = source_row(weights, panel, column);
     rows[column] = row < 0 ? nullptr : static_cast<const T*>(args.source) + row * args.stride;
   }
+  check_panel<T>(args, panel);
   pack_bias<T>(args, panel);
   for (int64_t k = 0; k < lanes; ++k)
     for (int column = 0; column < kPanelColumns; ++column)
@@ -207,8 +207,7 @@ int32_t quire_panel_columns() { return kPanelColumns; }
 void quire_pack(const PackArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
     team.share(linear_panels(args->weights), [=](int64_t panel) {
-      args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
-                                : pack_panel<float>(*args, panel);
+      args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel) : pack_panel<float>(*args, panel);
     });
   });
 }

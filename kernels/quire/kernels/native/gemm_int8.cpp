@@ -46,15 +46,14 @@ struct Sums {
 template <int R>
 inline __attribute__((always_inline)) void add_part(Sums<R>& out, const uint8_t* x,
                                                     int64_t x_stride, const float* x_scales,
-                                                    int splits, const char* part,
-                                                    int64_t to_ahead, int64_t num_groups) {
+                                                    int splits, const char* part, int64_t to_ahead,
+                                                    int64_t num_groups) {
   const auto* scales = reinterpret_cast<const float*>(part);
   const auto* begin = reinterpret_cast<const int32_t*>(part) + kPanelColumns;
   const auto* w = reinterpret_cast<const int8_t*>(part) + kHeaderBytes;
   Ints sums[R][2];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-    sums[r][0] = load_ints(begin), sums[r][1] = load_ints(begin + kLanes);
+  for (int r = 0; r < R; ++r) sums[r][0] = load_ints(begin), sums[r][1] = load_ints(begin + kLanes);
   // A pointer for every third row: one for each would not fit the registers.
   const uint8_t* rows[(R + 2) / 3];
 #pragma GCC unroll 4
@@ -130,6 +129,7 @@ void quantize_rows_of(const QuantizeArgs& args, int64_t begin, int64_t end) {
 
 template <class T>
 void pack_panel(const PackArgs& args, int64_t panel) {
+  check_panel<T>(args, panel);
   const LinearWeights& weights = args.weights;
   const int64_t part = weights.num_in / weights.splits, num_groups = part_groups(weights);
   char* at = static_cast<char*>(const_cast<void*>(weights.weight)) +
@@ -186,8 +186,7 @@ int64_t quire_int8_bytes(const LinearWeights* weights) {
 void quire_pack_int8(const PackArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
     team.share(linear_panels(args->weights), [=](int64_t panel) {
-      args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel)
-                                : pack_panel<float>(*args, panel);
+      args->dtype == QUIRE_BF16 ? pack_panel<bf16>(*args, panel) : pack_panel<float>(*args, panel);
     });
   });
 }

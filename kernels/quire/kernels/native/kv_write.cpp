@@ -68,9 +68,9 @@ void write_token(const WriteKvArgs& args, int64_t token) {
 void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end) {
   using namespace quire;
   const bool is_bf16 = args.dtype == QUIRE_BF16;
-  const auto write = args.cache_is_int8 ? (is_bf16 ? write_token<bf16, Bf16Dot::kPack, true>
-                                                   : write_token<float, DotF32::kPack, true>)
-                                        : (is_bf16 ? write_token<bf16, 2, false>
-                                                   : write_token<float, 1, false>);
+  const auto write = args.cache_is_int8
+                         ? (is_bf16 ? write_token<bf16, Bf16Dot::kPack, true>
+                                    : write_token<float, DotF32::kPack, true>)
+                         : (is_bf16 ? write_token<bf16, 2, false> : write_token<float, 1, false>);
   for (int64_t token = begin; token < end; ++token) write(args, token);
 }

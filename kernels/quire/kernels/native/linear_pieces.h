@@ -9,7 +9,7 @@
 namespace quire {
 
 constexpr int kMaxPieceTiles = 48;  // tens of microseconds: what others may wait for at the end
-constexpr int kChunkRows = 96;  // stay in level-2 cache while panels pass
+constexpr int kChunkRows = 96;      // stay in level-2 cache while panels pass
 
 // Calls `tile(row, num_rows, panel, ahead)` for some of the tiles, of `tile_rows` rows at most;
 // panel `ahead` is wanted soon. Returns when all tiles are done.
@@ -19,7 +19,8 @@ void for_each_tile(const LinearArgs& args, Team team, int tile_rows, const Tile&
   const int64_t num_chunks = (args.num_rows + kChunkRows - 1) / kChunkRows;
   // Enough pieces that no thread waits long at the end; enough panels that they stream.
   const int64_t wanted = (16 * team.size + num_chunks - 1) / std::max<int64_t>(num_chunks, 1);
-  const int64_t most = kMaxPieceTiles * tile_rows * num_chunks / std::max<int64_t>(args.num_rows, 1);
+  const int64_t most =
+      kMaxPieceTiles * tile_rows * num_chunks / std::max<int64_t>(args.num_rows, 1);
   const int64_t panels_each = std::max<int64_t>(1, std::min(num_panels / wanted, most));
   const int64_t num_pieces = (num_panels + panels_each - 1) / panels_each * num_chunks;
   for (int64_t piece = team.stage->take(), next = 0; piece < num_pieces; piece = next) {

@@ -29,6 +29,25 @@ inline int64_t source_row(const LinearWeights& weights, int64_t panel, int colum
   return column < kLanes ? row : half + row;
 }
 
+// Notes weights that are NaN or infinite: those whose exponent is all ones. Row by row, which
+// brings the panel into the cache, from which it is then packed in another order.
+template <class T>
+void check_panel(const PackArgs& args, int64_t panel) {
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  constexpr Bits kExponent = sizeof(T) == 2 ? 0x7f80 : 0x7f800000;
+  constexpr Bits kLowest = kExponent & (~kExponent + 1);
+  Bits seen = 0;
+  for (int column = 0; column < kPanelColumns; ++column) {
+    const int64_t row = source_row(args.weights, panel, column);
+    if (row < 0) continue;
+    const Bits* bits =
+        reinterpret_cast<const Bits*>(static_cast<const T*>(args.source) + row * args.stride);
+    for (int64_t k = 0; k < args.weights.num_in; ++k)
+      seen |= static_cast<Bits>((bits[k] & kExponent) + kLowest);  // then the sign's bit
+  }
+  if (seen >> (8 * sizeof(T) - 1)) __atomic_store_n(args.is_broken, 1, __ATOMIC_RELAXED);
+}
+
 template <class T>
 void pack_bias(const PackArgs& args, int64_t panel) {
   const LinearWeights& weights = args.weights;

@@ -8,8 +8,7 @@ namespace quire {
 // The low byte of each lane.
 inline void store_low_bytes(uint8_t* at, const Vec& x) {
 #if defined(QUIRE_AVX512)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(at),
-                   _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
 #else
   uint32_t bits[kLanes];
   store(bits, x);
@@ -51,8 +50,8 @@ inline void widen(const int8_t* from, bf16* to, int64_t count) {
         _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
   };
   for (int64_t i = 0; i < count; i += 32)
-    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(floats(from + i + 16),
-                                                             floats(from + i)));
+    _mm512_storeu_si512(to + i,
+                        (__m512i)_mm512_cvtne2ps_pbh(floats(from + i + 16), floats(from + i)));
 #else
   for (int64_t i = 0; i < count; ++i) {
     const float value = from[i];

@@ -19,38 +19,42 @@ enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
 
 extern "C" {
 
-// The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at most;
-// a block 4, 8 or a multiple of 16 tokens.
+// The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at
+// most; a block 4, 8 or a multiple of 16 tokens.
 struct AttendArgs {
-  int32_t dtype;            // of q and out
-  const void* q;            // [T, H, D]; a token's heads are contiguous
+  int32_t dtype;  // of q and out
+  const void* q;  // [T, H, D]; a token's heads are contiguous
   int64_t q_stride_t;
-  void* out;                // [T, H, D], contiguous
+  void* out;  // [T, H, D], contiguous
   const void* k_cache;
   const void* v_cache;
-  const int32_t* block_tables;  // [B, ...]
+  const int32_t* block_tables;  // [B, bt_width]
   int64_t bt_stride;
+  int64_t bt_width;
   const int32_t* seq_lens;      // [B]
   const int32_t* query_starts;  // [B + 1]
+  int64_t num_tokens;
+  int32_t num_blocks;  // of the caches
   int32_t num_rows;
   int32_t num_decodes;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
   int32_t block_size;
-  float scale;              // above 0
-  int32_t cache_is_int8;    // with a scale for each token and head; else it is of `dtype`
+  float scale;            // above 0
+  int32_t cache_is_int8;  // with a scale for each token and head; else it is of `dtype`
 };
 
 struct WriteKvArgs {
-  int32_t dtype;            // of k and v
-  const void* k;            // [T, K, D]; a token's heads are contiguous
+  int32_t dtype;  // of k and v
+  const void* k;  // [T, K, D]; a token's heads are contiguous
   const void* v;
   int64_t k_stride_t;
   int64_t v_stride_t;
   void* k_cache;
   void* v_cache;
-  const int64_t* slots;     // [T]: block * block_size + offset
+  const int64_t* slots;  // [T]: block * block_size + offset
+  int32_t num_blocks;    // of the caches
   int32_t num_tokens;
   int32_t num_kv_heads;
   int32_t head_size;
@@ -58,71 +62,93 @@ struct WriteKvArgs {
   int32_t cache_is_int8;
 };
 
-void quire_attend(const AttendArgs* args);
-void quire_write_kv(const WriteKvArgs* args);
+// What is wrong with the arguments of a call that has read and written nothing else. `what` is 0
+// where nothing is; else an index of that kind, at this place of its list, is not from `least` to
+// `end` - 1.
+struct QuireRefusal {
+  int64_t what;
+  int64_t at;  // of a block id: the row of its table
+  int64_t value;
+  int64_t least;
+  int64_t end;
+};
+
+enum QuireIndex : int64_t {
+  QUIRE_TOKEN_ID = 1,
+  QUIRE_POSITION = 2,
+  QUIRE_SLOT = 3,
+  QUIRE_QUERY_START = 4,
+  QUIRE_SEQUENCE_LENGTH = 5,
+  QUIRE_BLOCK_ID = 6,
+  QUIRE_LAST_TOKEN = 7,
+};
+
+QuireRefusal quire_attend(const AttendArgs* args);
+QuireRefusal quire_write_kv(const WriteKvArgs* args);
 
 // A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp), or by `quire_pack_int8`
 // (gemm_int8.cpp).
 struct LinearWeights {
-  const void* weight;       // ceil(num_out / panel) panels of panel * num_in values
-  const float* bias;        // in the order of the panels' columns, or null
-  int64_t num_in;           // even in bfloat16
-  int64_t num_out;          // of a gated layer: gates, then as many ups
-  int32_t splits;           // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
+  const void* weight;  // ceil(num_out / panel) panels of panel * num_in values
+  const float* bias;   // in the order of the panels' columns, or null
+  int64_t num_in;      // even in bfloat16
+  int64_t num_out;     // of a gated layer: gates, then as many ups
+  int32_t splits;      // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
   int32_t gated;
   int32_t is_int8;
 };
 
 struct PackArgs {
   int32_t dtype;
-  const void* source;       // [num_out, num_in]
+  const void* source;  // [num_out, num_in]
   int64_t stride;
   const void* source_bias;  // [num_out], or null
   LinearWeights weights;    // where to write, through its pointers
+  int32_t* is_broken;       // set to 1 where a weight is NaN or infinite
 };
 
 enum LinearMode : int32_t {
-  QUIRE_STORE = 0,          // out [T, num_out] in dtype
-  QUIRE_STORE_F32 = 1,      // out [T, num_out] in float
-  QUIRE_ADD = 2,            // out [T, num_out] += the result, each rounded to dtype
-  QUIRE_GATED = 3,          // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
-  QUIRE_GREATEST = 4,       // as QUIRE_STORE_F32, but of the last `num_greedy` rows only what
-                            // `greatest.h` keeps
+  QUIRE_STORE = 0,      // out [T, num_out] in dtype
+  QUIRE_STORE_F32 = 1,  // out [T, num_out] in float
+  QUIRE_ADD = 2,        // out [T, num_out] += the result, each rounded to dtype
+  QUIRE_GATED = 3,      // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
+  QUIRE_GREATEST = 4,   // as QUIRE_STORE_F32, but of the last `num_greedy` rows only what
+                        // `greatest.h` keeps
 };
 
 struct LinearArgs {
   int32_t dtype;
   int32_t mode;
   const LinearWeights* weights;
-  const void* x;            // [T, num_in]; the stride is even in bfloat16. int8: `quire_quantize`'s
+  const void* x;  // [T, num_in]; the stride is even in bfloat16. int8: `quire_quantize`'s
   int64_t x_stride;
   void* out;
   int64_t out_stride;
   int64_t num_rows;
-  const float* x_scales;    // int8: [T, splits]
+  const float* x_scales;  // int8: [T, splits]
   int64_t num_greedy;
   quire::Greatest* greatest;  // [num_greedy], of this thread
 };
 
 // The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
 struct QuantizeArgs {
-  int32_t dtype;            // of x
-  int32_t splits;           // as the layer's
-  const void* x;            // [T, num_in]
+  int32_t dtype;   // of x
+  int32_t splits;  // as the layer's
+  const void* x;   // [T, num_in]
   int64_t x_stride;
   int64_t num_in;
   int64_t num_rows;
-  void* out;                // [T, splits, ceil(num_in / splits / 4) * 4] bytes
+  void* out;  // [T, splits, ceil(num_in / splits / 4) * 4] bytes
   int64_t out_stride;
-  float* scales;            // [T, splits]
+  float* scales;  // [T, splits]
 };
 
 struct NormArgs {
   int32_t dtype;
-  const void* x;            // [T, C]
-  const int64_t* rows;      // which of x's rows to take, or null: all
-  const void* weight;       // [C]
-  void* out;                // [T, C], contiguous
+  const void* x;        // [T, C]
+  const int64_t* rows;  // which of x's rows to take, or null: all
+  const void* weight;   // [C]
+  void* out;            // [T, C], contiguous
   int64_t num_rows;
   int64_t num_channels;
   float eps;
@@ -130,55 +156,121 @@ struct NormArgs {
 
 struct RotaryArgs {
   int32_t dtype;
-  void* x;                  // [T, heads, D]; rotated in place
+  void* x;  // [T, heads, D]; rotated in place
   int64_t x_stride_t;
-  const float* cos;         // [positions, rotary_size / 2]
+  const float* cos;  // [positions, rotary_size / 2]
   const float* sin;
   const int64_t* positions;  // [T]
   int64_t num_tokens;
   int32_t num_heads;
   int32_t head_size;
-  int32_t rotary_size;      // the first channels of a head; the rest stays
+  int32_t rotary_size;  // the first channels of a head; the rest stays
 };
 
-// One decoder layer of the Llama family.
-struct Layer {
-  const void* attention_norm;
-  const void* mlp_norm;
-  LinearWeights qkv;        // Q heads, K heads, V heads
-  LinearWeights o;
-  LinearWeights gate_up;    // gated
-  LinearWeights down;
+// What a program's operations read and write: a row for each token, or for each that is sampled.
+enum QuireBuffer : int32_t {
+  QUIRE_RESIDUAL = 0,
+  QUIRE_NORMED = 1,
+  QUIRE_QKV = 2,  // Q heads, K heads, V heads
+  QUIRE_ATTENDED = 3,
+  QUIRE_HIDDEN = 4,
+  QUIRE_PARTIAL = 5,  // in float: a rank's share of a sum, and then the sum
+  QUIRE_NUM_BUFFERS = 6,
+};
+
+enum QuireOpKind : int32_t {
+  QUIRE_EMBED = 1,
+  QUIRE_NORM = 2,
+  QUIRE_LINEAR = 3,
+  QUIRE_ROTATE_AND_WRITE = 4,
+  QUIRE_ATTEND = 5,
+  QUIRE_ADD_PARTIAL = 6,
+  QUIRE_LOGITS = 7,
+};
+
+struct EmbedOp {
+  const void* weight;  // [V, C]
+  int32_t out;         // a QuireBuffer, as are all of these
+};
+
+// RMS norm of `x`, and the input of the next layer in int8 if that is what it takes.
+struct NormOp {
+  const void* weight;
+  const LinearWeights* next;  // of int8, or null
+  int32_t x;
+  int32_t out;
+  int32_t adds_partial;  // to `x`, before
+  int32_t is_sampled;    // only the rows that are sampled
+  float eps;
+};
+
+struct LinearOp {
+  const LinearWeights* weights;
+  int32_t mode;  // a LinearMode
+  int32_t x;
+  int32_t out;
+  int32_t quantizes;  // `x`, before
+};
+
+struct RotateAndWriteOp {
+  const float* cos;  // [positions, D / 2]
+  const float* sin;
   void* k_cache;
   void* v_cache;
+  const void* q_norm;  // [D], of each head before it is rotated, or null
+  const void* k_norm;
+  int32_t x;  // Q stays there
+  float eps;
 };
 
-// Phases of a forward pass: 2 l is the attention of layer l, 2 l + 1 its MLP, 2 L the logits.
-// A rank alone runs them all in one call. One of several ranks runs one at a time, and its
-// attention and MLP leave their share of a sum in `partial`, for the caller to sum over the ranks
-// before the next phase.
+struct AttendOp {
+  const void* k_cache;
+  const void* v_cache;
+  int32_t x;
+  int32_t out;
+};
+
+// The ranks' sum, rounded as one linear layer's output, onto `out`.
+struct AddPartialOp {
+  int32_t out;
+};
+
+struct LogitsOp {
+  const LinearWeights* weights;
+  int32_t x;
+};
+
+struct Op {
+  int32_t kind;
+  union {
+    EmbedOp embed;
+    NormOp norm;
+    LinearOp linear;
+    RotateAndWriteOp rotate_and_write;
+    AttendOp attend;
+    AddPartialOp add_partial;
+    LogitsOp logits;
+  };
+};
+
+// A rank alone runs all operations of a program in one call. One of several ranks runs those up to
+// each sum over the ranks, which the caller forms in `QUIRE_PARTIAL`.
 struct ForwardArgs {
   int32_t dtype;
   int32_t num_threads;
-  int32_t first_phase;
-  int32_t end_phase;
-  int32_t is_shared;        // several ranks
+  int32_t first_op;
+  int32_t end_op;
   // The model.
-  int32_t num_layers;
-  const Layer* layers;
-  const void* embedding;    // [V, C]
-  const void* final_norm;
-  LinearWeights lm_head;
-  int64_t hidden_size;
-  int32_t num_heads;        // of this rank
+  const Op* ops;
+  int64_t vocab_size;  // of the embedding
+  int32_t num_heads;   // of this rank, in every layer
   int32_t num_kv_heads;
   int32_t head_size;
+  int32_t num_blocks;  // of every layer's caches
   int32_t block_size;
   int32_t cache_is_int8;
-  float eps;
   float scale;
-  const float* cos;         // [positions, D / 2]
-  const float* sin;
+  int64_t num_positions;  // of every rotary table
   // The step.
   int64_t num_tokens;
   const int64_t* token_ids;
@@ -186,6 +278,7 @@ struct ForwardArgs {
   const int64_t* slots;
   const int32_t* block_tables;
   int64_t bt_stride;
+  int64_t bt_width;
   const int32_t* seq_lens;
   const int32_t* query_starts;
   int32_t num_rows;
@@ -193,24 +286,20 @@ struct ForwardArgs {
   int64_t num_samples;
   const int64_t* last_tokens;  // [S]
   // Room to work in; 64-byte aligned.
-  void* residual;           // [T, C]
-  void* normed;             // [T, C]
-  void* qkv;                // [T, (H + 2 K) D]
-  void* attended;           // [T, H D]
-  void* hidden;             // [T, F]
-  float* partial;           // [T, C], where `is_shared`
-  void* quantized;          // [T, `quantized_stride`]: any layer's input in int8, where one is
+  void* buffers[QUIRE_NUM_BUFFERS];  // [T, the buffer's width]
+  int64_t widths[QUIRE_NUM_BUFFERS];
+  void* quantized;  // [T, `quantized_stride`]: any layer's input in int8, where one is
   int64_t quantized_stride;
-  float* scales;            // [T, splits] of any layer
-  int64_t num_greedy;       // the last so many of S want no logits, only
-  float* greatest;          // [num_greedy, 2]: the greatest one and its column, the first of equals
-  float* logits;            // [S - num_greedy, V of this rank]
+  float* scales;       // [T, splits] of any layer
+  int64_t num_greedy;  // the last so many of S want no logits, only
+  float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
+  float* logits;       // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {
-  const float* x;           // [S, V]
+  const float* x;  // [S, V]
   int64_t stride;
-  int64_t* out;             // [S]: the first of the greatest
+  int64_t* out;  // [S]: the first of the greatest
   int64_t num_rows;
   int64_t num_columns;
 };
@@ -224,7 +313,8 @@ void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_rms_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
-void quire_forward(const ForwardArgs* args);
+// Refused with its first operation only: the indices are the same in all of a step.
+QuireRefusal quire_forward(const ForwardArgs* args);
 // Asks for huge pages where the memory is not in use yet.
 void quire_huge_pages(void* start, int64_t size);
 

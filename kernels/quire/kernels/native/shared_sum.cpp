@@ -20,8 +20,12 @@ struct SharedGroup {
   int64_t capacity;  // bytes in a slot; a multiple of 64
   int32_t rank;
   int32_t size;
-  int64_t round;     // of this rank; begins at 0
+  int64_t round;  // of this rank; begins at 0
 };
+
+// Compared with `native_shared._Group` when a group is made.
+extern const int64_t quire_shared_group_bytes;
+const int64_t quire_shared_group_bytes = sizeof(SharedGroup);
 
 int64_t quire_shared_bytes(int32_t size, int64_t capacity);
 void quire_shared_sum(SharedGroup* group, float* x, int64_t count);
@@ -67,8 +71,7 @@ void exchange(SharedGroup* group, const void* x, int64_t num_bytes) {
 
 // Ranks [first, end) as a binary tree, so that 4 ranks add as 2 ranks of 2 would.
 Vec tree(const SharedGroup& group, int first, int end, int64_t i, int64_t left) {
-  if (end - first == 1)
-    return read(reinterpret_cast<const float*>(slot(group, first)) + i, left);
+  if (end - first == 1) return read(reinterpret_cast<const float*>(slot(group, first)) + i, left);
   const int middle = first + (end - first) / 2;
   return add(tree(group, first, middle, i, left), tree(group, middle, end, i, left));
 }

@@ -84,8 +84,7 @@ inline void store_bf16(void* at, Vec x) {
 #else
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
   const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
@@ -225,9 +224,8 @@ inline IntPart floor_part(FloatPart x) {
 // Powers below 2^-126 become 0: an exponent field of 0.
 inline Vec exponent_range(const Vec& x) { return max(x, splat(-127)); }
 inline Vec fraction(const Vec& x) {
-  return each([&](int i) {
-    return x.part[i] - __builtin_convertvector(floor_part(x.part[i]), FloatPart);
-  });
+  return each(
+      [&](int i) { return x.part[i] - __builtin_convertvector(floor_part(x.part[i]), FloatPart); });
 }
 inline Vec scale_by_floor(const Vec& p, const Vec& x) {
   return each([&](int i) { return p.part[i] * (FloatPart)((floor_part(x.part[i]) + 127) << 23); });

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <vector>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -45,7 +46,7 @@ class Stage {
 };
 
 struct Team {
-  int thread;    // 0 .. size - 1
+  int thread;  // 0 .. size - 1
   int size;
   Stage* stage;  // unused so far
 
@@ -63,9 +64,8 @@ struct Team {
   template <class Work>
   void share_rows(int64_t num_rows, const Work& work) const {
     const int64_t count = std::min<int64_t>(kRunsPerThread * size, (num_rows + 7) / 8);
-    share(count, [&](int64_t piece) {
-      work(num_rows * piece / count, num_rows * (piece + 1) / count);
-    });
+    share(count,
+          [&](int64_t piece) { work(num_rows * piece / count, num_rows * (piece + 1) / count); });
   }
 
  private:
@@ -76,7 +76,15 @@ struct Team {
 template <class Work>
 void parallel(int num_threads, const Work& work) {
   Stage stage;
-#if defined(_OPENMP)
+#if defined(__SANITIZE_THREAD__)
+  // What OpenMP's runtime does, which is not instrumented, it would take for races.
+  std::vector<std::thread> others;
+  for (int thread = 1; thread < num_threads; ++thread)
+    others.emplace_back([&, thread] { work(Team{thread, num_threads, &stage}); });
+  work(Team{0, num_threads, &stage});
+  for (std::thread& other : others) other.join();
+  return;
+#elif defined(_OPENMP)
   if (num_threads > 1) {
 #pragma omp parallel num_threads(num_threads)
     work(Team{omp_get_thread_num(), omp_get_num_threads(), &stage});

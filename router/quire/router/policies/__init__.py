@@ -1,1 +1,1 @@
-"""Routing policies: ours, and the known ones to compare it with."""
+"""Routing policies: ours, and three that know nothing of caches."""

@@ -1,44 +1,32 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost = queued + rest + (1.25 + behind) * missing + 24 * requests
+    cost   = queued + rest + (1.25 + behind) * missing + 24 * requests
+    behind = min(12, (pending + missing / 16) / fresh)
 
-all in tokens, the time in which a group prefills one, and all of one group:
+all of one group, in tokens, the time in which it prefills one:
 
-    queued    prompt tokens that it must compute first, but for what is over of its present step
-    rest      what else is left of that step: 24 for each request in it, but for what is over. A
-              prompt waits for its end, for nearly all of it in one group and no time in another
+    queued    prompt tokens that it must compute first, less what is over of its running step
+    rest      what else is left of that step: 24 for each request in it, less what is over
     missing   the prompt's own tokens that it has not cached, and will not have when it gets there
-              A quarter more than once, or waiting for a prefix that a group just computes would
-              cost as much as computing it again elsewhere
-    behind    what a token computed there costs others, later requests that start a token later:
-              (pending + missing / 16) / fresh, 12 at most, where pending is what the group must
-              compute first, all of the present step included
-    fresh     prompt tokens that no group had cached, a request's on average of late
+    behind cost of a token computed there for later requests, which start a token later
+    pending   prompt tokens that it must compute, the running step included
+    fresh     prompt tokens of a request that no group had cached: a recent mean
     requests  that share the step in which the prompt is computed
 
-``behind`` is the marginal cost of work in a queue with random arrivals: with work u it is
-u * missing + missing ** 2 / 2, for each new request waits for all work that is left, times how many
-come in a token's time. A busy group computes one request in the time of the tokens that a request
-brings, so that is one in ``fresh``; what is computed more than once is not counted, or copies would
-bring copies. Of the square an eighth is counted: whoever shares the prefix will be glad of a second
-home. So a long prefix stays where it is, even if other groups are idle, as it blocks one for all
-that follow; a short one is copied to where nobody waits; and no queue elsewhere makes a copy on an
-idle group any dearer, or requests would stay behind the queue that they form.
+``behind`` is the marginal cost of work in a queue with random arrivals: work x behind work u costs
+``u * x + x ** 2 / 2`` times the requests that come in a token's time, one in ``fresh``. The
+quadratic term is weighted 1/16 rather than 1/2, because a copy also benefits later requests. A
+missing token counts a quarter more than one, or waiting for a prefix that a group is computing
+would cost as much as computing it again elsewhere.
 
-Not for ever, though: a second home is worth having, the more so where a prefix is asked for more
-than one group can answer. A request that the prefix keeps at its home regrets what a second one
-would have saved it in another group, any of them: nothing in those that are slower, even if they
-had the prefix, and the difference in those that are faster. When that is in sum, by prefix, of
-late, four times what a copy costs (``patience``), the next request makes the copy: the rule of who
-rents skis until the rent would have bought them. Nobody regrets to wait for the prefix itself,
-which another group would compute no sooner. A prefix has the name of a block in the half behind the
-middle of what the other group lacks; whoever has it in common has at least half of that in common.
+A prefix gets a second home when one home has cost its requests too much. Each request adds to its
+prefix's regret what one more home would have saved it, on average over the other groups; waiting
+for the prefix itself does not count, since another group would compute it no sooner. When the sum
+reaches four times the cost of a copy (``patience``), the next request makes it: the rule of renting
+skis until the rent would have bought them. A prefix is named by a block in the second half of what
+the other group lacks, so that requests of one name share at least half of that.
 
-It needs no rates: every term scales with the speed of the hardware, and how long a step takes is
-learned from the group's frames (`quire.router.step_clock`). docs/decisions/0014-simulator.md,
-0018-policy.md, 0024-step-clock.md, 0025-work-behind.md, 0028-a-second-home.md,
-0029-fresh-tokens.md, 0030-patience.md, 0031-regret.md and 0032-the-worth-of-a-choice.md say what
-else was tried.
+docs/decisions/0018-routing-policy.md says why each term is there and what else was tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,12 +37,12 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from quire.router.decide import TIE_TOKENS, nearest, tied, tied_of_many
-from quire.router.loads import Loads
-from quire.router.policies.second_home import Regrets
+from quire.router.policies.decide import TIE_TOKENS, nearest, tied, tied_of_many
+from quire.router.policies.loads import Loads
+from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
+from quire.router.policies.replication import Regrets
 from quire.router.policies.simple import Forgetful
-from quire.router.policy import Column, GroupState, Reason, RouteRequest
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 N = TypeVar("N", float, Column)
 """A number of one group, or one for each of many."""
@@ -62,7 +50,7 @@ N_co = TypeVar("N_co", float, Column, covariant=True)
 
 
 class Load(Protocol[N_co]):
-    """What a group has to do, or each of many: a `GroupState`, or `Loads`."""
+    """The load of one group, or of many: a `GroupState`, or `Loads`."""
 
     @property
     def num_running(self) -> N_co: ...
@@ -84,22 +72,22 @@ class PrefixAwareConfig:
     missing: float = 1.25
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 24.0
-    """What a request slows others by, in tokens of prefill."""
+    """Delay that a request causes to others, in tokens of prefill."""
     meanwhile: float = 0.0625
     """Weight of the requests that come while the missing tokens are computed."""
     max_behind: float = 12.0
-    """Of a very long queue, later requests go elsewhere."""
+    """Upper bound: behind a very long queue, later requests go elsewhere anyway."""
     first_fresh: float = 3072.0
-    """What a request is thought to bring before any was seen; counts for `fresh_prior` requests."""
+    """Uncached tokens assumed per request at the start; counts as `fresh_prior` requests."""
     fresh_prior: int = 20
     fresh_memory: int = 200
-    """Requests after which what one brought counts for a third (1/e)."""
+    """Requests after which an observation counts for a third (1/e)."""
     min_fresh: float = 128.0
     max_fresh: float = 8192.0
     patience: float = 4.0
-    """Times what a copy costs: as much is regretted in all before it is made."""
+    """A copy is made when the summed regret reaches this many times its cost."""
     patience_memory: int = 1000
-    """Requests for each group after which what was regretted counts for a third (1/e)."""
+    """Requests per group after which a regret counts for a third (1/e)."""
 
 
 class PrefixAware(Forgetful):
@@ -183,7 +171,7 @@ class PrefixAware(Forgetful):
         return nearest(request, loads.states, ties) if is_paid else home
 
     def _work(self, load: Load[N], now_s: float) -> tuple[N, N]:
-        """What is queued, and all else that does not depend on the request."""
+        """The queued work, and all other terms that do not depend on the request."""
         queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
         num_in_step = load.num_running + load.num_waiting
         rest = self._config.request_tokens * num_in_step
@@ -220,7 +208,7 @@ class PrefixAware(Forgetful):
         return min(state.num_queued_tokens / self._fresh, self._config.max_behind)
 
     def _see(self, num_fresh: float, num_groups: int) -> None:
-        """A request brings so many tokens that no group has."""
+        """Learns from a request that brings ``num_fresh`` tokens that no group has."""
         config = self._config
         self._num_seen = min(self._num_seen + 1, config.fresh_memory)
         self._memory_age += 1 / (config.patience_memory * num_groups)
@@ -229,7 +217,7 @@ class PrefixAware(Forgetful):
 
 
 def _name(request: RouteRequest, num_held: int, num_wanted: int) -> BlockHash | None:
-    """Of what a group lacks that holds so many tokens of a prompt."""
+    """Names the prefix that a group lacks when it holds ``num_held`` tokens of the prompt."""
     begin = num_held // request.block_size
     end = min(num_wanted // request.block_size, len(request.hashes))
     if end <= begin:

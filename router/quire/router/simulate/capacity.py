@@ -1,4 +1,4 @@
-"""How fast a trace may arrive before times to first token are too long."""
+"""The highest arrival rate of a trace at which times to first token meet a target."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,20 +6,20 @@ from typing import NamedTuple
 from quire.router.simulate.result import Result
 
 
-class Capacity(NamedTuple):
+class ClusterCapacity(NamedTuple):
     speed: float
     """The fastest replay at which the 99th percentile of TTFT stays within the target."""
     result: Result | None
-    """Of that replay; None where even the slowest one tried is too slow."""
+    """The result of that replay; None where even the slowest one tried misses the target."""
 
 
 def find_capacity(
     replay: Callable[[float], Result], *, target_s: float, tolerance: float = 0.02
-) -> Capacity:
+) -> ClusterCapacity:
     """Bisects the speed, to a share of ``tolerance``.
 
-    Takes it that what holds at some speed holds at any lower one; bursts in a trace can make
-    that untrue by a few per cent.
+    It assumes that a target met at some speed is met at any lower one; bursts in a trace can
+    violate that by a few per cent.
     """
     slow, fast = 0.0, 1.0
     best: Result | None = None
@@ -36,4 +36,4 @@ def find_capacity(
             fast = middle
         else:
             slow, best = middle, result
-    return Capacity(slow if best is not None else 0.0, best)
+    return ClusterCapacity(slow if best is not None else 0.0, best)

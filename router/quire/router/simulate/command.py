@@ -11,12 +11,12 @@ from quire.router.simulate.capacity import find_capacity
 from quire.router.simulate.report import Row
 from quire.router.simulate.run import SimulationConfig, simulate
 from quire.router.simulate.trace import Trace
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to replay.
+    """The replays to run.
 
     Raises:
         ConfigError: There is nothing to replay, or a value cannot work.
@@ -101,7 +101,8 @@ def _write(sweep: Sweep, trace: Trace, rows: list[Row], output: Path, plot_forma
     picture = output.with_name(f"{output.name}.{plot_format}")
     try:
         report.plot(rows, picture, title=f"{trace.name}, {sweep.base.eviction} eviction")
-    except ConfigError as error:  # What took long is done and written.
+    # The slow part is done and written.
+    except ConfigError as error:
         print(f"no plot: {error}")
     else:
         print(f"wrote {picture}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,8 @@ class CostModel:
     num_cache_tokens: int
     """KV cache of a group of this kind."""
     shared_read: float = 1.0
-    """What attending to a token costs for each further decode that attends to the same block, as
-    a share of what it costs for the first: 1 where each reads it for itself, 0 where one reads it
-    for all."""
+    """Cost of attending to a token for each further decode that attends to the same block, relative
+    to the first: 1 if each reads it for itself, 0 if one reads it for all."""
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_token2", "per_context"):
@@ -60,18 +59,18 @@ class CostModel:
             )
 
     def prefill_ms(self, num_tokens: float) -> float:
-        """Of tokens with nothing before them."""
+        """Time for a prefill of tokens with nothing before them."""
         return self.base + (self.per_token + self.per_token2 * num_tokens) * num_tokens
 
     def decode_ms(self, num_context: float, num_shared: float = 0) -> float:
-        """Of a step whose decodes attend to so many tokens together, shared ones once for each;
-        ``num_shared`` of them behind another decode that attends to the same block."""
+        """Time for a step whose decodes attend to ``num_context`` tokens, shared ones counted once
+        for each; ``num_shared`` of them follow another decode that attends to the same block."""
         num_read = num_context - (1 - self.shared_read) * num_shared
         fill = min(num_read / self.num_cache_tokens, 1.0)
         return self.decode_base + (self.decode_linear + self.decode_quadratic * fill) * fill
 
     def slowed(self, factor: float) -> "CostModel":
-        """The same machine, so many times slower."""
+        """The same machine, slower by ``factor``."""
         return replace(
             self,
             base=self.base * factor,

@@ -1,4 +1,4 @@
-"""A cost model from what ``quire bench step`` measured on one's own machine."""
+"""Fits a cost model to the results of ``quire bench step``."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.router.simulate.cost import CostModel
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 
 class _Decodes(NamedTuple):
@@ -17,7 +17,7 @@ class _Decodes(NamedTuple):
     num_context: float
     """Tokens that they attend to, shared ones once for each."""
     num_shared: int
-    """Of these, by those after the first."""
+    """Shared tokens among these, counted for every decode after the first."""
     ms: float
 
 

@@ -1,39 +1,36 @@
-"""How a simulated gateway routes: with the router's policies, and what it knows of the groups.
+"""Simulated gateways, which route with the router's policies.
 
-Two kinds. `FlatGateway` keeps just what a policy asks for, in flat structures. `TableGateway` is
-the router's own `RoutingTable`, directory and event protocol, some ten times slower: it shows
-that the flat one leaves nothing out that matters.
+There are two kinds. `FlatGateway` keeps only the state that policies read, in flat structures.
+`TableGateway` is the router's own `RoutingTable`, directory and event protocol, about ten times
+slower; it verifies that the flat one omits nothing that matters.
 """
 
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from quire.router.config import RoutingConfig
-from quire.router.decide import PolicyOfMany, choose, choose_among_many, usable_tokens
-from quire.router.directory import Applied, BlockDirectory, GroupId, NeedsResync
-from quire.router.loads import Loads
 from quire.router.members import MANY
-from quire.router.policy import GroupState, Policy, RouteRequest
-from quire.router.sharding import Shard, ShardedDirectory, ShardMap
+from quire.router.policies.decide import PolicyOfMany, choose, choose_among_many, usable_tokens
+from quire.router.policies.loads import Loads
+from quire.router.policies.policy import GroupState, Policy, RouteRequest
+from quire.router.policies.step_clock import StepClock
+from quire.router.prefix_index.directory import GroupId, NeedsResync
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import Chain
-from quire.router.simulate.shards import ShardedLog
 from quire.router.simulate.trace import Trace
-from quire.router.step_clock import StepClock
 from quire.router.table import GroupLoad, RoutingTable
-from quire.worker.events import BlockEvent, EventBatch, EventLog
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import BlockEvent, EventBatch, EventLog
+from quire.worker.api.hashing import BlockHash
 
 
-class Gateway(Protocol):
+class SimulatedGateway(Protocol):
     def route(self, request_id: int) -> tuple[int, int]:
         """The group that takes the request, and how many tokens it is expected to find."""
 
@@ -116,7 +113,7 @@ class FlatGateway:
         return index, hits[index]
 
     def _overlap(self, chain: Chain, held: dict[int, int]) -> list[int]:
-        """What each group holds, and goes on with in flight."""
+        """The prefix that each group holds, continued by requests in flight."""
         overlap, coming, size = self._no_overlap.copy(), self._coming, len(chain)
         for bit in {**held, **coming.get(chain[0], {})} if chain else ():
             length = held.get(bit, 0)
@@ -194,40 +191,27 @@ class TableGateway:
         loss: float,
         seed: int,
         first_ordinal: int = 0,
-        shard_map: ShardMap | None = None,
     ) -> None:
-        """With a ``shard_map`` the directory is in shards, and ``logs`` are in parts."""
         self._trace = trace
         self._clock = clock
         self._lag_ms = lag_ms
         self._loss = loss
         self._rng = random.Random(seed)
-        self._logs = [log.parts if isinstance(log, ShardedLog) else (log,) for log in logs]
+        self._logs = logs
         self._index = {_name(i): i for i in range(len(logs))}
         self._groups: dict[int, Group] = {}
         self._loads: dict[int, GroupLoad] = {}  # Of each group's last frame.
-        self._late: deque[tuple[float, int, Shard, int, BlockEvent]] = deque()
-        config = RoutingConfig(stale_after_s=1e9, max_in_flight_blocks=10**8)
-        self._sharded = None
-        if shard_map is not None:
-            new_shard = partial(
-                BlockDirectory,
-                max_blocks=config.max_directory_blocks,
-                stale_after_s=config.stale_after_s,
-            )
-            self._sharded = ShardedDirectory(shard_map, new_shard=new_shard)
+        self._late: deque[tuple[float, int, int, BlockEvent]] = deque()
         self.table = RoutingTable(
             block_size=trace.block_size,
-            config=config,
+            config=RoutingConfig(stale_after_s=1e9, max_in_flight_blocks=10**8),
             clock=lambda: clock.now_ms / 1000,
-            look_up=self._sharded.longest_prefix if self._sharded else None,
             policy=policy,
             first_ordinal=first_ordinal,
         )
         self.table.update_members(self._index)
-        for index, parts in enumerate(self._logs):
-            for shard, log in enumerate(parts):
-                self._listen(index, Shard(shard), log)
+        for index, log in enumerate(logs):
+            self._listen(index, log)
 
     def route(self, request_id: int) -> tuple[int, int]:
         now_ms = self._clock.now_ms
@@ -239,7 +223,8 @@ class TableGateway:
                 load = self._loads[index]
                 if load.num_steps is not None and step > load.num_steps:
                     self._clock.now_ms = began_ms
-                    # What has come since, from another gateway, only a later frame can show.
+                    # Only a later frame can show requests that have come since from another
+                    # gateway.
                     self._tell_load(index, replace(load, num_steps=step))
         self._clock.now_ms = now_ms
         decision = self.table.route(
@@ -272,29 +257,23 @@ class TableGateway:
     def finished(self, request_id: int, index: int) -> None:
         self.table.completed(str(request_id))
 
-    def _listen(self, index: int, shard: Shard, log: EventLog) -> None:
+    def _listen(self, index: int, log: EventLog) -> None:
         def on_event(seq: int, event: BlockEvent) -> None:
             if self._rng.random() < self._loss:
                 return
             if self._lag_ms:
-                self._late.append((self._clock.now_ms + self._lag_ms, index, shard, seq, event))
+                self._late.append((self._clock.now_ms + self._lag_ms, index, seq, event))
             else:
-                self._apply(index, shard, seq, event)
+                self._apply(index, seq, event)
 
         log.subscribe(on_event)
 
-    def _apply(self, index: int, shard: Shard, seq: int, event: BlockEvent) -> None:
-        log = self._logs[index][shard]
+    def _apply(self, index: int, seq: int, event: BlockEvent) -> None:
+        log = self._logs[index]
         batch = EventBatch(epoch=log.epoch, first_seq=seq, events=(event,))
-        answer = self._tell(index, shard, batch)
+        answer = self.table.apply_events(_name(index), batch)
         if isinstance(answer, NeedsResync):
-            self._tell(index, shard, log.since(answer.next_seq))
-
-    def _tell(self, index: int, shard: Shard, batch: EventBatch) -> Applied | NeedsResync:
-        if self._sharded is None:
-            return self.table.apply_events(_name(index), batch)
-        now_s = self._clock.now_ms / 1000
-        return self._sharded.apply(_name(index), batch, shard=shard, now_s=now_s)
+            self.table.apply_events(_name(index), log.since(answer.next_seq))
 
 
 def _name(index: int) -> GroupId:

@@ -11,10 +11,10 @@ from heapq import heappop, heappush
 
 from quire.router.simulate.attended import Attended
 from quire.router.simulate.cost import CostModel
-from quire.router.simulate.engine_config import EngineConfig
+from quire.router.simulate.engine_config import SimulatedEngine
 from quire.router.simulate.pool import Chain, Pool
 from quire.router.simulate.trace import Trace
-from quire.worker.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash
 
 
 class Group:
@@ -25,7 +25,7 @@ class Group:
         *,
         trace: Trace,
         cost: CostModel,
-        config: EngineConfig,
+        config: SimulatedEngine,
         pool: Pool,
         on_first_token: Callable[[int, int], None],
         on_finish: Callable[[int], None],
@@ -61,7 +61,7 @@ class Group:
         self._blocks_of_step: list[BlockHash] = []
         self._num_end_tokens = 0
         self.num_prompt_tokens = 0
-        """Of requests that began to run; so are the hits among them."""
+        """Prompt tokens of requests that began to run; hits count the same requests."""
         self.num_hit_tokens = 0
         self.num_output_tokens = 0
         self.wake_at: float | None = None
@@ -203,7 +203,7 @@ class Group:
                 step_ms += cost.decode_ms(self._num_context, num_shared)
             self._num_steps = 1
         elif decodes:
-            # What comes and goes elsewhere changes how long they take: then one at a time.
+            # Activity of other groups changes the length of steps: run them one at a time.
             self._num_steps = 1 if self._slowdown is not None else decodes[0][0] - self._step
             # Each step attends to one token more of each sequence: take the middle one's time.
             num_context = self._num_context + self._num_steps * len(decodes) / 2
@@ -237,7 +237,8 @@ class Group:
                     del self._missing[request_id]
                 computed = num_hits * size
                 seemed_computed = self._num_input[request_id] - missing
-                if computed < seemed_computed:  # What it would have found is gone.
+                # The prefix that it would have found is gone.
+                if computed < seemed_computed:
                     gone = self._chains[request_id][num_hits : seemed_computed // size]
                     self._lacked.update(gone)
             elif begun:

@@ -1,7 +1,7 @@
-"""What gateways hear of the groups' blocks: a flat stand-in for the block directory.
+"""A flat stand-in for the block directory in the simulator.
 
 A mask of groups per block, kept up to date by the groups' events, late and with losses if so
-configured. It has no sequence numbers: what is lost stays lost, which the real directory would
+configured. It has no sequence numbers: a lost event stays lost, which the real directory would
 notice and repair.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.pool import Chain
-from quire.worker.events import EventLog
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash
 
 
 class Holders:

@@ -1,23 +1,23 @@
 """A group's blocks: a plain least-recently-used pool that is fast, and the worker's real one.
 
-Blocks are named as their tokens are scheduled. Those behind the prompt never are, for traces do
-not say what was answered.
+Blocks are named as their tokens are scheduled. Blocks of answers are never named, because traces do
+not contain answers.
 """
 
 from collections import OrderedDict
 from itertools import islice
 from typing import Protocol
 
-from quire.worker.blocks import BlockId, BlockPool
-from quire.worker.events import EventLog
-from quire.worker.eviction import PolicyFactory
-from quire.worker.hashing import BlockHash
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.eviction import PolicyFactory
 
 Chain = tuple[BlockHash, ...]
 
 
 class Pool(Protocol):
-    """What a simulated group needs of its blocks."""
+    """The block pool that a simulated group needs."""
 
     num_blocks: int
 

@@ -1,4 +1,4 @@
-"""What ``quire simulate`` prints, writes and draws."""
+"""Output of ``quire simulate``: table, JSON and plot."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.router.simulate.result import Result
-from quire.worker.errors import ConfigError
+from quire.worker.api.errors import ConfigError
 
 _COLOURS = ("#1f5fa8", "#d1661a", "#2f8a4c", "#8a4fa0", "#8c6d1f", "#5b6770")
 _LINES = ("-", "--", ":", "-.")

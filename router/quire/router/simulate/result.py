@@ -1,4 +1,4 @@
-"""What came of a simulation: a column per quantity, and what is said of them."""
+"""The result of a simulation: a column per quantity, and summaries."""
 
 import hashlib
 from collections.abc import Sequence

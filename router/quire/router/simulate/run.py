@@ -11,33 +11,23 @@ from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Literal, get_args
 
-from quire.router.policies.catalog import POLICIES
-from quire.router.policy import Policy
+from quire.router.simulate.baselines import SIMULATED_POLICIES
 from quire.router.simulate.clock import Clock
 from quire.router.simulate.cost import PRESETS, CostModel
-from quire.router.simulate.engine_config import EngineConfig
-from quire.router.simulate.gate import Gate
-from quire.router.simulate.gateway import FlatGateway, Gateway, TableGateway
+from quire.router.simulate.engine_config import SimulatedEngine
+from quire.router.simulate.gateway import FlatGateway, SimulatedGateway, TableGateway
 from quire.router.simulate.group import Group
 from quire.router.simulate.holders import Holders
 from quire.router.simulate.pool import LruPool, Pool, WorkerPool
 from quire.router.simulate.result import Result
-from quire.router.simulate.shards import ShardedHolders, ShardedLog, Sharding
 from quire.router.simulate.trace import Trace
-from quire.router.table import RoutingTable
-from quire.worker.errors import ConfigError
-from quire.worker.events import EventLog
-from quire.worker.eviction import LowestUtility, PolicyFactory
-from quire.worker.eviction_baselines import S3Fifo, by_score, lru
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.events import EventLog
+from quire.worker.cache.eviction import LowestUtility
 
-Eviction = Literal["plain-lru", "lru", "s3fifo", "utility"]
-EVICTION_POLICIES: dict[str, PolicyFactory] = {
-    "lru": by_score(lru),
-    "s3fifo": S3Fifo,
-    "utility": LowestUtility,
-}
+Eviction = Literal["plain-lru", "utility"]
 _ORDINALS_APART = 1_000_003
-"""Of the first requests of two gateways, which so draw different lots."""
+"""Distance between the first ordinals of two gateways, so that their draws differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,30 +41,29 @@ class SimulationConfig:
     """Requests go to them in turn. Each knows only of its own requests until frames show them."""
     policy: str = "prefix_aware"
     cost: CostModel = PRESETS["h100-8b"]
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: SimulatedEngine = field(default_factory=SimulatedEngine)
     eviction: Eviction = "plain-lru"
-    """``plain-lru`` is the fast pool; the others are the engine's block pool."""
+    """``plain-lru`` is the fast pool; ``utility`` is the engine's block pool and policy."""
     event_lag_ms: float = 0.0
     event_loss: float = 0.0
     """The share of block events that never arrive."""
     slow_factor: float = 1.0
-    """Every fourth group is so many times slower than the others, and nobody is told."""
+    """Every fourth group is slower than the others by this factor, and the router is not told."""
     use_table: bool = False
     """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
-    num_directory_shards: int = 1
-    """Keep the directory in so many parts, each with chains of its own."""
     contention: float = 0.0
     """How much longer a step takes for each other group that computes as it begins, as a share of
     the step: groups that share cores."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICIES)}")
+        if self.policy not in SIMULATED_POLICIES:
+            names = ", ".join(SIMULATED_POLICIES)
+            raise ConfigError(f"policy={self.policy!r}: must be one of {names}")
         if self.eviction not in get_args(Eviction):
             names = ", ".join(get_args(Eviction))
             raise ConfigError(f"eviction={self.eviction!r}: must be one of {names}")
-        for name in ("num_groups", "num_gateways", "slow_factor", "num_directory_shards"):
+        for name in ("num_groups", "num_gateways", "slow_factor"):
             if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         for name in ("event_lag_ms", "contention"):
@@ -84,7 +73,6 @@ class SimulationConfig:
             raise ConfigError(f"event_loss={self.event_loss!r}: must be at least 0 and below 1")
 
 
-MakeGate = Callable[[Trace, Clock, RoutingTable], Gate]
 MakePool = Callable[[EventLog], Pool]
 
 
@@ -92,32 +80,19 @@ def simulate(
     trace: Trace,
     config: SimulationConfig,
     *,
-    make_gate: MakeGate | None = None,
-    make_policy: Callable[[], Policy] | None = None,
     make_pool: MakePool | None = None,
 ) -> Result:
-    """``make_gate``: who lets requests go to groups, at each gateway; without it all go at once.
-
-    ``make_policy``: one to try instead of the configuration's, at each gateway; so is
-    ``make_pool`` at each group, which says in the log what comes and goes.
+    """``make_pool``: a pool to try instead of the configuration's, at each group; it says in the
+    log what comes and goes.
 
     Raises:
-        ConfigError: A request of the trace does not fit into a group's cache, or gates are asked
-            for without ``use_table``, or the trace's blocks cannot be told to shards.
+        ConfigError: A request of the trace does not fit into a group's cache.
     """
-    make_policy = make_policy or POLICIES[config.policy]
-    return _Simulation(trace, config, make_gate, make_policy, make_pool).run()
+    return _Simulation(trace, config, make_pool).run()
 
 
 class _Simulation:
-    def __init__(
-        self,
-        trace: Trace,
-        config: SimulationConfig,
-        make_gate: MakeGate | None,
-        make_policy: Callable[[], Policy],
-        make_pool: MakePool | None,
-    ) -> None:
+    def __init__(self, trace: Trace, config: SimulationConfig, make_pool: MakePool | None) -> None:
         self._trace = trace
         self._config = config
         self._clock = Clock()
@@ -127,15 +102,14 @@ class _Simulation:
         self._group_of = [0] * size
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
-        self._gateways, logs = self._build_gateways(make_policy)
-        self._gates = self._build_gates(make_gate)
+        self._gateways, logs = self._build_gateways()
         pools = [(make_pool or self._build_pool)(log) for log in logs]
         self._groups = [self._build_group(index, pool) for index, pool in enumerate(pools)]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
 
     def run(self) -> Result:
         """Arrivals and ends of steps in the order of time; an end goes first."""
-        trace, clock, groups, gates = self._trace, self._clock, self._groups, self._gates
+        trace, clock, groups = self._trace, self._clock, self._groups
         arrivals, num_requests = trace.arrival_ms, len(trace)
         ends = self._ends
         request_id = 0
@@ -153,17 +127,11 @@ class _Simulation:
                 group.begin(now)
                 if group.wake_at is not None:
                     heappush(ends, (group.wake_at, index))
-                # The next step does not wait for what its gateways make of the last one.
-                for gate in gates:
-                    gate.frame(index, group)
-                    for released in gate.release():
-                        self._send(released)
                 continue
             if request_id == num_requests:
                 break
             clock.now_ms = arrival
-            if not gates or gates[request_id % len(gates)].offer(request_id):
-                self._send(request_id)
+            self._send(request_id)
             request_id += 1
         return self._result()
 
@@ -171,8 +139,6 @@ class _Simulation:
         index, predicted = self._gateway_of(request_id).route(request_id)
         self._group_of[request_id] = index
         self._predicted[request_id] = predicted
-        if self._gates:
-            self._gate_of(request_id).routed(request_id)
         group = self._groups[index]
         before = group.wake_at
         group.add(request_id, self._clock.now_ms)
@@ -183,40 +149,26 @@ class _Simulation:
         self._first_ms[request_id] = self._clock.now_ms
         self._hit[request_id] = num_hit_tokens
         self._gateway_of(request_id).started(request_id, self._group_of[request_id], num_hit_tokens)
-        if self._gates:
-            self._gate_of(request_id).started(request_id)
 
     def _finish(self, request_id: int) -> None:
         self._last_ms[request_id] = self._clock.now_ms
         self._gateway_of(request_id).finished(request_id, self._group_of[request_id])
-        if self._gates:
-            self._gate_of(request_id).finished(request_id)
-
-    def _gate_of(self, request_id: int) -> Gate:
-        return self._gates[request_id % len(self._gates)]
 
     def _slowdown(self, index: int) -> float:
         others = (group for number, group in enumerate(self._groups) if number != index)
         num_computing = sum(group.wake_at is not None for group in others)
         return 1.0 + self._config.contention * num_computing
 
-    def _gateway_of(self, request_id: int) -> Gateway:
+    def _gateway_of(self, request_id: int) -> SimulatedGateway:
         return self._gateways[request_id % len(self._gateways)]
 
-    def _build_gateways(
-        self, make_policy: Callable[[], Policy]
-    ) -> tuple[list[Gateway], list[EventLog]]:
+    def _build_gateways(self) -> tuple[list[SimulatedGateway], list[EventLog]]:
+        make_policy = SIMULATED_POLICIES[self._config.policy]
         config, trace, clock = self._config, self._trace, self._clock
         lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
         numbers = range(config.num_gateways)
-        sharding = None
-        if config.num_directory_shards > 1:
-            sharding = Sharding.of(trace, num_shards=config.num_directory_shards)
         if config.use_table:
-            logs = [
-                EventLog(epoch=1) if sharding is None else ShardedLog(epoch=1, sharding=sharding)
-                for _ in range(config.num_groups)
-            ]
+            logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
             return [
                 TableGateway(
                     trace=trace,
@@ -227,12 +179,10 @@ class _Simulation:
                     loss=loss,
                     seed=seed + number,
                     first_ordinal=number * _ORDINALS_APART,
-                    shard_map=sharding.map if sharding else None,
                 )
                 for number in numbers
             ], logs
-        make_holders = Holders if sharding is None else partial(ShardedHolders, sharding=sharding)
-        holders = make_holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
+        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
         return [
             FlatGateway(
                 trace=trace,
@@ -245,23 +195,15 @@ class _Simulation:
             for number in numbers
         ], [holders.log_of(index) for index in range(config.num_groups)]
 
-    def _build_gates(self, make_gate: MakeGate | None) -> list[Gate]:
-        if make_gate is None:
-            return []
-        tables = [each.table for each in self._gateways if isinstance(each, TableGateway)]
-        if not tables:
-            raise ConfigError("use_table=False: gates look at what is in the table, set it")
-        return [make_gate(self._trace, self._clock, table) for table in tables]
-
     def _build_pool(self, log: EventLog) -> Pool:
-        num_blocks, eviction = self._num_blocks, self._config.eviction
-        if eviction == "plain-lru":
+        num_blocks = self._num_blocks
+        if self._config.eviction == "plain-lru":
             return LruPool(num_blocks=num_blocks, log=log)
         return WorkerPool(
             num_blocks=num_blocks,
             block_size=self._trace.block_size,
             log=log,
-            policy=EVICTION_POLICIES[eviction],
+            policy=LowestUtility,
         )
 
     def _build_group(self, index: int, pool: Pool) -> Group:

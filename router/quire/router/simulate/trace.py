@@ -1,4 +1,4 @@
-"""What is asked when: requests as flat columns, in order of arrival."""
+"""A request trace as flat columns, in order of arrival."""
 
 import random
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
-from quire.worker.errors import ConfigError
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import BlockHash
 
 
 class Row(NamedTuple):
@@ -79,11 +79,12 @@ class Trace:
         return Trace.of(self.rows[:num_requests], name=self.name, block_size=self.block_size)
 
     def at_speed(self, speed: float) -> "Trace":
-        """The same requests, arriving so many times as fast."""
+        """The same requests, arriving ``speed`` times as fast."""
         return replace(self, arrival_ms=[arrival / speed for arrival in self.arrival_ms])
 
     def spread(self, *, seed: int, within_ms: float) -> "Trace":
-        """Each arrival put off by up to ``within_ms``: for clocks that are so coarse."""
+        """Each arrival delayed by a random time up to ``within_ms``, for traces with coarse
+        clocks."""
         rng = random.Random(seed)
         rows = [
             row._replace(arrival_ms=row.arrival_ms + rng.random() * within_ms) for row in self.rows

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.router.simulate.trace import Row, Trace
-from quire.worker.errors import ConfigError
-from quire.worker.hashing import BlockHash
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import BlockHash
 
 MOONCAKE_BLOCK_SIZE = 512
 

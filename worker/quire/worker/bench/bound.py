@@ -16,8 +16,8 @@ To that comes what steps and decodes cost, fitted to the steps without prompts o
 caching: reading one copy of a prefix for many sequences can be a good deal cheaper than reading
 many, and that is not what the hit rate bounds. The bound is the uncached time divided by the sum.
 
-What keeps a real cache below it: looking prefixes up, and prefill that is slower behind a cached
-prefix or in steps that it does not fill. What can take it above: noise.
+A real cache stays below it because of prefix look-ups, and because prefill is slower behind a
+cached prefix or in steps that it does not fill. Noise can lift a measurement above it.
 """
 
 from collections.abc import Iterable, Sequence

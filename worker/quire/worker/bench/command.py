@@ -10,6 +10,7 @@ from quire.worker.bench import plot, report
 from quire.worker.bench.summary import Row, summarize
 from quire.worker.bench.sweep import SweepConfig, run_sweep
 from quire.worker.bench.workload import Workload
+from quire.worker.model.hub import model_name
 
 PlotFormat = Literal["png", "svg"]
 
@@ -43,7 +44,7 @@ def _sweep(config: SweepConfig, workload: Workload) -> list[Row]:
 
 
 def _title(config: SweepConfig, workload: Workload) -> str:
-    return f"{config.engine.model.resolve().name}, {workload.title}"
+    return f"{model_name(config.engine.model)}, {workload.title}"
 
 
 def _finish(

@@ -2,13 +2,18 @@
 
 import numpy as np
 
-from quire.worker import model_runner, rank, tensor_parallel
 from quire.worker.bench.stopwatch import replaced
-from quire.worker.step import StepInput, StepOutput
+from quire.worker.model import tensor_parallel
+from quire.worker.ranks import rank
+from quire.worker.runner import model_runner
+from quire.worker.step.late_tokens import Done, Pending
+from quire.worker.step.messages import StepInput, StepOutput
 
 
 class EchoRunner:
-    """In the place of a `quire.worker.model_runner.ModelRunner`."""
+    """In the place of a `quire.worker.runner.model_runner.ModelRunner`."""
+
+    numerics = ""
 
     def __init__(self, config: object, *, device: object, tp: int) -> None:
         self._rank = tp
@@ -19,10 +24,10 @@ class EchoRunner:
     def allocate(self, num_blocks: int) -> None:
         """Nothing is kept."""
 
-    def execute(self, step: StepInput) -> StepOutput | None:
+    def launch(self, step: StepInput) -> Pending | None:
         if self._rank:
             return None
-        return StepOutput(np.zeros(len(step.sample_rows_S), np.int64))
+        return Done(StepOutput(np.zeros(len(step.samples_S), np.int64)))
 
 
 def main() -> None:

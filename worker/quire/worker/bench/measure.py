@@ -1,4 +1,4 @@
-"""One run of a workload through an engine, and everything that can be told of it afterwards.
+"""One run of a workload through an engine, and its measurements.
 
 Time is that spent in `Engine.add_request` and `Engine.step`: reading the statistics between the
 steps is not counted. Each run has an engine of its own, so it begins with an empty cache; the
@@ -10,19 +10,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.events import BlockEvent, BlocksRemoved
+from quire.worker.api.hashing import TokenIds, as_token_ids
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench.workload import Workload
-from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
-from quire.worker.events import BlockEvent, BlocksRemoved
-from quire.worker.hashing import TokenIds, as_token_ids
-from quire.worker.model_facts import ModelFacts
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import Executor, StepInput, StepOutput
+from quire.worker.model.facts import ModelFacts
+from quire.worker.step.messages import Executor, StepInput, StepOutput
 
 
 class StepSample(NamedTuple):
-    """What one step computed, and how long it took, scheduling and bookkeeping included."""
+    """The work of one step, and its time, scheduling and bookkeeping included."""
 
     num_prefill_tokens: int
     num_attended: int
@@ -33,7 +33,7 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one run of a workload did and cost."""
+    """The results of one run of a workload."""
 
     seconds: float
     steps: tuple[StepSample, ...]
@@ -43,7 +43,7 @@ class Run:
     """From each request's submission to its first token, the wait in the queue included."""
     outputs: tuple[TokenIds, ...]
     hits: tuple[int, ...]
-    """Of each request, the prompt tokens found in the cache."""
+    """Prompt tokens found in the cache, for each request."""
     num_prompt_tokens: int
     num_hit_tokens: int
     num_output_tokens: int
@@ -69,6 +69,7 @@ class ExecutorView:
         assert num_blocks <= executor.num_blocks
         self._executor = executor
         self.num_blocks = num_blocks
+        self.numerics = executor.numerics
         self.num_prefill_tokens = 0
         self.num_attended = 0
         self.num_decodes = 0
@@ -104,10 +105,10 @@ def run_workload(
     engine = Engine(config, facts, view)
     evictions = _EvictionCount(engine)
     requests = [
-        Request(
+        Prepared(
             request_id=str(index),
             prompt_token_ids=item.token_ids,
-            params=SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True),
+            sampling=SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True),
         )
         for index, item in enumerate(workload.items)
     ]

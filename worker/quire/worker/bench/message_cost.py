@@ -1,15 +1,16 @@
-"""What it costs to hand a step to the ranks and to get its tokens back, without any work."""
+"""The cost of sending a step to the ranks and its tokens back, without a model."""
 
 import time
 from collections.abc import Callable
 
 import numpy as np
 
-from quire.worker import rank_process
+from quire.worker.api.config import EngineConfig
 from quire.worker.bench.stopwatch import replaced
-from quire.worker.config import EngineConfig
-from quire.worker.process_executor import ProcessExecutor
-from quire.worker.step import Executor, SamplingBatch, StepInput
+from quire.worker.ranks import process as rank_process
+from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.step.messages import Executor, StepInput
+from quire.worker.step.sampling_batch import SamplingBatch
 
 _PAUSE_S = 0.002
 """Between two steps, so that the ranks sleep as they do while an engine has none for them."""
@@ -53,7 +54,7 @@ def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
         seq_lens_B=ints,
         query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
         num_decodes=num_rows,
-        sample_rows_S=ints,
+        samples_S=ints,
         sampling=SamplingBatch(
             temperature_S=floats,
             top_p_S=floats,

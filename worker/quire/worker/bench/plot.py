@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from quire.worker.api.errors import ConfigError
 from quire.worker.bench.summary import Row
-from quire.worker.errors import ConfigError
 
 INSTALL = "pip install matplotlib"
 

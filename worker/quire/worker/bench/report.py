@@ -1,4 +1,4 @@
-"""What a sweep prints, and what it writes as JSON."""
+"""The table and the JSON file of a sweep."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quire.worker.api.errors import ConfigError
 from quire.worker.bench.summary import Figures, Row
-from quire.worker.errors import ConfigError
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -90,7 +90,7 @@ def block_size_table(rows: Sequence[Row]) -> str:
 
 
 def closing_lines(rows: Sequence[Row]) -> list[str]:
-    """What the table's words mean, and whether caching changed any token."""
+    """The meaning of the table's terms, and whether caching changed any token."""
     lines = [
         "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts",
         "lost: prompt tokens that such a cache misses because a prefix ends inside a block",
@@ -111,7 +111,7 @@ def closing_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def check_writable(output: Path) -> None:
-    """Refuses before anything is measured what could not be written after it.
+    """Checks, before anything is measured, that the results can be written.
 
     Raises:
         ConfigError: ``output`` is in no folder.

@@ -7,14 +7,20 @@ whole step, be it prepared before or while the one before it runs.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.worker import engine, executor, process_executor
+from quire.worker import engine
 from quire.worker.bench.stopwatch import Stopwatch, Target
-from quire.worker.model_runner import ModelRunner
-from quire.worker.scheduler import Scheduler
-from quire.worker.step import StepInput, StepOutput
-from quire.worker.step_input import StepInputs
+from quire.worker.ranks import executor, process_executor
+from quire.worker.runner.model_runner import ModelRunner
+from quire.worker.schedule.scheduler import Scheduler
+from quire.worker.schedule.step_input import StepInputs
+from quire.worker.step.messages import StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.worker.step.late_tokens import Pending
 
 SCHEDULE = "schedule"
 PREPARE = "input preparation"
@@ -35,7 +41,7 @@ ENGINE_PARTS = (SCHEDULE, PREPARE, WRITE, SEND, WAIT, RECEIVE, TOKENS, REST)
 RANK_PARTS = (IDLE, TO_DEVICE, FORWARD, SAMPLE, RANK_REST)
 """Both in the order in which a step goes through them."""
 
-Execute = Callable[[ModelRunner, StepInput], StepOutput | None]
+Launch = Callable[[ModelRunner, StepInput], "Pending | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class ProfiledStepOutput(StepOutput):
 
 
 def engine_targets() -> list[Target]:
-    """What the engine's own process does."""
+    """Timed parts of the engine's own process."""
     ranks = process_executor.ProcessExecutor
     return [
         Target(engine.Engine, "step", REST),
@@ -64,15 +70,15 @@ def engine_targets() -> list[Target]:
 
 
 def rank_targets() -> list[Target]:
-    """What a rank does, be it in the engine's process or in one of its own."""
+    """Timed parts of a rank, in the engine's process or in its own."""
     import torch
 
-    from quire.worker import model_runner
+    from quire.worker.runner import model_runner
 
-    # A GPU goes on after the call returns; whoever waits for it first would be charged for it.
+    # A GPU goes on after the call returns; the first part that waits for it would be charged.
     finish = torch.cuda.synchronize if torch.cuda.is_available() else None
     return [
-        Target(ModelRunner, "execute", RANK_REST),
+        Target(ModelRunner, "launch", RANK_REST),
         Target(ModelRunner, "_to_device", TO_DEVICE),
         Target(ModelRunner, "forward", FORWARD, finish),
         Target(ModelRunner, "_forward_and_choose", FORWARD, finish),
@@ -81,26 +87,45 @@ def rank_targets() -> list[Target]:
     ]
 
 
-def profiled(execute: Execute, stopwatch: Stopwatch) -> Execute:
-    """``execute``, whose parts ``stopwatch`` times, with the times in its output."""
+@dataclass(frozen=True, slots=True)
+class ProfiledPending:
+    """A step that was launched, and what rank 0 spent on it."""
+
+    pending: "Pending"
+    times_ns: dict[str, int]
+
+    @property
+    def token_ids_S(self) -> "Tensor":
+        return self.pending.token_ids_S
+
+    def wait(self) -> StepOutput:
+        return _with_times(self.pending.wait(), self.times_ns)
+
+
+def profiled(launch: Launch, stopwatch: Stopwatch) -> Launch:
+    """``launch``, whose parts ``stopwatch`` times, with the times in the step's output."""
     ended_ns = time.perf_counter_ns()
 
-    def profiled_execute(runner: ModelRunner, step: StepInput) -> StepOutput | None:
+    def profiled_launch(runner: ModelRunner, step: StepInput) -> "Pending | None":
         nonlocal ended_ns
         idle_ns = time.perf_counter_ns() - ended_ns
-        output = execute(runner, step)
+        pending = launch(runner, step)
         times_ns = {IDLE: idle_ns, **stopwatch.take()}
         ended_ns = time.perf_counter_ns()
-        if output is None:
-            return None
-        return ProfiledStepOutput(output.token_ids_S, output.logprobs, times_ns)
+        return None if pending is None else ProfiledPending(pending, times_ns)
 
-    return profiled_execute
+    return profiled_launch
+
+
+def _with_times(output: StepOutput, times_ns: dict[str, int]) -> ProfiledStepOutput:
+    return ProfiledStepOutput(
+        output.token_ids_S, output.logprobs, output.broken_rows, times_ns=times_ns
+    )
 
 
 def write_profiled(output: StepOutput, slot: Any) -> object:
-    """`quire.worker.step_codec.write_output`, with the times in the message."""
-    from quire.worker.step_codec import write_output
+    """`quire.worker.step.codec.write_output`, with the times in the message."""
+    from quire.worker.step.codec import write_output
 
     assert isinstance(output, ProfiledStepOutput)
     return write_output(output, slot), output.times_ns
@@ -108,8 +133,7 @@ def write_profiled(output: StepOutput, slot: Any) -> object:
 
 def read_profiled(slot: Any, message: Any) -> StepOutput:
     """The other end."""
-    from quire.worker.step_codec import read_output
+    from quire.worker.step.codec import read_output
 
     logprobs, times_ns = message
-    output = read_output(slot, logprobs)
-    return ProfiledStepOutput(output.token_ids_S, output.logprobs, times_ns)
+    return _with_times(read_output(slot, logprobs), times_ns)

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.worker import process_executor, rank_process
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import TokenIds
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench.message_cost import time_messages
 from quire.worker.bench.report import check_writable, write_json
 from quire.worker.bench.step_parts import (
@@ -26,17 +30,15 @@ from quire.worker.bench.step_parts import (
 )
 from quire.worker.bench.step_times import StepProfile, step_profile, step_table
 from quire.worker.bench.stopwatch import Stopwatch, replaced
-from quire.worker.config import EngineConfig
 from quire.worker.engine import Engine
-from quire.worker.errors import ConfigError
-from quire.worker.executor import make_executor
-from quire.worker.hashing import TokenIds
-from quire.worker.model_config import read_model_config
-from quire.worker.model_facts import ModelFacts
-from quire.worker.model_runner import ModelRunner
-from quire.worker.request import Request
-from quire.worker.sampling_params import SamplingParams
-from quire.worker.step import Executor, StepInput, StepOutput
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.hub import model_name
+from quire.worker.ranks import process as rank_process
+from quire.worker.ranks import process_executor
+from quire.worker.ranks.executor import make_executor
+from quire.worker.runner.model_runner import ModelRunner
+from quire.worker.step.messages import Executor, StepInput, StepOutput
 
 _WARM_UP_STEPS = 5
 _DECODES_PER_CHUNK = 5
@@ -57,7 +59,7 @@ class StepProfileConfig:
     context: int = 256
     """Prompt tokens of each of them."""
     shared_context: int = 0
-    """The first so many of those are the same in all, and so are their blocks."""
+    """Number of leading prompt tokens that are the same in all, and so in the same blocks."""
     chunk: int = 512
     """Tokens of the prefill step."""
     num_steps: int = 100
@@ -75,7 +77,7 @@ class StepProfileConfig:
                 f"shared_context={shared}: must be full blocks, a multiple of block_size={size}, "
                 f"and less than context={self.context}"
             )
-        longest = read_model_config(self.engine.model).max_position_embeddings
+        longest = read_model_spec(self.engine.model).max_positions
         if self.max_model_len > longest:
             raise ConfigError(
                 f"context={self.context} + num_steps={self.num_steps}, or chunk={self.chunk}, is "
@@ -105,7 +107,7 @@ def bench_step(config: StepProfileConfig, *, output: Path) -> int:
     for is_async in modes:
         profiles += profile_steps(config, is_async=is_async)
         prepared = "while the one before it runs" if is_async else "when the one before it has run"
-        print(f"\n{config.engine.model.resolve().name}, each step prepared {prepared}: ", end="")
+        print(f"\n{model_name(config.engine.model)}, each step prepared {prepared}: ", end="")
         print("microseconds, median and p99\n")
         print(step_table([profile for profile in profiles if profile.is_async == is_async]))
     rows: list[object] = [*profiles]
@@ -157,8 +159,8 @@ def _profiled_ranks(config: EngineConfig) -> Iterator[None]:
         return
     stopwatch = Stopwatch()  # of its own: the rank may be in a thread of its own
     with stopwatch.watching(*rank_targets()):
-        execute = profiled(ModelRunner.execute, stopwatch)
-        with replaced(ModelRunner, "execute", execute):
+        launch = profiled(ModelRunner.launch, stopwatch)
+        with replaced(ModelRunner, "launch", launch):
             yield
 
 
@@ -169,6 +171,7 @@ class _Listening:
         self._executor = executor
         self.num_blocks = executor.num_blocks
         self.num_ahead = executor.num_ahead
+        self.numerics = executor.numerics
         self.times_ns: dict[str, int] = {}
 
     def submit(self, step: StepInput) -> None:
@@ -225,7 +228,8 @@ class _Profiler:
     def _profile(
         self, engine: Engine, kind: str, times_ns: Sequence[dict[str, int]]
     ) -> StepProfile:
-        while engine.has_work:  # What it has submitted must not be left to the next one.
+        # Its submitted steps must not be left to the next run.
+        while engine.has_work:
             engine.step()
         is_async = self._executor.num_ahead > 0
         return step_profile(kind, times_ns[_WARM_UP_STEPS:], is_async=is_async)
@@ -237,10 +241,10 @@ class _Profiler:
         return self._rng.integers(self._facts.vocab_size, size=number, dtype=np.uint32)
 
     def _add(self, engine: Engine, tokens: TokenIds, *, max_tokens: int) -> None:
-        request = Request(
+        request = Prepared(
             request_id=str(self._rng.integers(2**62)),
             prompt_token_ids=tokens,
-            params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
         engine.add_request(request)
 

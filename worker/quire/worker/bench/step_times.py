@@ -1,4 +1,4 @@
-"""What steps of one kind took, part by part, and the table that shows it."""
+"""The times of steps of one kind, part by part, and their table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

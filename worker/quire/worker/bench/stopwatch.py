@@ -1,6 +1,6 @@
-"""Times functions of code that knows nothing of it: they are replaced while it is watched.
+"""Times functions by replacing them while they are watched.
 
-Outside of `watching` nothing is left of it, so that what is not being profiled pays nothing.
+Outside of `watching` they are unchanged, so that unprofiled code pays nothing.
 """
 
 import time
@@ -27,7 +27,7 @@ class Stopwatch:
         self._inner_ns: list[int] = []  # Of each timed function under way: time of those within.
 
     def take(self) -> dict[str, int]:
-        """The times since it was last called, and begins anew."""
+        """The times since the last call; resets them."""
         times_ns, self._times_ns = self._times_ns, {}
         return times_ns
 

@@ -53,13 +53,13 @@ class Speedup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """All that there is to say of one block size and one cache size."""
+    """The summary of one block size and one cache size."""
 
     cell: Cell
     uncached: Figures | None
     cached: Figures
     infinite_hit_rate: float
-    """Of a cache that never evicts, at this block size."""
+    """Hit rate of a cache that never evicts, at this block size."""
     lost_rate: float
     """Prompt tokens that such a cache has but for the rest of a block, of all prompt tokens."""
     speedup: Speedup | None
@@ -142,7 +142,7 @@ def _speedup(
 
 
 def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
-    """What the steps of a run with caching cost but for the prompts in them."""
+    """The cost of a cached run's steps without their prompts."""
     steps = _typical_steps([run.steps for run in cached])
     without_prompts = [step for step in steps if step.num_prefill_tokens == 0]
     cost = fit_step_cost(without_prompts) if without_prompts else uncached_cost

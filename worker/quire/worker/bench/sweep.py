@@ -8,13 +8,14 @@ repeat and block size, which is also how little memory this takes: one model, on
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
 from quire.worker.bench.cache_size import CacheSize
 from quire.worker.bench.measure import Run, run_workload
 from quire.worker.bench.workload import WorkItem, Workload
-from quire.worker.config import EngineConfig
-from quire.worker.errors import ConfigError
-from quire.worker.executor import make_executor
-from quire.worker.model_config import LlamaConfig, read_model_config, resolve_dtype
+from quire.worker.model.config import read_model_spec, resolve_dtype
+from quire.worker.model.spec import ModelSpec
+from quire.worker.ranks.executor import make_executor
 
 _WARM_UP_REQUESTS = 8
 _PROBE_CHUNKS = 8
@@ -22,7 +23,7 @@ _PROBE_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """What to run. ``engine``'s block size, cache size and prefix caching are replaced.
+    """The combinations to run. ``engine``'s block size, cache size and prefix caching are replaced.
 
     Raises:
         ConfigError: There is nothing to run.
@@ -68,7 +69,7 @@ def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[st
     Raises:
         ConfigError: The workload does not fit the model or a cache size. Nothing was run.
     """
-    check_workload(workload, read_model_config(config.engine.model))
+    check_workload(workload, read_model_spec(config.engine.model))
     bytes_of_token = token_bytes(config.engine)
     if config.skips_small:
         config = _without_small(config, workload, token_bytes=bytes_of_token, progress=progress)
@@ -83,23 +84,23 @@ def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[st
     return runs
 
 
-def check_workload(workload: Workload, model: LlamaConfig) -> None:
+def check_workload(workload: Workload, spec: ModelSpec) -> None:
     """Checks every request before anything is loaded.
 
     Raises:
         ConfigError: The model cannot take one.
     """
     for number, item in enumerate(workload.items, 1):
-        if item.num_tokens > model.max_position_embeddings:
+        if item.num_tokens > spec.max_positions:
             raise ConfigError(
                 f"request {number} has {len(item.token_ids)} tokens and {item.max_tokens} of "
-                f"output, the model was trained for {model.max_position_embeddings}: shorten "
+                f"output, the model was trained for {spec.max_positions}: shorten "
                 "one of the two"
             )
-        if item.token_ids.max() >= model.vocab_size:
+        if item.token_ids.max() >= spec.vocab_size:
             raise ConfigError(
                 f"request {number} has token id {item.token_ids.max()}, the model's are 0 to "
-                f"{model.vocab_size - 1}: is it tokenized for another model?"
+                f"{spec.vocab_size - 1}: is it tokenized for another model?"
             )
 
 
@@ -158,9 +159,9 @@ def token_bytes(engine: EngineConfig) -> int:
     """KV of one token on all ranks of a group."""
     import torch
 
-    from quire.worker.kv_cache import kv_layout
+    from quire.worker.runner.kv_cache import kv_layout
 
-    model = read_model_config(engine.model)
+    model = read_model_spec(engine.model)
     layout = kv_layout(engine, model, dtype=getattr(torch, resolve_dtype(engine, model)))
     return layout.block_bytes // layout.block_size * engine.tensor_parallel_size
 

@@ -1,4 +1,4 @@
-"""What a benchmark runs: a list of prompts in order of arrival, each with its output length.
+"""A benchmark's workload: prompts in order of arrival, each with its output length.
 
 Prompts are token ids from here on, so that neither the tokenizer nor the chat template is in any
 measurement. Every request generates exactly ``max_tokens``: past the end token, so that all runs
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.worker.errors import InvalidRequest, QuireError
-from quire.worker.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
-from quire.worker.text import Tokenizer
+from quire.worker.api.errors import InvalidRequest, QuireError
+from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
+from quire.worker.text.tokenizer import Tokenizer
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 
@@ -32,7 +32,7 @@ class WorkItem:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Tokens of prompt and output together."""
         return len(self.token_ids) + self.max_tokens
 
 
@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts and outputs: the slots of KV that they fill if nothing is shared."""
+        """Tokens of all prompts and outputs: the KV slots that they fill if nothing is shared."""
         return sum(item.num_tokens for item in self.items)
 
     @property

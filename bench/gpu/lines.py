@@ -1,0 +1,149 @@
+"""Results of a run on a GPU: one JSON line for each figure, on the disk before the next begins.
+
+A run may end at any moment: the machine is lent, a kernel may fault, a time limit may strike. So
+nothing is kept in memory: parts append to one file, and the table is made from that file, also
+from the file of a run that was cut off.
+
+Kinds of lines, by ``kind``: ``fact`` (what, value), ``timing`` (a `Timing`), ``begin`` (case: what
+the part is about to run), ``fault`` (what, fault), ``part`` (seconds, outcome).
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+LINES_NAME = "gpu.jsonl"
+TABLE_NAME = "gpu.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One row of the table."""
+
+    shape: str
+    case: str
+    implementation: str
+    ms: float
+    rate: str
+    """Bytes or flops a second, or tokens, with their unit."""
+    share_of_limit: float | None
+    """The floor, from the measured copy or matrix product, divided by the time."""
+
+
+class Lines:
+    """Appends to the file of a run on behalf of one part."""
+
+    def __init__(self, folder: Path, part: str, *, only: str = "") -> None:
+        """``only`` is the one case that is to be run; empty is all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LINES_NAME
+        self.part_name = part
+        self._only = only
+
+    def fact(self, what: str, value: object) -> None:
+        self._append({"kind": "fact", "what": what, "value": value})
+
+    def timing(self, timing: Timing) -> None:
+        self._append({"kind": "timing", **asdict(timing)})
+
+    def begin(self, case: str) -> bool:
+        """Says what comes next, so that a fault can be told from its neighbours.
+
+        Returns whether the case is to be run.
+        """
+        if self._only and case != self._only:
+            return False
+        self._append({"kind": "begin", "case": case})
+        return True
+
+    def fault(self, what: str, fault: str) -> None:
+        self._append({"kind": "fault", "what": what, "fault": fault})
+
+    def part(self, *, seconds: float, outcome: str) -> None:
+        self._append({"kind": "part", "seconds": round(seconds, 1), "outcome": outcome})
+
+    def _append(self, line: Line) -> None:
+        line = {"part": self.part_name, **line}
+        print(json.dumps(line), flush=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """The lines of a run; a last one that was cut off in its middle is left out."""
+    path = folder / LINES_NAME
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def fact(lines: list[Line], what: str) -> Any:
+    """The last value of a fact, or ``None``."""
+    found = [line["value"] for line in lines if line["kind"] == "fact" and line["what"] == what]
+    return found[-1] if found else None
+
+
+def write_table(folder: Path) -> Path:
+    """Writes the Markdown page of the run in ``folder`` from its lines; returns its path."""
+    lines = read_lines(folder)
+    about = fact(lines, "about") or {}
+    page = [
+        f"# Quire on {about.get('device', 'an unknown device')}, {about.get('date', '')}",
+        "",
+        f"`python -m bench.gpu.run` at commit {about.get('commit')}, torch {about.get('torch')}, "
+        f"triton {about.get('triton')}. bfloat16, blocks of 16 tokens unless a row says otherwise. "
+        "Medians of graph replays, the level-2 cache replaced by a read before each. The share is "
+        "the floor divided by the time: decode counts the KV bytes that it must read against a "
+        "copy, prefill the flops of visible tokens against a matrix product, a model's step the "
+        "bytes of its weights and KV.",
+        "",
+        "| part | seconds | outcome |",
+        "|---|---:|---|",
+    ]
+    page += [
+        f"| {line['part']} | {line['seconds']} | {line['outcome']} |"
+        for line in lines
+        if line["kind"] == "part"
+    ]
+    faults = [line for line in lines if line["kind"] == "fault"]
+    page += ["", f"Faults: {len(faults)}.", ""]
+    page += [
+        f"- {line['part']}: {line['what']}: {(line['fault'].splitlines() or [''])[0]}"
+        for line in faults
+    ]
+    page += ["", "| part | fact | value |", "|---|---|---|"]
+    page += [
+        f"| {line['part']} | {line['what']} | {_shown(line['value'])} |"
+        for line in lines
+        if line["kind"] == "fact" and line["what"] != "about"
+    ]
+    page += ["", "| shape | case | implementation | ms | rate | of limit |"]
+    page += ["|---|---|---|---:|---:|---:|"]
+    for line in lines:
+        if line["kind"] == "timing":
+            share = "" if line["share_of_limit"] is None else f"{line['share_of_limit']:.1%}"
+            page.append(
+                f"| {line['shape']} | {line['case']} | {line['implementation']} "
+                f"| {line['ms']:.4f} | {line['rate']} | {share} |"
+            )
+    path = folder / TABLE_NAME
+    path.write_text("\n".join(page) + "\n")
+    return path
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value).replace("|", "/").replace("\n", " ")

@@ -1,1 +1,0 @@
-"""Which requests a gateway takes, which wait, and which are refused at once."""

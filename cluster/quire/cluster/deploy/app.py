@@ -1,0 +1,295 @@
+"""A Quire application on Ray Serve: put together, started, waited for, stopped."""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.local import check_ports, ray_session
+from quire.cluster.deploy.session import UNKNOWN, RaySession
+from quire.cluster.deploy.start import Say, check_nodes, check_room, start_app
+from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.group.placement import placement_options
+from quire.cluster.scaling.serve import ServePolicy
+from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
+from quire.cluster.settings import config_from
+from quire.cluster.tls import ServerTls
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
+from quire.worker.model.hub import fetch_checkpoint, fetch_text_files, is_hub_name, pinned
+from quire.worker.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
+    from ray import serve
+
+    from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
+
+APP_NAME = "quire"
+_WATCH_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where clients connect: ``host:port`` each."""
+
+    grpc: str
+    http: str
+    session: RaySession = UNKNOWN
+    """Whether Ray still supervises them."""
+
+
+@contextlib.contextmanager
+def running_cluster(
+    config: ClusterConfig, *, ray_address: str | None = None, say: Say = lambda _: None
+) -> Iterator[Endpoints]:
+    """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
+    its own. At the end requests at hand are drained and everything started here is stopped.
+    ``say`` hears that it starts, and what it waits for.
+
+    Raises:
+        ConfigError: A setting cannot work on this cluster.
+        CheckpointError: The model cannot be read.
+        StartFailed: A group or gateway failed as it started.
+        ClusterLost: Ray died meanwhile, or did not stop the application in time.
+    """
+    config = _checked(config)
+    if ray_address is None:
+        check_nodes(config)
+        check_ports(config)
+        _check_files(config)
+        # Here, where the user sees how far it is; groups then find it in the cache.
+        open_checkpoint(fetch_checkpoint(config.engine.model))
+    say(f"Starting {_in_words(config)} …")
+    with ray_session(address=ray_address, drain_timeout_s=config.drain_timeout_s) as session:
+        if ray_address is None:
+            _check_room(config)
+            config = _shared_out(config)
+        with running_app(config, session=session, say=say) as endpoints:
+            yield replace(endpoints, session=session)
+
+
+@contextlib.contextmanager
+def running_app(
+    config: ClusterConfig,
+    *,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
+    session: RaySession = UNKNOWN,
+    say: Say = lambda _: None,
+) -> Iterator[Endpoints]:
+    """The same on the Ray cluster that this process is connected to; several can follow on from
+    each other there. ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray
+    dies.
+
+    Raises:
+        ConfigError: A group or gateway cannot start with these settings.
+        StartFailed: One failed as it started.
+        ClusterLost: Ray died meanwhile, or did not stop the application in time.
+    """
+    from ray import serve
+
+    serve.start(proxy_location="Disabled")
+    try:
+        app = build_app(config, gateway=gateway, group=group)
+        handle = start_app(app, name=APP_NAME, num_groups=config.min_groups, say=say)
+        yield Endpoints(*handle.addresses.remote().result())
+    finally:
+        stop_app(APP_NAME, session, drain_timeout_s=config.drain_timeout_s)
+
+
+def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
+    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started.
+
+    Raises:
+        ClusterLost: It ended for another reason: Ray died.
+    """
+    cluster = running_cluster(config, ray_address=ray_address, say=partial(print, flush=True))
+    with cluster as endpoints:
+        print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
+        print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
+        scheme = "https" if config.tls_certificate else "http"
+        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /health, /metrics")
+        session = endpoints.session
+        if session.logs is not None:
+            print(f"  logs  {session.logs}    gone after the stop")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            while not (what := session.lost()):
+                time.sleep(_WATCH_EVERY_S)
+            print(
+                f"quire: {what}: nothing is restarted or scaled any more. Streams may take "
+                f"{config.drain_timeout_s:g} s to end, new requests are refused; then this ends.",
+                file=sys.stderr,
+                flush=True,
+            )
+        print("Draining …", flush=True)
+    print("Stopped.")
+
+
+def _in_words(config: ClusterConfig) -> str:
+    num_groups, num_ranks = config.min_groups, config.engine.tensor_parallel_size
+    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} tensor-parallel ranks"
+    groups = "1 replica group" if num_groups == 1 else f"{num_groups} replica groups"
+    return f"{groups} of {ranks}, model {config.model_name}"
+
+
+def build_app(
+    config: ClusterConfig,
+    *,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
+) -> "serve.Application":
+    """The application of one model: gateways bound to a deployment of replica groups.
+
+    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is, and ``group`` in
+    place of `deployments.ReplicaGroup`.
+    """
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from quire.cluster.deploy import deployments
+    from quire.router.serve_router import PrefixAwareRouter
+
+    config = _with_commit(config)
+    engine = config.engine
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": config.drain_timeout_s + STOP_MARGIN_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        # A replica that fails three times in a row will not recover by itself: report it.
+        "max_constructor_retry_count": 3,
+        # Serve rounds a percentage up: of up to a hundred replicas this is one.
+        "max_surge_percent": int(config.start_first),
+    }
+    groups = serve.deployment(
+        **_group_count(config),
+        **placement_options(config, on_gpu=_on_gpu(config, ray.cluster_resources())),
+        # Of calls through handles; the engine queues and batches, and Serve's 5 would keep them
+        # from it.
+        max_ongoing_requests=engine.max_num_waiting,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
+            request_router_kwargs={"pool": deployments.POOL},
+        ),
+        **common,
+    )(group or deployments.ReplicaGroup)
+    gateways = serve.deployment(
+        num_replicas=config.num_gateways,
+        ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+        **common,
+    )(gateway or deployments.Gateway)
+    app: serve.Application = gateways.bind(config, groups.bind(config))
+    return app
+
+
+def _group_count(config: ClusterConfig) -> dict[str, Any]:
+    """How many groups there are, or what Serve asks for that."""
+    settings = config.autoscaling
+    if settings is None:
+        return {"num_replicas": config.num_groups}
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    with warnings.catch_warnings():
+        # Ray 2.60 names environment variables as the successors of `metrics_interval_s`, but
+        # reads the interval from nowhere else.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        autoscaling = AutoscalingConfig(
+            min_replicas=settings.min_groups,
+            max_replicas=settings.max_groups,
+            metrics_interval_s=METRICS_INTERVAL_S,
+            look_back_period_s=LOOK_BACK_S,
+            # The policy's delays are its own.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(
+                policy_function=f"{ServePolicy.__module__}:{ServePolicy.__name__}",
+                policy_kwargs=asdict(settings),
+            ),
+        )
+    return {"autoscaling_config": autoscaling}
+
+
+def application(settings: dict[str, Any]) -> "serve.Application":
+    """The application for a Serve configuration file: ``import_path:
+    quire.cluster.deploy.app:application``.
+
+    ``settings``, the file's ``args``, are `ClusterConfig`'s fields, and under ``engine`` those of
+    `EngineConfig`; without ``engine.model``, the demo model is served.
+
+    Raises:
+        ConfigError: A setting is unknown, of the wrong type, or cannot work.
+        CheckpointError: The model cannot be read.
+    """
+    return build_app(_checked(config_from(settings)))
+
+
+def _on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
+    device = config.engine.device
+    return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+
+
+def _check_room(config: ClusterConfig) -> None:
+    import ray
+
+    resources = ray.cluster_resources()
+    check_room(config, on_gpu=_on_gpu(config, resources), machine=resources)
+
+
+def _one_of(resource: str | None) -> dict[str, float]:
+    return {resource: 1} if resource else {}
+
+
+def _with_commit(config: ClusterConfig) -> ClusterConfig:
+    """Makes all groups serve the commit that a model of the hub is at now. Raises
+    CheckpointError."""
+    return replace(config, engine=replace(config.engine, model=pinned(config.engine.model)))
+
+
+def _checked(config: ClusterConfig) -> ClusterConfig:
+    """Checks, before anything starts, the settings that would make every group fail; returns
+    `_with_commit`.
+
+    All files of a model of the hub but its weights are fetched: the weights may be needed
+    elsewhere only.
+
+    Raises:
+        ConfigError: The settings cannot work for this model.
+        CheckpointError: The model cannot be read.
+    """
+    config = _with_commit(config)
+    engine = config.engine
+    folder = fetch_text_files(engine.model)
+    model = read_model_spec(folder)
+    check_parallel(model, engine.tensor_parallel_size)
+    resolve_max_model_len(engine, model)
+    Tokenizer.load(folder)
+    if not is_hub_name(engine.model):
+        open_checkpoint(engine.model)
+    return config
+
+
+def _check_files(config: ClusterConfig) -> None:
+    """The same for files that gateways on this machine read. Raises ConfigError."""
+    if config.api_keys_file is not None:
+        ApiKeys.load(config.api_keys_file)
+    if config.tls_certificate is not None and config.tls_key is not None:
+        ServerTls(certificate=config.tls_certificate, key=config.tls_key)
+
+
+def _shared_out(config: ClusterConfig) -> ClusterConfig:
+    """Shares this machine's cores among all ranks of all groups."""
+    if config.engine.num_threads is not None:
+        return config
+    num_ranks = config.max_groups * config.engine.tensor_parallel_size
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return replace(config, engine=replace(config.engine, num_threads=num_threads))

@@ -1,0 +1,247 @@
+"""The two deployments of a Quire application, as Ray Serve runs them.
+
+Serve starts, replaces and counts them and tells each gateway which groups run. Requests and tokens
+do not pass through Serve: groups and gateways have servers of their own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from math import inf
+from typing import cast
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.gateway_server import GatewayServer, new_table
+from quire.cluster.deploy.line import drain_when_told
+from quire.cluster.deploy.logs import log_beside_serve
+from quire.cluster.deploy.serve_port import keep_to_node_address
+from quire.cluster.group.server import GroupServer
+from quire.cluster.links.group_link import GroupContact
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.scaling.serve import DEMAND_PREFIX
+from quire.cluster.telemetry.explanations import Answers
+from quire.router.registry import REGISTRY, Member
+from quire.router.table import RoutingTable
+from quire.v1 import inference_pb2 as pb
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
+
+POOL = "replica_groups"
+"""Under which the request router publishes the groups to the gateways of its process."""
+
+
+_log = logging.getLogger(__name__)
+
+_DEMAND_REPORT_S = 0.5
+_DEMAND_KEPT_S = 2.0
+_RECALL_TIMEOUT_S = 3.0
+"""In which all gateways are to say what they know of a request."""
+
+
+class ReplicaGroup:
+    """A Serve replica that is one replica group."""
+
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
+        log_beside_serve()
+        keep_to_node_address()
+        if config.group_host == "auto":
+            config = replace(config, group_host=ray.util.get_node_ip_address())
+        self._config = config
+        self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
+        self._group_id = serve.get_replica_context().replica_id.unique_id
+        self._server = await GroupServer.start(config, group_id=self._group_id)
+        self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Reaches every gateway through Serve's membership."""
+        return self._server.contact.metadata()
+
+    def check_health(self) -> None:
+        """Serve replaces the group when this raises."""
+        self._server.check()
+
+    async def note_demand(self, gateway: str, num_tokens: int) -> None:
+        """Hears from a gateway how many prompt tokens wait there for any group.
+
+        Where no group runs, the call waits with Serve, and is what has one started.
+        """
+        self._demand[gateway] = time.monotonic(), num_tokens
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller hears once a second, for `quire.cluster.scaling.serve`."""
+        stats = self._server.stats
+        now_s = time.monotonic()
+        self._demand = {
+            gateway: (time_s, num_tokens)
+            for gateway, (time_s, num_tokens) in self._demand.items()
+            if now_s - time_s < _DEMAND_KEPT_S
+        }
+        demand = {
+            f"{DEMAND_PREFIX}{name}": float(tokens) for name, (_, tokens) in self._demand.items()
+        }
+        return {
+            "num_pending_prefill_tokens": stats.num_pending_prefill_tokens,
+            "num_prefilled_tokens": stats.num_prefilled_tokens,
+            "num_full_step_tokens": stats.num_full_step_tokens,
+            "full_step_s": stats.full_step_s,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "max_num_seqs": self._config.engine.max_num_seqs,
+            "kv_use": stats.num_held_blocks / stats.num_total_blocks,
+            **demand,
+        }
+
+    async def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """For other Serve applications, through a handle with ``stream=True``.
+
+        ``params.n`` and ``params.stop`` are the caller's matter, as they are the gateway's.
+        """
+        request = Prepared(
+            request_id=f"handle/{uuid.uuid4()}",
+            prompt_token_ids=as_token_ids(token_ids),
+            sampling=params,
+            cache_salt=cache_salt,
+        )
+        async with contextlib.aclosing(self._server.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def __del__(self) -> None:
+        await self._at_end.aclose()
+
+
+class Gateway:
+    """A Serve replica that is one gateway."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it.
+        self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
+    ) -> None:
+        self._at_end = contextlib.AsyncExitStack()
+        log_beside_serve()
+        keep_to_node_address()
+        self._server = await GatewayServer.start(config, table=self.make_table(config))
+        # Deriving a handle makes its request router, which publishes the groups as they come
+        # and go. Serve refers to routers weakly: the handle has to be kept.
+        self._handle = groups.options()
+        self._server.gateway.explanations.ask_others = self._ask_others
+        self._at_end.callback(REGISTRY.subscribe(POOL, self._take_members))
+        self._at_end.callback(
+            REGISTRY.attach(POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt)
+        )
+        if config.autoscaling:
+            self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
+        stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
+        self._at_end.callback(asyncio.create_task(drain_when_told(stop)).cancel)
+        # Ends in reverse order: streams that remain when a gateway stops may need a group that is
+        # started only then.
+        self._at_end.push_async_callback(stop)
+
+    def make_table(self, config: ClusterConfig) -> RoutingTable:
+        """The routing table of this gateway; benchmarks override it to inject faults."""
+        return new_table(config)
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        # Serve passes on what a replica said of itself, and nothing for one that could not say.
+        said = [GroupContact.of(member.metadata or {}) for member in members]
+        self._server.set_groups([contact for contact in said if contact is not None])
+
+    async def _report_demand(self) -> None:
+        """Reports the requests that wait here for a group, as long as there are any."""
+        demand = self._server.groups.demand
+        note = self._handle.options(method_name="note_demand")
+        name = serve.get_replica_context().replica_id.unique_id
+        was_told = True
+        while True:
+            await demand.wait_for_some()
+            try:
+                await _tell(note, name, demand)
+                was_told = True
+            # Of many kinds, some of them while Serve replaces groups: the next try may do.
+            except Exception as error:
+                if was_told:
+                    _log.warning("demand cannot be told: %r", error)
+                was_told = False
+            await asyncio.sleep(_DEMAND_REPORT_S)
+
+    async def recall(self, asker: str, question: bytes, tenant: str | None) -> bytes:
+        """This gateway's answer to an `ExplainRoutingRequest` that another gateway got, as an
+        `ExplainRoutingResponse`; to its own question it answers nothing."""
+        if asker == serve.get_replica_context().replica_id.unique_id:
+            return b""
+        request = pb.ExplainRoutingRequest.FromString(question)
+        answer = await self._server.gateway.explanations.own(request, tenant=tenant)
+        return answer.SerializeToString()
+
+    @cached_property
+    def _gateways(self) -> "DeploymentHandle[Gateway]":
+        """All, this one among them. Made when it is first needed, and once: Serve keeps it told."""
+        context = serve.get_replica_context()
+        return serve.get_deployment_handle(context.deployment, app_name=context.app_name)
+
+    async def _ask_others(self, request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
+        name = serve.get_replica_context().replica_id.unique_id
+        try:
+            call = self._gateways.broadcast("recall", name, request.SerializeToString(), tenant)
+            said = await call.results_async(timeout_s=_RECALL_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:  # Ray's own, of many kinds.
+            _log.warning("other gateways cannot be asked: %r", error)
+            return (), f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
+        answers = [
+            pb.ExplainRoutingResponse.FromString(each) for each in said if isinstance(each, bytes)
+        ]
+        num_silent = len(said) - len(answers)
+        silence = f"{num_silent} of {len(said) - 1} other gateways did not answer"
+        return answers, silence if num_silent else ""
+
+    async def addresses(self) -> tuple[str, str]:
+        """``host:port`` of the gRPC server and of the HTTP server."""
+        return self._server.grpc_address, self._server.http_address
+
+    async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
+        """Returns an empty list once ``num_groups`` groups can be routed to, or after ``timeout_s``
+        the reasons why they cannot be."""
+        groups = self._server.groups
+        end_s = time.monotonic() + timeout_s
+        while groups.num_ready < num_groups:
+            if time.monotonic() > end_s:
+                return groups.troubles() or [f"{groups.num_ready} of {num_groups} groups are known"]
+            await groups.wait_for_change(timeout_s=1)
+        return []
+
+    async def __del__(self) -> None:
+        await self._at_end.aclose()
+
+
+async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:
+    call = cast("DeploymentResponse[None]", note.remote(gateway, demand.num_tokens))
+    answer = asyncio.ensure_future(_answer(call))
+    try:
+        # The call may wait for a group; nobody needs one any more when all clients are gone.
+        await demand.wait_while_some(until=answer)
+    finally:
+        if not answer.done():
+            # It raises what went wrong with the call, which the answer says as well.
+            with contextlib.suppress(Exception):
+                call.cancel()
+    await asyncio.wait([answer])
+
+
+async def _answer(call: DeploymentResponse[None]) -> None:
+    try:
+        await call
+    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
+        _log.debug("demand was not heard: %r", error)

@@ -1,0 +1,210 @@
+"""One gateway, ready to serve: routing table, connections to groups, gRPC and HTTP servers."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import random
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.grpc_server import build_grpc_server
+from quire.cluster.edge.limits import allowed_connections
+from quire.cluster.edge.listener import HttpListener, listening_socket
+from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
+from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import ResumeConfig
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.group_link import GroupContact, grpc_connect
+from quire.cluster.links.groups import Groups
+from quire.cluster.model_card import Expectation
+from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.cluster.tls import ServerTls
+from quire.router.table import RoutingTable
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.hub import fetch_text_files
+from quire.worker.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_MAX_METRICS_CONNECTIONS = 64
+_METRICS_PORTS = 64
+"""How many ports from ``metrics_port`` on are tried."""
+
+
+def new_table(
+    config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
+) -> RoutingTable:
+    """Where policies draw lots, each gateway draws its own."""
+    return make(
+        block_size=config.engine.block_size,
+        config=config.routing,
+        first_ordinal=random.getrandbits(32),
+    )
+
+
+class GatewayServer:
+    """Made by `start`; belongs to the event loop that made it."""
+
+    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, *, table: RoutingTable) -> None:
+        # Files first: they may be unusable, and then nothing has begun yet.
+        keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
+        self.tls: ServerTls | None = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
+        self.table = table
+        self._contacts: dict[str, GroupContact] = {}  # By address.
+        self.groups = Groups(
+            table=table,
+            expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
+            config=GroupClientConfig(
+                silence_timeout_s=config.silence_timeout_s,
+                step_deadline_s=config.step_deadline_s,
+                follow_events=config.routing.use_directory,
+            ),
+            connect=partial(grpc_connect, contacts=self._contacts),
+        )
+        self.gateway = ModelService(
+            model=config.model_name,
+            tokenizer=tokenizer,
+            groups=self.groups,
+            table=table,
+            config=_gateway_config(config),
+        )
+        self.grpc_address = ""
+        """``host:port`` for clients, as is the next."""
+        self.http_address = ""
+        self.metrics_address = ""
+        """Where this gateway alone answers ``/metrics`` and ``/health``."""
+        limits = config.connections()
+        limits = replace(limits, max_connections=allowed_connections(limits.max_connections))
+        self._grpc = build_grpc_server(self.gateway, keys=keys, limits=limits)
+        telemetry = self.gateway.telemetry
+        self._http = HttpListener(
+            build_http_app(self.gateway, keys=keys, allow_origins=config.allow_origins),
+            limits=limits,
+            tls=self.tls.http_context if self.tls is not None else None,
+            drain_timeout_s=config.drain_timeout_s,
+            cut=lambda reason: telemetry.cut_connections.labels(reason).inc(),
+        )
+        telemetry.max_connections.set(limits.max_connections)
+        telemetry.connections.set_function(lambda: len(self._http.connections.open))
+        # With room of its own: what happens to clients is to be seen when they find none.
+        self._metrics = HttpListener(
+            build_metrics_app(self.gateway),
+            limits=replace(limits, max_connections=_MAX_METRICS_CONNECTIONS),
+            tls=self.tls.http_context if self.tls is not None else None,
+        )
+        self._tls_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: ClusterConfig, *, table: RoutingTable | None = None) -> Self:
+        """Listens on the configured ports. It has no groups until it is given addresses.
+
+        ``table`` is to route by, instead of one made as ``config.routing`` says.
+
+        Raises:
+            ConfigError: A port is in use, or a certificate or key file cannot be.
+            CheckpointError: The model's tokenizer cannot be fetched or read.
+        """
+        folder = await asyncio.to_thread(fetch_text_files, config.engine.model)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        if table is None:
+            table = new_table(config)
+        self = cls(config, tokenizer, table=table)
+        try:
+            await self._listen(config)
+        except BaseException:
+            await self.groups.close()
+            raise
+        _log.info(
+            "gateway of %s listens: gRPC %s, HTTP %s, metrics of its own %s",
+            config.model_name,
+            self.grpc_address,
+            self.http_address,
+            self.metrics_address,
+        )
+        return self
+
+    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
+        """Makes the groups that run known; replaces the former ones."""
+        self._contacts.clear()
+        self._contacts.update((contact.address, contact) for contact in contacts)
+        self.groups.set_addresses(self._contacts)
+
+    async def stop(self, *, drain_timeout_s: float) -> None:
+        """Takes no new request, lets those at hand end, then closes every connection."""
+        _log.info("stops; %d completions may take %g s", self.gateway.num_inflight, drain_timeout_s)
+        self.gateway.begin_drain()
+        await asyncio.gather(
+            self._grpc.stop(drain_timeout_s), self._http.stop(), return_exceptions=True
+        )
+        await self._metrics.stop()
+        if self._tls_task is not None:
+            self._tls_task.cancel()
+            await asyncio.gather(self._tls_task, return_exceptions=True)
+        await self.groups.close()
+        _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
+
+    async def _listen(self, config: ClusterConfig) -> None:
+        with contextlib.ExitStack() as on_failure:
+            http_socket = _listening_socket("http_port", config.host, config.http_port)
+            on_failure.callback(http_socket.close)
+            metrics_socket = _metrics_socket(config.host, config.metrics_port)
+            on_failure.callback(metrics_socket.close)
+            try:
+                grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")
+                await self._grpc.start()
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"grpc_port={config.grpc_port}: {config.host} cannot listen there: {error}"
+                ) from error
+            on_failure.pop_all()
+        self.grpc_address = f"{config.host}:{grpc_port}"
+        self.http_address = f"{config.host}:{http_socket.getsockname()[1]}"
+        self.metrics_address = f"{config.host}:{metrics_socket.getsockname()[1]}"
+        self._http.start(http_socket)
+        self._metrics.start(metrics_socket)
+        if self.tls is not None:
+            self._tls_task = asyncio.create_task(self.tls.follow())
+
+    def _add_grpc_port(self, address: str) -> int:
+        if self.tls is None:
+            return self._grpc.add_insecure_port(address)
+        return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def _gateway_config(config: ClusterConfig) -> GatewayConfig:
+    resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
+    settings = config.autoscaling
+    if settings is None or settings.min_groups:
+        return GatewayConfig(
+            completion=CompletionConfig(resume=resume), admission=config.admission()
+        )
+    # The first group's start may be what a request waits for.
+    completion = CompletionConfig(group_wait_s=settings.start_wait_s, resume=resume)
+    return GatewayConfig(wakes_groups=True, completion=completion, admission=config.admission())
+
+
+def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        return listening_socket(host, port, is_shared=is_shared)
+    except OSError as error:
+        raise ConfigError(f"{name}={port}: {host} cannot listen there: {error}") from error
+
+
+def _metrics_socket(host: str, first_port: int) -> socket.socket:
+    """On the first port that is free. Raises ConfigError."""
+    for port in range(first_port, min(first_port + _METRICS_PORTS, 65535)):
+        try:
+            return listening_socket(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                break
+    return _listening_socket("metrics_port", host, first_port, is_shared=False)

@@ -1,0 +1,287 @@
+"""A Ray cluster on this machine, or a connection to one that is there.
+
+What `ray_session` started is gone when it ends, whatever ended it; a cluster that was there
+before is left as it was.
+"""
+
+import atexit
+import contextlib
+import errno
+import logging
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.line import PATH, Line
+from quire.cluster.deploy.processes import descendants, end_all_with, finished, kill
+from quire.cluster.deploy.session import OthersCluster, OwnNode, RaySession
+from quire.cluster.deploy.signals import ended_by_signal, ray_leaves_signals_alone
+from quire.cluster.errors import StartFailed
+from quire.worker.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    import psutil
+    from ray._private.node import Node
+
+_log = logging.getLogger(__name__)
+
+# Ray and Serve read these as they start, and their processes inherit them. What the user's own
+# environment says of them holds.
+_ENVIRONMENT = {
+    # Streams do not pass through Serve's own ingress: waiting for it would only delay a stop.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray starts its workers at niceness 15: groups and gateways, whom clients wait for, would have
+    # what every other process of the node leaves.
+    "RAY_worker_niceness": "0",
+}
+_CONNECT_S = 5.0
+# A socket's path has 107 characters at most, of which Ray's names and ours take 81.
+_MAX_TEMP_CHARS = 26
+_START_ATTEMPTS = 3
+_LAST_WORDS = 1000
+_REMOVALS = 50
+_SHUTDOWN_S = 10.0  # For Ray's own stop, which waits without end for a GCS that is gone.
+_WITHOUT_GCS_S = 60  # For which Ray's processes look for a GCS that is gone; the streams' end more.
+_OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
+
+
+@contextlib.contextmanager
+def ray_session(
+    *, address: str | None = None, drain_timeout_s: float = 0.0
+) -> Iterator[RaySession]:
+    """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end.
+
+    SIGINT, SIGTERM and SIGHUP end the block as Ctrl-C does, from before anything is started until
+    all of it is gone. A cluster of our own outlives its GCS by more than ``drain_timeout_s``.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from ray import serve
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger(serve.__name__).setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signal())
+        if address is not None:
+            _check_address(address)
+            stack.callback(_shut_down)
+            with ray_leaves_signals_alone():
+                _connect(address)
+            yield _others_cluster()
+            return
+        # A folder of our own: short, for the sockets in it, and gone with the cluster. Ray opens
+        # the folder that it is given to every user, so it is given one inside.
+        is_short = len(tempfile.gettempdir()) <= _MAX_TEMP_CHARS
+        private = Path(tempfile.mkdtemp(prefix="quire-", dir=None if is_short else "/tmp"))
+        stack.callback(_remove, private)
+        folder = private / "r"
+        line = stack.enter_context(Line(private / "line"))
+        stack.enter_context(_environment(PATH, str(line.path)))
+        # Where Ray's agents make a folder that find no GCS any more.
+        stack.enter_context(_environment("RAY_TMPDIR", str(private)))
+        below: list[psutil.Process] = []  # The raylet, as it was before the stop.
+        stack.callback(end_all_with, f"{PATH}={line.path}", below)
+        stack.callback(_shut_down)
+        stack.enter_context(_on_the_loopback())
+        with ray_leaves_signals_alone():
+            _start_node(folder, without_gcs_s=_WITHOUT_GCS_S + math.ceil(drain_timeout_s))
+        pids = _pids()
+        stack.callback(lambda: below.extend(descendants(pids["raylet"])))
+        logs = folder / "session_latest" / "logs" / "serve"
+        yield OwnNode(logs=logs, line=line, pids=pids)
+
+
+def _remove(folder: Path) -> None:
+    """Again where something wrote meanwhile: Ray's part of this process may, where it hangs."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+
+
+def _shut_down() -> None:
+    """Disconnects from Ray, and stops the node where it is our own, unless that hangs."""
+    import ray
+
+    end_s = time.monotonic() + _SHUTDOWN_S
+    if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):
+        atexit.unregister(ray.shutdown)  # Which would hang as well.
+
+
+def _others_cluster() -> OthersCluster:
+    from ray._private import worker
+
+    node = worker._global_node
+    if node is None:  # Through a proxy, which knows.
+        return OthersCluster(gcs=None, raylet=None)
+    return OthersCluster(gcs=node.gcs_address, raylet=node.raylet_socket_name)
+
+
+def _pids() -> dict[str, int]:
+    from ray._private import ray_constants, worker
+
+    node = worker._global_node
+    if node is None:
+        return {}
+    kinds = {
+        "raylet": ray_constants.PROCESS_TYPE_RAYLET,
+        "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
+    }
+    return {
+        name: each.process.pid
+        for name, kind in kinds.items()
+        for each in node.all_processes.get(kind, [])
+    }
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    previous = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if previous is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = previous
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
+        raise ConfigError(
+            f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
+            "starts one, and without an address one is started for you"
+        ) from error
+
+
+def _start_node(folder: Path, *, without_gcs_s: int) -> None:
+    """Starts a Ray node that keeps its files in ``folder``.
+
+    A raylet has half a minute in which to say that it is there, and some never do, as when another
+    process has taken a port that was found free for it. Ray then leaves what it had started behind.
+    """
+    import psutil  # Ray brings it.
+    import ray
+
+    us = psutil.Process()
+    for attempt in range(_START_ATTEMPTS):
+        before = us.children()
+        try:
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": without_gcs_s},
+            )
+        except BaseException as error:
+            # Also after a signal. A process that outlives the folder would create it again.
+            started = [child for child in us.children() if child not in before]
+            ray.shutdown()  # In order, where all of it was there already.
+            kill(started)
+            node = _half_started(error)
+            if node is not None:
+                node.kill_all_processes(check_alive=False)  # Sees that they are gone.
+            if node is None or not isinstance(error, Exception):
+                raise
+            if attempt == _START_ATTEMPTS - 1:
+                raise StartFailed(
+                    f"no Ray node of this machine's own started in {_START_ATTEMPTS} attempts "
+                    f"({error}); is the machine short of memory or processors, or /dev/shm full? "
+                    f"The raylet's last words: {_last_words(folder)}"
+                ) from error
+            _log.warning("a Ray node did not start (%s): starting another", error)
+        else:
+            return
+
+
+def _half_started(error: BaseException) -> "Node | None":
+    """The node whose start ended with ``error``, of which its traceback alone still knows."""
+    from ray._private.node import Node
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            return node
+    return None
+
+
+def _last_words(folder: Path) -> str:
+    logs = folder / "session_latest" / "logs"
+    text = "".join(
+        log.read_text(errors="replace")
+        for name in ("raylet.out", "raylet.err")
+        if (log := logs / name).exists()
+    )
+    return text[-_LAST_WORDS:].strip() or "none"
+
+
+@contextlib.contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Nothing of a cluster of this machine's own is for the network.
+
+    Ray takes any name of the loopback for a wish to be reached, and puts the machine's address in
+    its place; it listens on 127.0.0.1 alone where it is told, as on a laptop's system, that there
+    are no clusters of several machines.
+    """
+    from ray._private import ray_constants
+
+    previous = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = previous
+
+
+def _check_address(address: str) -> None:
+    """Ray itself tries for minutes, and says so in its own words."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "/" in host:
+        return  # "auto", or a kind of address that only Ray understands.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address={address!r}: nothing answers there ({error}); give the address of a "
+            "Ray cluster's head, or 'auto' on one of its nodes"
+        ) from error
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises ConfigError where something else listens on a port that a gateway is to have.
+
+    Gateways share their ports through SO_REUSEPORT, which would let two servers share one too.
+    """
+    for name in ("grpc_port", "http_port"):
+        port = getattr(config, name)
+        with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise ConfigError(
+                        f"host={config.host!r}: not an address of this machine "
+                        f"({error.strerror}); 0.0.0.0 is all that it has"
+                    ) from error
+                raise ConfigError(
+                    f"{name}={port}: cannot listen on {config.host}: {error.strerror}; take "
+                    "another port, or 0 for any free one"
+                ) from error

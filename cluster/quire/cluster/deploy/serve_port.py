@@ -1,0 +1,34 @@
+"""Keeps a server of Ray Serve's own to the address of its node.
+
+Every Serve replica has a gRPC server for calls between deployments. It listens on all interfaces,
+authenticates nobody, and unpickles its input: anyone who reaches it can run code here. Ours is
+not called over it (handles go through Ray), and Ray can neither leave it out nor be told an address
+for it; so where it asks for all interfaces it is given the node's own, which is the loopback for
+a cluster that `quire serve` started.
+"""
+
+import logging
+
+_log = logging.getLogger(__name__)
+
+_EVERYWHERE = "[::]:"
+
+
+def keep_to_node_address() -> None:
+    """To be called as a replica's constructor begins: Serve opens the port when it has ended."""
+    import ray
+    from ray.serve._private import replica
+
+    add_port = getattr(replica, "add_port_to_grpc_server", None)
+    if add_port is None:
+        _log.warning("this version of Ray Serve opens its replicas' ports in an unknown way")
+        return
+    host = ray.util.get_node_ip_address()
+    host = f"[{host}]" if ":" in host else host
+
+    def add_port_at_node(server: object, address: str, *args: object, **kwargs: object) -> object:
+        if address.startswith(_EVERYWHERE):
+            address = f"{host}:{address.removeprefix(_EVERYWHERE)}"
+        return add_port(server, address, *args, **kwargs)
+
+    replica.add_port_to_grpc_server = add_port_at_node  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""Stops an application within a limit, whatever has become of Ray meanwhile.
+
+Serve's own calls wait without end for a controller that is gone.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from quire.cluster.deploy.processes import finished
+from quire.cluster.deploy.session import RaySession
+from quire.cluster.errors import ClusterLost
+
+STOP_MARGIN_S = 10.0
+"""Serve kills a replica that is not gone so long after its drain should have ended."""
+_SERVE_MARGIN_S = 15.0  # For what is not the drain: Serve's controller, processes that end.
+_LOOK_EVERY_S = 0.2
+
+
+def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
+    """Has Serve drain and stop the application ``name``; drains it without Serve where Ray has
+    died.
+
+    Raises:
+        ClusterLost: Ray has died, or Serve takes longer than it may.
+    """
+    limit_s = drain_timeout_s + STOP_MARGIN_S + _SERVE_MARGIN_S
+    end_s = time.monotonic() + limit_s
+
+    def is_over() -> bool:
+        return time.monotonic() > end_s or (session.can_drain and session.lost() is not None)
+
+    is_stopped = _delete_app(name, is_over)
+    what = session.lost()
+    if what and session.can_drain:
+        is_drained = session.drain(timeout_s=drain_timeout_s + _SERVE_MARGIN_S)
+        raise ClusterLost(f"{what}; {'all' if is_drained else 'not all'} streams have ended")
+    if not is_stopped:
+        late = f"Ray Serve did not stop {name!r} within {limit_s:g} s"
+        raise ClusterLost(f"{what}; {late}" if what else late)
+    if what:
+        raise ClusterLost(f"{what}; Ray Serve has stopped {name!r}")
+
+
+def _delete_app(name: str, is_over: Callable[[], bool]) -> bool:
+    """Whether Serve stopped the application before it ``is_over``. Serve's own wait gives up after
+    a minute, whatever a replica may take."""
+    from ray import serve
+
+    apps: set[str] = {name}
+
+    def look() -> None:
+        apps.intersection_update(serve.status().applications)
+
+    try:
+        if is_over() or not finished(partial(serve.delete, name, _blocking=False), unless=is_over):
+            return False
+        while finished(look, unless=is_over):
+            if not apps:
+                return True
+            time.sleep(_LOOK_EVERY_S)
+    except Exception:  # Ray's own, of many kinds; where it has died, that is what is told.
+        if not is_over():
+            raise
+    return False

@@ -1,0 +1,1 @@
+"""What clients talk to: gRPC and HTTP, their limits, keys and certificates."""

@@ -1,0 +1,193 @@
+"""Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
+token, both as ``Authorization: Bearer …``.
+
+Health checks, reflection and metrics of a gateway need none: they tell nothing of what clients ask.
+Every key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.cluster.edge.http_errors import error_body
+from quire.cluster.errors import Unauthenticated
+from quire.worker.api.errors import ConfigError
+
+_OPEN_PATHS = ("/health", "/metrics")
+_REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
+
+_OPERATOR = "*"
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_OWN_TENANT_CHARS = 32
+
+Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The tenant on whose behalf a request comes."""
+
+    tenant: str = ""
+    """Has no "/" and tells nothing of a key; empty where there are no keys."""
+    is_operator: bool = False
+    """Sees the decisions on everyone's requests."""
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose decisions it sees; ``None`` is all of them."""
+        return None if self.is_operator else self.tenant
+
+
+EVERYONE = Caller(is_operator=True)
+"""The caller of a gateway without keys."""
+
+
+class ApiKeys:
+    """The keys that are let in, and whose they are."""
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        # Digests have one length, so that comparing them takes one time.
+        self._callers = [(_digest(key), caller) for key, caller in callers.items()]
+
+    @classmethod
+    def of_token(cls, token: str) -> Self:
+        """One key that tells no tenants apart."""
+        return cls({token: EVERYONE})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads one key a line; blank lines and those that begin with # do not count.
+
+        Behind a key and a space may stand the name of its tenant, which several keys may share; or
+        ``*``, for an operator's. A key without either is a tenant of its own.
+
+        Raises:
+            ConfigError: The file cannot be read, has no key, or a line is not like that.
+        """
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_keys_file={str(path)!r} cannot be read: {error}") from error
+        callers: dict[str, Caller] = {}
+        for number, line in enumerate(lines, 1):
+            if not line or line.startswith("#"):
+                continue
+            # No message has a part of the line: the start's log is not for keys.
+            key, *rest = line.split()
+            if len(rest) > 1 or (rest and rest != [_OPERATOR] and not _TENANT.fullmatch(rest[0])):
+                raise ConfigError(
+                    f"api_keys_file={str(path)!r}, line {number}: must be KEY, KEY TENANT or KEY *;"
+                    " a tenant's name has up to 64 letters, digits, '.', '_' and '-'"
+                )
+            if key in callers:
+                raise ConfigError(
+                    f"api_keys_file={str(path)!r}, line {number}: an earlier line has this key"
+                )
+            is_operator = rest == [_OPERATOR]
+            tenant = rest[0] if rest and not is_operator else _own_tenant(key)
+            callers[key] = Caller(tenant=tenant, is_operator=is_operator)
+        if not callers:
+            raise ConfigError(f"api_keys_file={str(path)!r} has no key: write one a line")
+        return cls(callers)
+
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Whose request has this header; ``None``: it must not go on."""
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip())
+        found = None
+        # Looks at every key: how long it takes must not tell which one was close.
+        for known, caller in self._callers:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found if scheme.lower() == "bearer" else None
+
+
+class GrpcAuth(grpc.aio.ServerInterceptor):
+    """Refuses calls without a key as UNAUTHENTICATED with ``why``, but of ``open_services``."""
+
+    def __init__(
+        self, keys: ApiKeys, *, open_services: Iterable[str] = (), why: str = _REFUSAL
+    ) -> None:
+        self._keys = keys
+        self._why = why
+        self._open = tuple(f"/{service}/" for service in open_services)
+        # Of the kind that waits for no message of the client's.
+        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def intercept_service(
+        self, continuation: Continuation, details: grpc.HandlerCallDetails
+    ) -> Handler:
+        is_open = details.method.startswith(self._open)
+        if is_open or self._keys.caller(_authorization(details.invocation_metadata)) is not None:
+            return await continuation(details)
+        return self._refusal
+
+    async def _refuse(
+        self, requests: object, context: grpc.aio.ServicerContext[object, object]
+    ) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._why)
+
+
+class HttpAuth:
+    """Answers 401 to requests without a key, whatever they ask for, known paths or not."""
+
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
+        caller = None if is_open else self._keys.caller(Headers(scope=scope).get("authorization"))
+        if is_open or caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
+            await self._app(scope, receive, send)
+        else:
+            refusal = JSONResponse(
+                error_body(Unauthenticated(_REFUSAL)),
+                status_code=401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await refusal(scope, receive, send)
+
+
+def http_caller(request: Request) -> Caller:
+    """On whose behalf a request that `HttpAuth` let in comes; everyone's where there is none."""
+    caller: Caller | None = getattr(request.state, "caller", EVERYONE)
+    assert caller is not None, "an open path tells nothing of what clients ask"
+    return caller
+
+
+def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> Caller:
+    """The same of a call that `GrpcAuth` let in."""
+    if keys is None:
+        return EVERYONE
+    caller = keys.caller(_authorization(context.invocation_metadata()))
+    assert caller is not None, "it was let in"
+    return caller
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    return str(dict(metadata or ()).get("authorization"))
+
+
+def _own_tenant(key: str) -> str:
+    """No name in a keys file is one of these. Not the digest by which keys are known: who is told
+    the one, as groups are, must not have the other."""
+    digest = hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()
+    return f"#{digest[:_OWN_TENANT_CHARS]}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,167 @@
+"""Reads a request's body within bounds on memory and time.
+
+    not JSON         415, unread
+    too long         413; where its length is announced, unread
+    many at a time   wait unread until others are done (`ByteBudget`), for so long, then 429
+    slow             408, where it is large: it holds memory that others wait for
+    too many parts   400, unparsed: what a parser makes of ``[[],[],…`` is 20 times as large
+
+After an answer to a body that was not read to its end, the connection is closed.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from quire.cluster.edge.http_errors import BodyTooLarge, BodyTooSlow, NotJson
+from quire.cluster.errors import Overloaded
+from quire.cluster.serving.byte_budget import ByteBudget, Hold
+from quire.worker.api.errors import InvalidRequest
+
+MAX_BODY_BYTES = 8 * 2**20
+SMALL_BODY_BYTES = 2**16
+"""Not counted: the server holds as much for each connection anyway."""
+WAIT_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
+_PAUSE_S = 0.005  # As long as Python lets one thread run where others wait.
+
+# With these a body is parsed and checked in at most 0.2 s, in which nothing else goes on.
+MAX_PARTS = {
+    b"[{": (50_000, "lists and objects"),
+    b":": (100_000, "keys"),
+    b",": (2**20 + 50_000, "values"),
+}
+_NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[{:,"')
+_JSON_TYPE = re.compile(r"application/(json|[^;\s]+\+json)\s*(;|$)", re.IGNORECASE)
+
+
+async def read_json(
+    request: Request,
+    budget: ByteBudget,
+    *,
+    turn: asyncio.Lock,
+    refused: Callable[[], object] = lambda: None,
+) -> tuple[object, Hold]:
+    """The body's value, and what it holds of ``budget`` until that is released.
+
+    One large body at a time is parsed, which has ``turn``. ``refused`` is called before
+    `Overloaded` is raised.
+
+    Raises:
+        NotJson: Its type is not JSON.
+        BodyTooLarge: It is longer than `MAX_BODY_BYTES`.
+        BodyTooSlow: It was not there in `READ_TIMEOUT_S`.
+        Overloaded: Others took all memory for longer than `WAIT_TIMEOUT_S`.
+        InvalidRequest: It cannot be read as JSON, or has too many parts.
+    """
+    request.state.body_is_unread = True  # For the answer, if there is an error.
+    _check_type(request)
+    num_bytes = _announced(request)
+    hold = Hold(lambda: None)
+    if num_bytes > SMALL_BODY_BYTES:
+        hold = await _take(budget, num_bytes, refused)
+    try:
+        data = bytearray()
+        async with asyncio.timeout(READ_TIMEOUT_S if num_bytes > SMALL_BODY_BYTES else None) as end:
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise _too_large()
+                if num_bytes <= SMALL_BODY_BYTES < len(data):  # Its length was not announced.
+                    num_bytes = MAX_BODY_BYTES
+                    hold = await _take(budget, num_bytes, refused)
+                    end.reschedule(asyncio.get_running_loop().time() + READ_TIMEOUT_S)
+        request.state.body_is_unread = False
+        async with in_turn(turn, is_large=len(data) > SMALL_BODY_BYTES):
+            return await _parse(data), hold
+    except TimeoutError:
+        hold.release()
+        raise BodyTooSlow(f"the body was not sent within {READ_TIMEOUT_S:g} s") from None
+    except BaseException:
+        hold.release()
+        raise
+
+
+@asynccontextmanager
+async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
+    """For what is long and cannot leave the loop: of several in a row, each begins once all else
+    that waits for the loop has had it."""
+    if not is_large:
+        yield
+        return
+    async with turn:
+        await asyncio.sleep(_PAUSE_S)
+        yield
+
+
+def _check_type(request: Request) -> None:
+    given = request.headers.get("content-type")
+    if given is None and "origin" not in request.headers:
+        return  # Of some programs. No page: what it may send without asking first has an origin.
+    if given is None or not _JSON_TYPE.match(given.strip()):
+        raise NotJson(
+            f"Content-Type is {given!r}: the body must be JSON, and the request say so with the "
+            "header Content-Type: application/json"
+        )
+
+
+def _announced(request: Request) -> int:
+    """Its length; 0 where that is not known. Raises BodyTooLarge."""
+    given = request.headers.get("content-length", "0")
+    num_bytes = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else 0
+    if num_bytes > MAX_BODY_BYTES:
+        raise _too_large()
+    return num_bytes
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"the body exceeds {MAX_BODY_BYTES} bytes")
+
+
+async def _take(budget: ByteBudget, num_bytes: int, refused: Callable[[], object]) -> Hold:
+    try:
+        async with asyncio.timeout(WAIT_TIMEOUT_S):
+            return await budget.take(num_bytes)
+    except TimeoutError:
+        refused()
+        raise Overloaded(
+            f"other large requests took all of {budget.limit} bytes for {WAIT_TIMEOUT_S:g} s: try "
+            "again later",
+            reason="bodies",
+            retry_after_s=WAIT_TIMEOUT_S,
+        ) from None
+
+
+async def _parse(data: bytearray) -> object:
+    """Raises InvalidRequest."""
+    if len(data) > SMALL_BODY_BYTES and _many_parts(data):
+        await asyncio.to_thread(_check_parts, data)  # Maybe they are in its strings only.
+    try:
+        return from_json(data)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON that can be read: {error}") from error
+
+
+def _many_parts(data: bytes | bytearray) -> str | None:
+    """Names the kind of JSON part that ``data`` has too many of, its strings included."""
+    for characters, (limit, name) in MAX_PARTS.items():
+        num = sum(data.count(character) for character in characters)
+        if num > limit:
+            return f"{num} {name}, at most {limit}"
+    return None
+
+
+def _check_parts(data: bytearray) -> None:
+    """Raises InvalidRequest. Takes 50 ms for 8 MB, of which other threads lose less."""
+    escaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    structure = np.frombuffer(escaped.translate(None, _NO_STRUCTURE), dtype=np.uint8)
+    is_quote = structure == ord('"')
+    in_string = np.cumsum(is_quote, dtype=np.uint8) & 1  # It may overflow: an even number does.
+    excess = _many_parts(structure[(in_string == 0) & ~is_quote].tobytes())
+    if excess is not None:
+        raise InvalidRequest(f"the body has {excess} are allowed")

@@ -1,0 +1,222 @@
+"""One HTTP connection of a client: uvicorn's, with deadlines for the client.
+
+    waiting   the head of its next request is not complete; also before the first request
+    active    a request has been begun whose body is read, or whose answer is not complete
+
+Each connection is in one of the two. A head, a body and the time between requests have deadlines,
+which arriving bytes do not extend; an answer has none, however long its stream. Reading before a
+request is handed on is bounded: a head in bytes and headers, and so are chunk extensions and
+trailers.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.cluster.edge.http_errors import HeadTooLarge, error_response
+from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
+from quire.worker.api.errors import InvalidRequest, QuireError
+
+LINGER_S = 1.0
+"""How long a client that was refused may take to read why. Closed at once, a connection with unread
+bytes would be reset, and the answer lost."""
+
+
+class OpenConnections:
+    """The connections of one listener. ``len(open) <= limits.max_connections``."""
+
+    def __init__(self, limits: ConnectionLimits, *, cut: Callable[[str], object]) -> None:
+        """``cut`` hears the reason of each connection that is refused or closed early: ``full``,
+        ``room``, ``head`` or ``body``."""
+        self.limits = limits
+        self.open: set[HttpConnection] = set()
+        self.cut = cut
+        self._waiting: dict[HttpConnection, None] = {}  # The one that has waited longest is first.
+
+    def admit(self, connection: "HttpConnection") -> bool:
+        """Takes in a new connection, in place of one that waits where they are too many."""
+        if len(self.open) >= self.limits.max_connections:
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                self.cut("full")
+                return False
+            self.cut("room")
+            longest.abort()
+        self.open.add(connection)
+        self._waiting[connection] = None
+        return True
+
+    def leave(self, connection: "HttpConnection") -> None:
+        self.open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def set_waiting(self, connection: "HttpConnection", is_waiting: bool) -> None:
+        """Without effect on one that waits already, or has left."""
+        if not is_waiting:
+            self._waiting.pop(connection, None)
+        elif connection in self.open:
+            self._waiting.setdefault(connection, None)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Made as the connection is accepted, before its TLS handshake."""
+
+    def __init__(self, *, connections: OpenConnections, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self.opening: asyncio.Future[object] | None = None
+        """The handshake; what makes the transport."""
+        self.timeout_keep_alive: float = connections.limits.idle_timeout_s  # type: ignore[assignment]
+        self._connections = connections
+        self._limits = connections.limits
+        self._owed = ""  # What there is a deadline for: "head", "body", "end".
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_in_body = False
+        self._is_refused = False
+        self._num_unparsed = 0  # Bytes since the parser last gave something for them.
+
+    def begin(self) -> None:
+        """Starts the time of the first head."""
+        self._owe("head")
+
+    def abort(self) -> None:
+        """Leaves and closes the connection at once, whatever it has."""
+        self._owe("")
+        self._connections.leave(self)
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owe("")
+        self._connections.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_unparsed += len(data)
+        super().data_received(data)
+        if self._num_unparsed > MAX_HEAD_BYTES:
+            self._refuse(_too_large())
+        self._settle()
+
+    def on_headers_complete(self) -> None:
+        self._owe("")
+        self._num_unparsed = 0
+        self._is_in_body = True
+        problem = self._problem()
+        if problem is not None:
+            response = error_response(problem)
+            response.headers["Connection"] = "close"
+            self.app = response
+        super().on_headers_complete()
+        self.app = self.config.loaded_app
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._owe("")
+        self._num_unparsed = 0
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._settle()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest("the request cannot be read as HTTP/1.1"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # The request is answered as if it had not asked; the parser reads nothing behind it.
+        self.cycle.keep_alive = False
+
+    def _problem(self) -> QuireError | None:
+        """Why the request whose head is complete is not passed on."""
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            return _too_large()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
+            return InvalidRequest(f"the request has {num_hosts} Host headers: it must have one")
+        return None
+
+    def _settle(self) -> None:
+        """Says whether the connection waits, and sets the deadline of what is owed."""
+        if self._is_refused or self.transport.is_closing():
+            self._connections.set_waiting(self, True)
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        self._connections.set_waiting(self, not (self._is_in_body or is_answering))
+        if self._is_in_body:
+            self._owe("body")
+        elif is_answering or self.timeout_keep_alive_task is not None:
+            self._owe("")  # Between requests, uvicorn has a timer of its own.
+        else:
+            self._owe("head")
+
+    def _owe(self, what: str) -> None:
+        """Starts the time for it, unless it runs already."""
+        if what == self._owed:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._owed = what
+        if what:
+            limits = self._limits
+            times_s = {
+                "head": limits.head_timeout_s,
+                "body": limits.body_timeout_s,
+                "end": LINGER_S,
+            }
+            self._deadline = self.loop.call_later(times_s[what], self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        what, self._owed = self._owed, ""
+        if what == "body" and self.flow.read_paused:
+            self._owe(what)  # It is we who do not read.
+            return
+        if what != "end":
+            self._connections.cut(what)
+        self.abort()
+
+    def _refuse(self, error: QuireError) -> None:
+        """Answers behind the parser's back, which can go on no more, and closes."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.abort()  # In the midst of another answer.
+            return
+        self._unset_keepalive_if_required()
+        say_and_close(self.transport, raw_response(error_response(error)))
+        self._owe("end")
+
+
+def raw_response(response: Response) -> bytes:
+    """As it goes over the wire, of a connection that is closed behind it."""
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    head = b"".join(b"%b: %b\r\n" % header for header in headers)
+    return STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body)
+
+
+def say_and_close(transport: asyncio.Transport, data: bytes) -> None:
+    """Where the transport can end one direction alone, the caller has to close the other."""
+    transport.write(data)
+    if transport.can_write_eof():
+        transport.write_eof()
+    else:
+        transport.close()
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(
+        f"the request's head is too large: at most {MAX_HEAD_BYTES} bytes in {MAX_HEADERS} headers"
+    )

@@ -1,0 +1,309 @@
+"""The `Inference` service that clients call, with health checking and reflection beside it.
+
+Errors carry the status codes that ``inference.proto`` promises. An unexpected exception is logged
+under an incident number and reaches the client as INTERNAL with that number, without details.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing, asynccontextmanager
+from math import ceil
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
+from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.malformed import RefuseMalformed
+from quire.cluster.edge.streams import sane_client_id
+from quire.cluster.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    Overloaded,
+    Quarantined,
+    Unavailable,
+)
+from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.cluster.wire import params_from_proto
+from quire.router.errors import UnknownDecision
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc
+from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull
+from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
+
+_log = logging.getLogger(__name__)
+
+_MAX_DETAILS_BYTES = 2000
+_MAX_MESSAGE_BYTES = 4 * 2**20
+"""Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
+_SMALL_MESSAGE_BYTES = 2**16
+_MAX_ITEMS = 1024
+"""In a list among the sampling parameters."""
+_PIECE_TOKENS = 2**16
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+"""Services that need no key."""
+
+Context = grpc.aio.ServicerContext[object, object]
+
+_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFound: grpc.StatusCode.NOT_FOUND,
+    UnknownDecision: grpc.StatusCode.NOT_FOUND,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    BrokenLogits: grpc.StatusCode.INTERNAL,
+    Quarantined: grpc.StatusCode.ABORTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """`ModelService` over gRPC."""
+
+    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
+        self._gateway = gateway
+        self._keys = keys
+
+    # Writes instead of yielding: a cancelled call then raises inside the handler at once, where a
+    # suspended generator would wait for the garbage collector.
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        async with _statuses(context):
+            with _held(request, self._gateway):
+                _check_lists(request.sampling)
+                prepared = await self._gateway.prepare(
+                    Request(
+                        prompt=_prompt(request),
+                        sampling=params_from_proto(request.sampling),
+                        model=request.model,
+                        cache_salt=request.cache_salt,
+                        tenant=grpc_caller(context, self._keys).tenant,
+                        client_id=_client_id(context),
+                        explain_routing=request.explain_routing,
+                        priority=request.priority,
+                        timeout_s=_remaining_s(context),
+                    )
+                )
+            request.Clear()  # The prompt is token ids now, and the call may last.
+            async with aclosing(self._gateway.stream([prepared])) as chunks:
+                async for chunk in chunks:
+                    await context.write(chunk)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        response = pb.TokenizeResponse()
+        async with _statuses(context):
+            self._gateway.check_model(request.model)
+            card = await self._gateway.card()
+            with _held(request, self._gateway):
+                token_ids = await self._gateway.prompts.tokenize(_prompt(request))
+            for start in range(0, len(token_ids), _PIECE_TOKENS):
+                response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
+                await asyncio.sleep(0)
+            response.max_model_len = card.max_model_len
+        return response
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        response = pb.DetokenizeResponse()
+        async with _statuses(context):
+            self._gateway.check_model(request.model)
+            with _held(request, self._gateway):
+                response.text = await self._gateway.detokenize(
+                    request.token_ids, skip_special_tokens=request.skip_special_tokens
+                )
+        return response
+
+    async def ExplainRouting(
+        self, request: pb.ExplainRoutingRequest, context: Context
+    ) -> pb.ExplainRoutingResponse:
+        response = pb.ExplainRoutingResponse()
+        async with _statuses(context):
+            caller = grpc_caller(context, self._keys)
+            response = await self._gateway.explanations.answer(request, tenant=caller.sees)
+        return response
+
+
+def build_grpc_server(
+    gateway: ModelService, *, keys: ApiKeys | None = None, limits: ConnectionLimits | None = None
+) -> grpc.aio.Server:
+    """A server without ports, for the caller to add them, start it and stop it with grace.
+
+    Its health is SERVING while at least one replica group takes requests. ``keys``: what clients
+    of `Inference` must show; without them, everyone is let in. ``limits``: of its connections; the
+    body's timeout is not used, since gRPC has none.
+    """
+    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+    if keys is not None:  # First, so that a stranger is told nothing else.
+        interceptors.insert(0, GrpcAuth(keys, open_services=_OPEN))
+    server = grpc.aio.server(
+        interceptors=interceptors, options=_options(limits or ConnectionLimits())
+    )
+    service = InferenceService(gateway, keys=keys)
+    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
+    reflection.enable_server_reflection((SERVICE, *_OPEN), server)
+    return server
+
+
+def _options(limits: ConnectionLimits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # One more is closed as it comes: gRPC closes no idle one for it.
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        # Above what a gateway takes in flight: past it, a client waits without being told why.
+        ("grpc.max_concurrent_streams", 2 * GatewayConfig.max_inflight),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),
+        ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
+        # Past the first, more and more are refused; past the second, all.
+        ("grpc.max_metadata_size", 8 * 2**10),
+        ("grpc.absolute_max_metadata_size", 16 * 2**10),
+        # A client that vanished without a word is noticed, and its streams end.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Clients may ask as often as gRPC lets them; those that ask more often are cut off.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 2),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1, following the gateway's readiness."""
+
+    def __init__(self, gateway: ModelService) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._changed = asyncio.Event()
+        self._on_change()
+        gateway.watch(self._on_change)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """Ends when the gateway drains: who watches would keep it until the grace is over."""
+        unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        shown = None
+        while True:
+            changed = self._changed
+            status = self._server_status.get(request.service, unknown)
+            if status != shown:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                shown = status
+            if self._gateway.is_draining:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
+            await changed.wait()
+
+    def _on_change(self) -> None:
+        self._server_status = dict.fromkeys(("", SERVICE), self._status())
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus:
+        is_ready = self._gateway.is_ready
+        response = health_pb2.HealthCheckResponse
+        return response.SERVING if is_ready else response.NOT_SERVING
+
+
+@asynccontextmanager
+async def _statuses(context: Context) -> AsyncIterator[None]:
+    """Turns what is raised inside into a gRPC status."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        for kind, code in _CODES.items():
+            if isinstance(error, kind):
+                await context.abort(code, _details(error), _trailing_metadata(error))
+        incident = secrets.token_hex(4)
+        _log.exception("incident %s", incident)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
+
+
+def _client_id(context: Context) -> str:
+    """The client's name for the request, in ``x-request-id`` as over HTTP."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "x-request-id" and isinstance(value, str):
+            return sane_client_id(value)
+    return ""
+
+
+def _remaining_s(context: Context) -> float | None:
+    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the call came after its deadline")
+    return remaining_s
+
+
+def _details(error: Exception) -> str:
+    """Clients refuse trailers above 8 KB, and with them the status; gRPC writes %XX for a byte that
+    is not printable."""
+    message = str(error).encode()
+    if len(message) <= _MAX_DETAILS_BYTES:
+        return str(error)
+    return message[:_MAX_DETAILS_BYTES].decode(errors="ignore") + " …"
+
+
+def _trailing_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
+    """When to try again: for those who read HTTP's header, and for gRPC's own retries (A6)."""
+    if not isinstance(error, Overloaded):
+        return ()
+    pushback_ms = round(error.retry_after_s * 1000)
+    return (
+        ("retry-after", str(ceil(error.retry_after_s))),
+        ("grpc-retry-pushback-ms", str(pushback_ms)),
+    )
+
+
+def _held(
+    request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest, gateway: ModelService
+) -> Hold:
+    """Counts a large request's bytes. Raises Overloaded: others have them, and it is here already,
+    so that to wait would need memory."""
+    num_bytes = request.ByteSize()
+    if num_bytes <= _SMALL_MESSAGE_BYTES:
+        return Hold(lambda: None)
+    budget = gateway.bodies
+    hold = budget.take_now(num_bytes)
+    if hold is None:
+        gateway.admission.refused("bodies")
+        raise Overloaded(
+            f"other large requests hold {budget.held} of {budget.limit} bytes, this one has "
+            f"{num_bytes}: try again later",
+            reason="bodies",
+            retry_after_s=1.0,
+        )
+    return hold
+
+
+def _check_lists(sampling: pb.SamplingParams) -> None:
+    """Raises InvalidRequest before a list that no request may have becomes a million objects."""
+    for field, value in sampling.ListFields():
+        is_list = isinstance(value, Collection) and not isinstance(value, str)
+        if is_list and len(value) > _MAX_ITEMS:
+            raise InvalidRequest(f"{field.name} has {len(value)}: at most {_MAX_ITEMS}")
+
+
+def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt is missing: set text, token_ids or chat")
+    if kind == "chat":
+        turns = request.chat.messages
+        if len(turns) > MAX_MESSAGES:
+            raise InvalidRequest(f"chat has {len(turns)} messages: at most {MAX_MESSAGES}")
+        return (Chat([{"role": turn.role, "content": turn.content} for turn in turns]),)
+    if isinstance(request, pb.TokenizeRequest):
+        return (Text(request.text, add_special_tokens=not request.no_special_tokens),)
+    return (Tokens(request.token_ids.ids) if kind == "token_ids" else Text(request.text),)

@@ -1,0 +1,70 @@
+"""Limits on client connections at a gateway, and on the time for each part of a request.
+
+They are separate from the code that enforces them, for modules that only read them.
+"""
+
+import logging
+import resource
+from dataclasses import dataclass
+from math import inf
+
+from quire.worker.api.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Size of a request's first line and headers together."""
+MAX_HEADERS = 128
+_FILES_PER_CONNECTION = 4
+"""HTTP and gRPC may each have a quarter of the files that a process may have open; half are left
+for groups, logs, connections that are being refused, and Ray."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of one server's connections.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    max_connections: int = 4096
+    """Connections that are open. One more takes the place of the one that has waited longest for a
+    request; where all have one, it is refused."""
+    head_timeout_s: float = 10.0
+    """From a connection's first byte, or a request's, to the end of its headers; a new connection's
+    TLS handshake is part of it."""
+    body_timeout_s: float = 60.0
+    """From there to the end of the request's body."""
+    idle_timeout_s: float = 75.0
+    """How long a connection is kept between requests. Longer than clients and load balancers keep
+    theirs, commonly up to 60 s: the side that closes should be the one that sends the requests."""
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections={self.max_connections!r}: must be 1 or more")
+        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0, and finite")
+
+
+def allowed_connections(wanted: int) -> int:
+    """``wanted``, or fewer where this process may not have as many files open.
+
+    Raises the process's own limit of open files as far as needed and permitted.
+    """
+    needed = wanted * _FILES_PER_CONNECTION
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    allowed = max(1, soft // _FILES_PER_CONNECTION)
+    _log.warning(
+        "max_connections=%d is lowered to %d: this process may open %d files (ulimit -n)",
+        wanted,
+        allowed,
+        soft,
+    )
+    return allowed

@@ -1,0 +1,194 @@
+"""A listening socket for HTTP, with or without TLS, and the connections that come in by it.
+
+Connections are accepted here and not by uvicorn, which would know of one only after its TLS
+handshake: what counts is every socket that is open. uvicorn's server answers requests, and ends
+them in order at the stop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.cluster.edge.connection import (
+    LINGER_S,
+    HttpConnection,
+    OpenConnections,
+    raw_response,
+    say_and_close,
+)
+from quire.cluster.edge.http_errors import error_response
+from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.errors import Unavailable
+
+_log = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 256
+"""Connections that are told that there is no room, at once; more are closed without a word."""
+_ACCEPT_PAUSE_S = 0.1
+_BACKLOG = 1024
+
+
+class HttpListener:
+    """Serves ``app`` from `start` to `stop`, in the event loop that both are called in.
+
+    ``cut`` hears the reason of each connection that is refused or closed early, as
+    `OpenConnections` says.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None = None,
+        drain_timeout_s: float = 1.0,
+        cut: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        self.connections = OpenConnections(limits, cut=cut)
+        self._tls = tls
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                ws="none",
+                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            )
+        )
+        self._server.config.load()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._opening: set[asyncio.Task[object]] = set()
+        self._refused: set[_Refused] = set()
+        error = Unavailable(
+            f"all of the gateway's {limits.max_connections} connections have requests: try again"
+        )
+        self._refusal = raw_response(error_response(error))
+
+    def start(self, listener: socket.socket) -> None:
+        """Takes over ``listener``, which listens and does not block."""
+        self._tasks = [
+            asyncio.create_task(self._accept(listener)),
+            asyncio.create_task(self._server.serve(sockets=[])),
+        ]
+
+    async def stop(self) -> None:
+        """Accepts nothing more, lets requests end for up to the drain's time, and closes all."""
+        if not self._tasks:
+            return
+        accepting, serving = self._tasks
+        accepting.cancel()
+        for task in self._opening:
+            task.cancel()
+        for refused in list(self._refused):
+            refused.close()
+        self._server.should_exit = True
+        await asyncio.gather(accepting, serving, *self._opening, return_exceptions=True)
+        for connection in list(self.connections.open):
+            connection.abort()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    client, _ = await loop.sock_accept(listener)
+                except OSError as error:  # Of the client, which is gone; or there is no file left.
+                    _log.warning("a connection cannot be accepted: %s", error)
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    continue
+                task = asyncio.create_task(self._open(client))
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+                # Waiting connections are accepted without a pause, so yield to other tasks.
+                await asyncio.sleep(0)
+
+    async def _open(self, client: socket.socket) -> None:
+        connection = HttpConnection(
+            connections=self.connections,
+            config=self._server.config,
+            server_state=self._server.server_state,
+            app_state={},
+        )
+        loop = asyncio.get_running_loop()
+        if not self.connections.admit(connection):
+            if self._tls is not None or len(self._refused) >= _MAX_REFUSALS:
+                client.close()
+                return
+            with contextlib.suppress(OSError):
+                await loop.connect_accepted_socket(self._refuse, client)
+            return
+        connection.begin()
+        connection.opening = asyncio.current_task()
+        timeout_s = self.connections.limits.head_timeout_s if self._tls is not None else None
+        # Cancelled by the connection itself, when its time is over or its place is needed.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await loop.connect_accepted_socket(
+                lambda: connection, client, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        connection.opening = None
+        if connection.transport is None:  # Also where nothing was raised: the client is gone.
+            connection.abort()
+            client.close()
+
+    def _refuse(self) -> "_Refused":
+        return _Refused(self._refusal, self._refused)
+
+
+class _Refused(asyncio.Protocol):
+    """Says that there is no room, and reads what comes until the client closes or time is over."""
+
+    def __init__(self, refusal: bytes, others: "set[_Refused]") -> None:
+        self._refusal = refusal
+        self._others = others
+        self._transport: asyncio.Transport | None = None
+        self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self.close)
+        others.add(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base.
+        say_and_close(self._transport, self._refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        self._others.discard(self)
+
+    def close(self) -> None:
+        self._deadline.cancel()
+        self._others.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Server(uvicorn.Server):
+    """Stopped by its listener: signals are for the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listening_socket(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A socket for `HttpListener.start`; other processes of this node can share the port where all
+    of them say so. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By its name: asyncio turns Nagle's algorithm off only where it reads that this is TCP, and a
+    # small piece of a stream would wait for up to 40 ms for the one before to be acknowledged.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,303 @@
+"""The OpenAI-compatible HTTP API over a `ModelService`: an ASGI application.
+
+Errors are OpenAI's: a status code and ``{"error": {message, type, param, code}}``. The status of a
+stream is decided by its first chunk; what goes wrong later is an ``error`` event in the stream. A
+client that goes away takes its requests with it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
+from quire.cluster.edge.body import in_turn, read_json
+from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
+from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Format
+from quire.cluster.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
+from quire.cluster.edge.routing_api import routing_route
+from quire.cluster.edge.streams import (
+    EventStream,
+    RequestIds,
+    client_id,
+    unless_disconnected,
+)
+from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.service import ModelService
+from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prompt, Request
+from quire.worker.api.sampling_params import SamplingParams
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
+
+_MANY_STEPS = 2**15
+
+Chunks = AsyncGenerator[pb.GenerateResponse, None]
+
+
+def build_http_app(
+    gateway: ModelService, *, keys: ApiKeys | None = None, allow_origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The application, to be served by any ASGI server in the gateway's event loop.
+
+    ``keys``: what clients must show; without them, everyone is let in. ``allow_origins``: from
+    which origins' pages browsers may call; "*" is all.
+    """
+    api = _Api(gateway)
+    app: ASGIApp = Starlette(
+        routes=[
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", api.model, methods=["GET"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            routing_route(gateway.explanations),
+            *_open_routes(api),
+        ],
+        exception_handlers=error_handlers(),
+    )
+    if keys is not None:
+        app = HttpAuth(app, keys=keys)
+    if allow_origins:  # Around the keys: a browser asks first, and shows none.
+        app = CORSMiddleware(
+            app,
+            allow_origins=allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return RequestIds(app)  # Outermost, so that internal errors carry the id too.
+
+
+def build_metrics_app(gateway: ModelService) -> ASGIApp:
+    """What `build_http_app` answers without a key: ``/health`` and ``/metrics``."""
+    return Starlette(routes=_open_routes(_Api(gateway)), exception_handlers=error_handlers())
+
+
+def _open_routes(api: "_Api") -> list[Route]:
+    return [
+        Route("/health", api.health, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
+    ]
+
+
+class _Api:
+    def __init__(self, gateway: ModelService) -> None:
+        self._gateway = gateway
+        self._created = int(time.time())
+        self._turn = asyncio.Lock()
+
+    async def models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        self._gateway.check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    async def health(self, request: HttpRequest) -> Response:
+        is_ready = self._gateway.is_ready
+        body = {
+            "status": "ready" if is_ready else "not ready",
+            "ready_groups": self._gateway.groups.num_ready,
+        }
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        metrics = self._gateway.telemetry.render()
+        return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def completions(self, request: HttpRequest) -> Response:
+        return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl")
+
+    async def chat_completions(self, request: HttpRequest) -> Response:
+        return await self._generate(request, ChatBody, ChatFormat, prefix="chatcmpl")
+
+    async def _generate(
+        self,
+        request: HttpRequest,
+        body_type: type[GenerationBody],
+        format_type: type[Format],
+        *,
+        prefix: str,
+    ) -> Response:
+        value, hold = await read_json(
+            request,
+            self._gateway.bodies,
+            turn=self._turn,
+            refused=partial(self._gateway.admission.refused, "bodies"),
+        )
+        with hold:
+            async with in_turn(self._turn, is_large=hold.num_bytes > 0):
+                body = _validated(value, body_type)
+                del value
+                requests = self._requests(request, body)
+            stream, include_usage = body.stream, body.include_usage
+            # The prompts go once they are token ids, not with the answer.
+            del body
+            answer = self._answer(
+                requests,
+                hold,
+                format_type,
+                prefix=prefix,
+                stream=bool(stream),
+                include_usage=include_usage,
+            )
+            return await unless_disconnected(request, answer)
+
+    def _requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
+        params, prompts = body.params(), body.prompts()
+        self._gateway.check_num_completions(len(prompts) * params.n)
+        return [_asked_for(request, body, prompt=prompt, params=params) for prompt in prompts]
+
+    async def _answer(
+        self,
+        requests: list[Request],
+        hold: Hold,
+        format_type: type[Format],
+        *,
+        prefix: str,
+        stream: bool,
+        include_usage: bool,
+    ) -> Response:
+        """The whole answer; or, once its first chunk has decided its status, a stream.
+
+        Once the requests are prepared, their list is emptied and ``hold`` released.
+        """
+        prepared = [await self._gateway.prepare(each) for each in requests]
+        requests.clear()
+        hold.release()
+        params = prepared[0].sampling
+        reply_id = f"{prefix}-{prepared[0].request_id}"
+        shape = format_type(
+            reply_id=reply_id,
+            model=self._gateway.model,
+            num_choices=len(prepared) * params.n,
+            num_per_prompt=params.n,
+            logprobs=params.logprobs is not None,
+            tokenizer=self._gateway.tokenizer,
+        )
+        chunks = self._gateway.stream(prepared)
+        response: Response
+        if stream:
+            first = await anext(chunks)
+            events = _events(first, chunks, shape, include_usage=include_usage)
+            response = EventStream(events, source=chunks)
+        else:
+            response = await _collect(chunks, shape)
+        response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        return response
+
+    def _model(self) -> dict[str, object]:
+        card = self._gateway.groups.card
+        return {
+            "id": self._gateway.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "max_model_len": card.max_model_len if card else None,
+        }
+
+
+def _validated(value: object, body_type: type[GenerationBody]) -> GenerationBody:
+    """Raises ValidationError or InvalidRequest.
+
+    It validates the value and not the JSON text: an error keeps its input, and validation from
+    JSON would build that input again for each error.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    body_type.check_served(value)
+    body = body_type.model_validate(value)
+    body.check()
+    return body
+
+
+def _asked_for(
+    request: HttpRequest,
+    body: GenerationBody,
+    *,
+    prompt: Prompt,
+    params: SamplingParams,
+) -> Request:
+    return Request(
+        prompt=prompt,
+        sampling=params,
+        model=body.model,
+        cache_salt=body.cache_salt or "",
+        tenant=http_caller(request).tenant,
+        priority=body.priority or 0,
+        timeout_s=_timeout_s(request, body),
+        client_id=client_id(request.headers),
+    )
+
+
+def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
+    """The shorter one of the header's and the body's. Raises InvalidRequest."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return body.timeout
+    try:
+        timeout_s = float(given)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER}={given!r}: must be a number of seconds, such as 2.5"
+        ) from error
+    return timeout_s if body.timeout is None else min(timeout_s, body.timeout)
+
+
+async def _collect(chunks: Chunks, shape: Format) -> Response:
+    """The whole answer; where the deadline passed, an error with what there is of it."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                shape.take(chunk)
+        except DeadlineExceeded as error:
+            body = {**shape.whole(), **error_body(error)}
+            return JSONResponse(body, status_code=504, headers=error_headers(error))
+    if shape.num_steps < _MANY_STEPS:
+        return JSONResponse(shape.whole())
+    return await asyncio.to_thread(lambda: _LongResponse(shape.whole()))
+
+
+class _LongResponse(JSONResponse):
+    """Encoded by an encoder that lets other threads run meanwhile, as `json.dumps` does not."""
+
+    def render(self, content: object) -> bytes:
+        return "".join(_ENCODER.iterencode(content)).encode()
+
+
+async def _events(
+    first: pb.GenerateResponse, chunks: Chunks, shape: Format, *, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """The data of each server-sent event."""
+    try:
+        chunk: pb.GenerateResponse | None = first
+        while chunk is not None:
+            for piece in shape.stream(chunk, include_usage=include_usage):
+                yield _dumps(piece)
+            chunk = await anext(chunks, None)
+    except Exception as error:
+        yield _dumps(error_body(error))
+        return
+    if include_usage:
+        yield _dumps(shape.stream_usage())
+    yield "[DONE]"
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,228 @@
+"""The bodies of OpenAI's completions and chat API, as far as they are served.
+
+Fields that are not known are ignored, as OpenAI's servers do with those of newer clients. Fields
+that are known, change the answer and are not served are refused with their name: an answer that
+silently lacks a tool call or a JSON schema is worse than none.
+"""
+
+import reprlib
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
+from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because each was an error of
+# its own as a candidate text. So the first error ends the validation of a list, and lists have
+# bounds.
+MAX_ITEMS = 1024
+"""Prompts, stop strings, parts of a message."""
+_MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
+Texts = Annotated[list[str], _MANY]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """Fields that the two endpoints have in common. The second half is vLLM's extension of the API,
+    but
+    for ``timeout``: seconds from the request's arrival to its last token."""
+
+    # Field that is not served → values that ask for nothing special.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    model: str = ""
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, Any] | None = None
+    stop: str | Texts | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @classmethod
+    def check_served(cls, given: Mapping[str, object]) -> None:
+        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served."""
+        for name, allowed in cls.neutral.items():
+            value = given.get(name)
+            if value is not None and value not in allowed:
+                shown = reprlib.repr(value)
+                raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
+
+    def check(self) -> None:
+        """Raises InvalidRequest: fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true")
+
+    @abstractmethod
+    def prompts(self) -> list[Prompt]:
+        """One entry for each prompt. Raises InvalidRequest: there is none."""
+
+    @abstractmethod
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest: a value is out of its range."""
+
+    def _params(self, **values: object) -> SamplingParams:
+        """The sampling parameters; a field that the body leaves out takes its default, and
+        without ``max_tokens`` the answer may fill the context."""
+        values |= {name: getattr(self, name) for name in _SHARED}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{"max_tokens": None, **given})
+
+
+_SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.model_fields.keys()
+"""The sampling parameters that both endpoints call alike."""
+
+
+# OpenAI's, and then those of vLLM's that its users rely on. Any value but ``None``, which is as
+# good as absent, is refused where it is not among these.
+_NOWHERE: Mapping[str, tuple[object, ...]] = {
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+
+class CompletionBody(GenerationBody):
+    neutral = {
+        **_NOWHERE,
+        "response_format": ({"type": "text"},),
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+        "prompt_embeds": (),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+
+    def prompts(self) -> list[Prompt]:
+        """One entry for each prompt: text or token ids."""
+        if isinstance(self.prompt, str):
+            return [(Text(self.prompt),)]
+        if not self.prompt:
+            raise InvalidRequest("prompt is empty: send a text or a list of token ids")
+        if isinstance(self.prompt[0], int):
+            return [(Tokens([token for token in self.prompt if isinstance(token, int)]),)]
+        return [
+            (Text(entry) if isinstance(entry, str) else Tokens(entry),)
+            for entry in self.prompt
+            if not isinstance(entry, int)
+        ]
+
+    def params(self) -> SamplingParams:
+        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class ChatTurn(Body):
+    role: str
+    content: str | Annotated[list[ContentPart], _MANY] | None = None
+
+    def message(self) -> dict[str, str]:
+        """The messages for the chat template. Raises InvalidRequest for anything but text."""
+        if not isinstance(self.content, list):
+            return {"role": self.role, "content": self.content or ""}
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"messages: a content part of type {part.type!r} is not supported: this "
+                    "model reads text, send parts of type 'text'"
+                )
+        return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+
+
+class ChatBody(GenerationBody):
+    neutral = {
+        **_NOWHERE,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+    }
+
+    messages: Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs={self.top_logprobs} is out of range: 0 to {MAX_LOGPROBS}"
+            )
+
+    def prompts(self) -> list[Prompt]:
+        """All messages are one prompt."""
+        return [(Chat([turn.message() for turn in self.messages]),)]
+
+    def params(self) -> SamplingParams:
+        max_tokens = self.max_completion_tokens
+        return self._params(
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )

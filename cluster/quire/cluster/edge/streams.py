@@ -1,0 +1,158 @@
+"""Server-sent events, clients that go away, and request ids: what Starlette leaves open.
+
+Its own streaming response notices a lost client only where the server speaks a certain version of
+ASGI, and closes the generator when the garbage collector comes by. Here a lost client cancels, and
+the generator is closed before the response returns.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing, suppress
+from typing import TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+T = TypeVar("T")
+
+_MAX_ID_CHARS = 200
+_LINGER_S = 2.0
+_LINGER_BYTES = 64 << 20
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Awaits ``work``, and cancels it when the client goes away.
+
+    Raises:
+        ClientDisconnect: It has.
+    """
+    return await _race(work, request.receive)
+
+
+class EventStream(Response):
+    """Sends each string of ``events`` as the data of one server-sent event.
+
+    Closes ``events`` and then ``source``, which they are made of: a generator that never began
+    could not close what it was given.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[str, None], *, source: AsyncGenerator[object, None]
+    ) -> None:
+        # nginx would collect the stream and send it in pieces of its own size.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            try:
+                await _race(self._send(send), receive)
+            except (ClientDisconnect, OSError):
+                return
+
+    async def _send(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for event in self._events:
+            body = f"data: {event}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class UnreadResponse(JSONResponse):
+    """The answer to a request whose body was not read to its end; then the connection is closed.
+
+    The rest of the body is thrown away for a while first. A connection that is closed while its
+    client still sends is reset, and the answer lost with it.
+    """
+
+    def __init__(self, content: object, *, status_code: int, headers: Mapping[str, str]) -> None:
+        # Else the server would look for the next request behind the body.
+        super().__init__(content, status_code, {**headers, "Connection": "close"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await _rest_of_body(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def client_id(headers: Headers) -> str:
+    """The client's name for its request, if it is a valid one; else empty."""
+    return sane_client_id(headers.get("x-request-id", ""))
+
+
+def sane_client_id(name: str) -> str:
+    """``name``, or nothing where it is too long to be kept or more than printable ASCII: it is
+    logged, and sent back."""
+    is_sane = len(name) <= _MAX_ID_CHARS and name.isascii() and name.isprintable()
+    return name if is_sane else ""
+
+
+class RequestIds:
+    """Echoes the client's ``X-Request-Id``, where it is a sane one, on every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_http = scope["type"] == "http"
+        request_id = client_id(Headers(scope=scope)) if is_http else ""
+        if not request_id:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _race(work: Awaitable[T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        # The work is given the time to put its things away.
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _rest_of_body(receive: Receive) -> None:
+    num_bytes = 0
+    while num_bytes < _LINGER_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,1 +1,0 @@
-"""A gateway: checks, tokenizes and hashes requests, streams answers, counts what happens."""

@@ -1,0 +1,79 @@
+"""Tokens that a group has generated for one request and not yet sent, and its credit to send
+them."""
+
+from quire.cluster.wire import logprobs_to_proto
+from quire.v1 import group_pb2 as pb
+from quire.v1 import inference_pb2
+from quire.worker.api.outputs import TokenDelta
+
+_FINISH_REASONS = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+    "abort": inference_pb2.FINISH_REASON_ABORT,
+}
+
+Key = tuple[str, int]
+"""Request and attempt."""
+
+
+class OutputBuffer:
+    """One request, and those of its tokens that were not sent."""
+
+    __slots__ = ("_unsent", "engine_id", "is_proven", "proven_at", "token_limit")
+
+    def __init__(self, engine_id: str, token_limit: int) -> None:
+        self.engine_id = engine_id
+        self.token_limit = token_limit
+        self.proven_at = 0
+        self.is_proven = False
+        """It has had the tokens of its probation, or has ended."""
+        self._unsent: pb.TokenDelta | None = None
+
+    @property
+    def num_unsent(self) -> int:
+        return 0 if self._unsent is None else len(self._unsent.token_ids)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether `take` has anything to give: tokens within the limit, or an end without."""
+        delta = self._unsent
+        if delta is None:
+            return False
+        return (
+            not self.token_limit
+            or delta.token_offset < self.token_limit
+            or not delta.token_ids  # An end that brings none.
+        )
+
+    def add(self, key: Key, output: TokenDelta) -> None:
+        delta = self._unsent
+        if delta is None:
+            # Only what is not empty: this is done for every token.
+            self._unsent = delta = pb.TokenDelta(
+                request_id=key[0], attempt=key[1], token_offset=output.token_offset
+            )
+            if output.num_cached_tokens:
+                delta.num_cached_tokens = output.num_cached_tokens
+        delta.token_ids.extend(output.token_ids)
+        if output.logprobs:
+            delta.logprobs.extend(logprobs_to_proto(output.logprobs))
+        if output.finish_reason is not None:
+            delta.finish_reason = _FINISH_REASONS[output.finish_reason]
+        num_output = output.token_offset + len(output.token_ids)
+        self.is_proven = num_output >= self.proven_at or output.finish_reason is not None
+
+    def take(self) -> pb.TokenDelta:
+        """The tokens that may be sent now. The finish reason comes with the last token."""
+        delta = self._unsent
+        assert delta is not None
+        room = max(0, self.token_limit - delta.token_offset)
+        if not self.token_limit or len(delta.token_ids) <= room:
+            self._unsent = None
+            return delta
+        head = pb.TokenDelta()
+        head.CopyFrom(delta)
+        head.ClearField("finish_reason")
+        del head.token_ids[room:], head.logprobs[room:]
+        del delta.token_ids[:room], delta.logprobs[:room]
+        delta.token_offset += room
+        return head

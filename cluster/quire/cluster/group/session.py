@@ -1,0 +1,283 @@
+"""One gateway's requests at a group, and what it has not been sent of them yet.
+
+A request's tokens are sent up to its reader's credit; further tokens wait here. A stalled reader
+costs four bytes a token, but neither KV nor engine time, because the engine finishes the request
+and frees its blocks. Waiting tokens are merged, so that a frame has at most one delta with tokens
+for each request, however long the last frame took to write.
+
+A resumed request is acknowledged first, and goes to the engine once the frame with the
+acknowledgement was written. If this group dies, too, the gateway then knows whether the request can
+have killed it.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.output_buffer import Key, OutputBuffer
+from quire.cluster.wire import prepared_of, stats_to_proto
+from quire.v1 import group_pb2 as pb
+from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, QuireError
+from quire.worker.api.outputs import TokenDelta
+from quire.worker.api.request import Prepared
+
+_LISTENS_IN = 4  # Times in a gateway's timeout that it is listened for.
+
+
+@dataclass(slots=True, eq=False)
+class Door:
+    """State shared by a group's attachments."""
+
+    phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
+    on_probation: OutputBuffer | None = None
+    """The one request on probation, of whichever gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request that the engine does not have yet."""
+
+    key: Key
+    work: OutputBuffer
+    request: Prepared
+    number: int
+    """Among the gateway's submits."""
+
+
+class GatewaySession:
+    """Belongs to one `Attach` stream, and is closed with it."""
+
+    def __init__(self, engine_loop: EngineLoop, door: Door, *, name: str) -> None:
+        self.num_unsent_tokens = 0
+        """Output that waits, for its reader or for the next frame."""
+        self._engine_loop = engine_loop
+        self._door = door
+        self._name = name
+        self._numbers = itertools.count()
+        self._works: dict[Key, OutputBuffer] = {}
+        self._sendable: dict[Key, OutputBuffer] = {}
+        self._refusals: list[pb.TokenDelta] = []
+        self._received: list[_Submitted] = []  # To be acknowledged in the next frame.
+        self._acknowledged: list[_Submitted] = []  # In the last one.
+        self._proven: OutputBuffer | None = None
+        self._changed = asyncio.Event()
+        self._is_heard = True
+        self._num_silent = 0  # Parts of its timeout, in a row.
+        self._is_draining = False
+        self._num_submits = 0
+        self._unshown: deque[tuple[int, int]] = deque()
+        # Of submits that the engine's load may not count yet: their numbers there and here.
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end the gateway has not been sent."""
+        return len(self._works)
+
+    @property
+    def may_submit(self) -> bool:
+        """Whether the gateway may send requests. False once it drains, and while it is silent: if
+        its connection was lost, it may have attached again over another one."""
+        return not self._is_draining and (self._is_heard or not self._num_silent)
+
+    async def read(self, commands: AsyncIterator[pb.GroupCommand]) -> None:
+        """Does what the gateway says, until it says no more."""
+        async for command in commands:
+            self._is_heard = True
+            self._is_draining |= command.is_draining
+            kind = command.WhichOneof("command")
+            if kind == "submit":
+                self._submit(command.submit)
+            elif kind == "abort":
+                self._forget((command.abort.request_id, command.abort.attempt))
+            elif kind == "credit":
+                self._extend(command.credit)
+
+    async def listen(self, timeout_s: float) -> None:
+        """Returns once the gateway has said nothing for ``timeout_s``.
+
+        Counted in parts: where this process itself was stopped, no time has passed.
+        """
+        while self._num_silent < _LISTENS_IN:
+            self._is_heard = False
+            await asyncio.sleep(timeout_s / _LISTENS_IN)
+            self._num_silent = 0 if self._is_heard else self._num_silent + 1
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when there is something to send, or after ``timeout_s``, for a heartbeat."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def wake(self) -> None:
+        """Has a frame sent, whether or not there is anything in it."""
+        self._changed.set()
+
+    def take_frame(self) -> pb.StepFrame:
+        self._changed.clear()
+        acknowledged, self._acknowledged = self._acknowledged, self._received
+        self._received = []
+        for submitted in acknowledged:
+            self._begin(submitted)
+        if self._acknowledged:
+            self._changed.set()  # They begin with the next frame: once this one was written.
+        if self._proven is not None:
+            # Only after the proof was written: if the next suspect kills the group at once, the
+            # gateway must know that this one was past its probation.
+            self._acquit(self._proven)
+            self._proven = None
+        deltas = [_acknowledgement(submitted) for submitted in self._acknowledged]
+        sendable, self._sendable = self._sendable, {}
+        for key, work in sendable.items():
+            delta = work.take()
+            self.num_unsent_tokens -= len(delta.token_ids)
+            deltas.append(delta)
+            if delta.finish_reason:
+                del self._works[key]
+            if work is self._door.on_probation and work.is_proven:
+                self._proven = work
+                self._changed.set()
+        refusals, self._refusals = self._refusals, []
+        return pb.StepFrame(
+            step=self._engine_loop.num_steps,
+            load=stats_to_proto(self._engine_loop.stats),
+            deltas=deltas + refusals,
+            phase=self._door.phase,
+            num_submits=self._num_shown(),
+        )
+
+    def hand_back(self, message: str) -> None:
+        """Ends every request here and asks the gateway to go on with it elsewhere."""
+        for key in list(self._works):
+            self._end(key, pb.GroupError.DRAINING, message)
+
+    def close(self) -> None:
+        for key in list(self._works):
+            self._forget(key)
+
+    def _submit(self, submit: pb.Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        self._num_submits += 1
+        if self._door.phase != pb.StepFrame.SERVING:
+            self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
+            return
+        if self._engine_loop.failed.done():
+            # Not GROUP_FAILED: the request came after the failure and cannot have caused it.
+            self._refuse(key, pb.GroupError.DRAINING, self._failed_before())
+            return
+        if key in self._works:
+            return  # A duplicate of a running request. A refusal would look like the end of that.
+        if submit.probation_tokens and self._door.on_probation is not None:
+            message = "another request is on probation"
+            self._refuse(key, pb.GroupError.PROBATION, message)
+            return
+        # Numbered, so that late outputs of an aborted request are not attributed to this one.
+        engine_id = f"{self._name}/{key[0]}/{key[1]}/{next(self._numbers)}"
+        try:
+            request = prepared_of(submit, request_id=engine_id)
+        except InvalidRequest as error:
+            self._refuse(key, pb.GroupError.INVALID_REQUEST, str(error))
+            return
+        work = OutputBuffer(engine_id, submit.token_limit)
+        if submit.probation_tokens:
+            self._door.on_probation = work
+            work.proven_at = len(request.resumed_token_ids) + submit.probation_tokens
+        self._works[key] = work
+        submitted = _Submitted(key, work, request, self._num_submits)
+        if submit.attempt > 1:
+            self._received.append(submitted)
+            self._changed.set()
+        else:
+            self._begin(submitted)
+
+    def _begin(self, submitted: _Submitted) -> None:
+        key, work = submitted.key, submitted.work
+        if self._works.get(key) is not work:
+            return  # Aborted meanwhile.
+        if self._engine_loop.failed.done():
+            self._forget(key)
+            self._refuse(key, pb.GroupError.DRAINING, self._failed_before())
+            return
+        self._engine_loop.submit(submitted.request, lambda output: self._take(key, work, output))
+        self._unshown.append((self._engine_loop.num_submitted, submitted.number))
+
+    def _num_shown(self) -> int:
+        while self._unshown and self._unshown[0][0] <= self._engine_loop.num_added:
+            self._unshown.popleft()
+        waiting = (submitted.number for submitted in (*self._acknowledged, *self._received))
+        unshown = (number for _, number in self._unshown)
+        return min(itertools.chain(waiting, unshown), default=self._num_submits + 1) - 1
+
+    def _failed_before(self) -> str:
+        return f"the group had failed before: {self._engine_loop.failed.result()}"
+
+    def _extend(self, credit: pb.Credit) -> None:
+        key = (credit.request_id, credit.attempt)
+        work = self._works.get(key)
+        if work is not None:
+            work.token_limit = max(work.token_limit, credit.token_limit)
+            self._offer(key, work)
+
+    def _take(self, key: Key, work: OutputBuffer, output: TokenDelta | QuireError) -> None:
+        if isinstance(output, QuireError):
+            self._end(key, _error_code(output), str(output))
+            return
+        work.add(key, output)
+        self.num_unsent_tokens += len(output.token_ids)
+        self._offer(key, work)
+
+    def _offer(self, key: Key, work: OutputBuffer) -> None:
+        if work.can_send:
+            self._sendable[key] = work
+            self._changed.set()
+
+    def _end(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
+        """Ends a request that the gateway has not ended, after sending the tokens within its
+        credit.
+
+        If they were not sent, the request would compute them again elsewhere, and that would count
+        as having got past the cause of the group's death.
+        """
+        work = self._works.get(key)
+        if work is not None and work.can_send:
+            delta = work.take()
+            self.num_unsent_tokens -= len(delta.token_ids)
+            self._refusals.append(delta)
+        self._forget(key)
+        self._refuse(key, code, message)
+
+    def _forget(self, key: Key) -> None:
+        work = self._works.pop(key, None)
+        if work is None:
+            return
+        self._sendable.pop(key, None)
+        self.num_unsent_tokens -= work.num_unsent
+        self._acquit(work)
+        self._engine_loop.abort(work.engine_id)
+
+    def _acquit(self, work: OutputBuffer) -> None:
+        if self._door.on_probation is work:
+            self._door.on_probation = None
+
+    def _refuse(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
+        error = pb.GroupError(code=code, message=message)
+        self._refusals.append(pb.TokenDelta(request_id=key[0], attempt=key[1], error=error))
+        self._changed.set()
+
+
+def _acknowledgement(submitted: _Submitted) -> pb.TokenDelta:
+    request_id, attempt = submitted.key
+    num_resumed = len(submitted.request.resumed_token_ids)
+    return pb.TokenDelta(request_id=request_id, attempt=attempt, token_offset=num_resumed)
+
+
+def _error_code(error: QuireError) -> pb.GroupError.Code:
+    if isinstance(error, InvalidRequest):
+        return pb.GroupError.INVALID_REQUEST
+    if isinstance(error, BrokenLogits):
+        return pb.GroupError.BROKEN_LOGITS
+    return pb.GroupError.QUEUE_FULL if isinstance(error, QueueFull) else pb.GroupError.GROUP_FAILED

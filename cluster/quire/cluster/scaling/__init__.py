@@ -1,0 +1,1 @@
+"""How many groups there should be."""

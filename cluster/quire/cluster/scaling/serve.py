@@ -1,0 +1,99 @@
+"""Adapts the autoscaling policy to Ray Serve's controller."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.scaling.policy import (
+    STALE_S,
+    Observation,
+    Sample,
+    State,
+    decide,
+    num_pending,
+)
+from quire.cluster.scaling.settings import AutoscalingSettings
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+_log = logging.getLogger("ray.serve")  # The controller's log, where Serve tells of scaling too.
+
+DEMAND_PREFIX = "gateway_tokens/"
+"""Before a gateway's name: prompt tokens that wait there for any group, as a group was told."""
+_STATE = "quire"
+
+
+class ServePolicy:
+    """`decide` as Ray Serve calls it: made once in Serve's controller, asked every 0.1 s."""
+
+    def __init__(self, **settings: Any) -> None:
+        """``settings`` are the fields of `AutoscalingSettings`."""
+        self._settings = AutoscalingSettings(**settings)
+
+    def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
+        assert context.current_time is not None
+        state: State = context.policy_state.get(_STATE) or State()
+        observation = observe(context, now_s=context.current_time)
+        decision, state = decide(observation, state, context.current_time, self._settings)
+        if decision.num_groups != observation.num_groups:
+            _log.info(
+                "%d groups instead of %d: %s; %d prompt tokens wait, for %s",
+                decision.num_groups,
+                observation.num_groups,
+                decision.reason,
+                num_pending(observation),
+                "nobody knows how long"
+                if decision.predicted_wait_s is None
+                else f"{decision.predicted_wait_s:.1f} s",
+            )
+        return decision.num_groups, {_STATE: state}
+
+
+def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
+    """What Serve knows, in `decide`'s terms."""
+    metrics = context.raw_metrics or {}
+    groups = []
+    for replica in context.running_replicas:
+        series = {name: by_replica.get(replica, ()) for name, by_replica in metrics.items()}
+        groups.append(_samples(series))
+    num_gateway_tokens = 0
+    for name, by_replica in metrics.items():
+        if name.startswith(DEMAND_PREFIX):
+            points = [series[-1] for series in by_replica.values() if series]
+            newest = max(points, key=lambda point: point.timestamp, default=None)
+            # A gateway repeats what it says while there is something to say.
+            if newest is not None and now_s - newest.timestamp <= STALE_S:
+                num_gateway_tokens += int(newest.value)
+    return Observation(
+        num_groups=context.target_num_replicas,
+        groups=groups,
+        num_gateway_tokens=num_gateway_tokens,
+    )
+
+
+def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
+    """One sample for each time at which a group said all that belongs to one."""
+    names = [field.name for field in fields(Sample) if field.name != "time_s"]
+    if not all(series.get(name) for name in names):
+        return []
+    by_time: dict[float, dict[str, float]] = {}
+    for name in names:
+        for point in series[name]:
+            by_time.setdefault(point.timestamp, {})[name] = point.value
+    return [
+        Sample(
+            time_s=time_s,
+            num_pending_prefill_tokens=int(values["num_pending_prefill_tokens"]),
+            num_prefilled_tokens=int(values["num_prefilled_tokens"]),
+            num_full_step_tokens=int(values["num_full_step_tokens"]),
+            full_step_s=values["full_step_s"],
+            num_running=int(values["num_running"]),
+            num_waiting=int(values["num_waiting"]),
+            max_num_seqs=int(values["max_num_seqs"]),
+            kv_use=values["kv_use"],
+        )
+        for time_s, values in sorted(by_time.items())
+        if len(values) == len(names)
+    ]

@@ -1,0 +1,1 @@
+"""A gateway without transports: preparing requests, admitting them, streaming answers."""

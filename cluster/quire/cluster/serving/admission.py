@@ -1,0 +1,264 @@
+"""Which requests are taken, which wait at the gateway, and which are refused at once.
+
+A request is *released* to the groups when one of them can begin it within ``max_group_wait_s``. A
+request that waits at a group can no longer be reordered, so only enough are released to keep the
+groups busy until their next frames. The others wait here, by priority and then in order of arrival.
+A request whose predicted wait exceeds ``max_queue_wait_s`` or its deadline is refused before it
+costs anything. Admitted requests are never delayed by later ones of the same priority.
+
+Always true: a request that could be released waits only behind one that could not; the queue is
+within its bounds; each request of lower priority waits behind each of higher priority.
+
+A request of higher priority may displace ones of lower, the last first, where it could not be taken
+otherwise. There is no aging: under lasting overload low priorities are refused, not left to starve.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from math import inf
+
+from quire.cluster.errors import Overloaded, RefusalReason
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad, order
+from quire.router.policies.policy import GroupState
+
+_MAX_RETRY_AFTER_S = 60.0
+
+
+class Admission:
+    """The queue of one gateway. Decides and executes nothing; ``states`` are the groups' loads as
+    the next routing decision will see them."""
+
+    def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._queue: list[Ticket] = []
+        self._queued: dict[int, WaitingLoad] = {}  # By priority.
+        self._unrouted = WaitingLoad()
+        self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
+        self._num_offered = 0
+        self._wait_bound_s = config.max_queue_wait_s
+        self._free_s: float | None = None  # When a request last found the groups free.
+
+    @property
+    def queued(self) -> Sequence[Ticket]:
+        """Those that wait here, in the order in which they will be released."""
+        return self._queue
+
+    @property
+    def unbegun(self) -> Queued:
+        """Sums over the requests that no group has begun; zero when there are none."""
+        return Queued(self._waiting.num_requests, round(self._waiting.num_tokens))
+
+    def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
+        """Releases or queues a new request; returns those that it displaced, which have left.
+
+        Raises:
+            Overloaded: It is refused; nothing has changed.
+        """
+        self._set_bound(states, now_s)
+        ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
+        displaced: list[Ticket] = []
+        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        if not begins:
+            displaced = self._make_room(ticket, states, now_s)
+            for victim in displaced:
+                self.leave(victim)
+        self._num_offered += 1
+        ticket.number = self._num_offered
+        self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
+        ticket.stage = Stage.QUEUED
+        insort(self._queue, ticket, key=order)
+        self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
+        if begins and self._queue[0] is ticket:
+            self._release(ticket)
+        return displaced
+
+    def check(self, priority: int, states: Sequence[GroupState], *, now_s: float) -> None:
+        """Refuses early what `offer` would refuse whatever its size: before it costs anything.
+
+        Raises:
+            Overloaded: Not even a prompt of one token would be taken.
+        """
+        if not self._queue:
+            return
+        least = Ticket(num_prompt_tokens=0, priority=priority)
+        self._set_bound(states, now_s)
+        self._make_room(least, states, now_s)
+
+    def release(self, states: Sequence[GroupState]) -> list[Ticket]:
+        """Releases those whose turn has come. To be called when the groups' load has changed."""
+        released = []
+        while self._queue and self._can_begin(self._queue[0], states):
+            released.append(self._queue[0])
+            self._release(self._queue[0])
+        return released
+
+    def routed(self, ticket: Ticket) -> None:
+        """From now on, a released request is in the groups' states."""
+        if ticket.stage is Stage.RELEASED:
+            self._unrouted.remove_ticket(ticket)
+            ticket.stage = Stage.ROUTED
+
+    def begun(self, ticket: Ticket) -> None:
+        """A group has begun it."""
+        self.routed(ticket)
+        if ticket.stage is Stage.ROUTED:
+            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
+            ticket.stage = Stage.BEGUN
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has ended, or waits no longer. May be called again."""
+        if ticket.stage in (Stage.NEW, Stage.LEFT):
+            return
+        if ticket.stage is Stage.QUEUED:
+            self._dequeue(ticket)
+        elif ticket.stage is Stage.RELEASED:
+            self._unrouted.remove_ticket(ticket)
+        if ticket.stage is not Stage.BEGUN:
+            self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
+        ticket.stage = Stage.LEFT
+
+    def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
+        config = self._config
+        self._wait_bound_s = config.max_queue_wait_s
+        if config.standing_wait_s >= config.max_queue_wait_s:
+            return  # The bound is the same, be groups free or not.
+        if self._free_s is None or (not self._queue and self._is_free(states)):
+            self._free_s = now_s
+        if now_s - self._free_s > config.standing_wait_s:
+            self._wait_bound_s = config.standing_wait_s
+
+    def _is_free(self, states: Sequence[GroupState]) -> bool:
+        # Each departure leaves room for one for a moment, and all gateways see it.
+        enough = self._capacity.num_gateways + self._unrouted.num_requests
+        return self._capacity.room(states, wait_s=0, tokens_each=1, enough=enough) >= enough
+
+    def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
+        """Whether a group begins it soon, behind the released requests that no group state shows
+        yet."""
+        wait_s = self._config.max_group_wait_s
+        return self._begins_within(wait_s, ticket, states, ahead=self._unrouted)
+
+    def _make_room(
+        self, ticket: Ticket, states: Sequence[GroupState], now_s: float
+    ) -> list[Ticket]:
+        """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
+        if states:
+            ahead = self._ahead_of(ticket).plus(self._unrouted)
+            if not self._is_bearable(ticket, states, ahead):
+                raise self._refusal("wait", ticket, states, ahead, too_short_s=self._wait_bound_s)
+            time_s = max(0.0, ticket.deadline_s - now_s)
+            if not self._begins_within(time_s, ticket, states, ahead=ahead):
+                raise self._refusal("deadline", ticket, states, ahead, too_short_s=time_s)
+        victims: list[Ticket] = []
+        rest = self._all_queued()
+        while self._exceeds_bounds(ticket, states, rest):
+            victim = self._queue[-1 - len(victims)]
+            if victim.priority <= ticket.priority:
+                raise self._refusal("queue_full", ticket, states, rest)
+            victims.append(victim)
+            rest.remove_ticket(victim)
+        return victims
+
+    def _exceeds_bounds(
+        self, ticket: Ticket, states: Sequence[GroupState], queued: WaitingLoad
+    ) -> bool:
+        """Whether the queue would be too full with ``ticket``, or its last wait for too long."""
+        config = self._config
+        if not queued.num_requests:
+            return False
+        return (
+            queued.num_requests + ticket.num_requests > config.max_queued_requests
+            or queued.num_tokens + ticket.num_tokens > config.max_queued_tokens
+            or (bool(states) and not self._is_bearable(ticket, states, queued.plus(self._unrouted)))
+        )
+
+    def _is_bearable(
+        self, ticket: Ticket, states: Sequence[GroupState], ahead: WaitingLoad
+    ) -> bool:
+        """Whether one request behind ``ahead`` waits for no longer than the bound."""
+        config = self._config
+        num_waiting, num_reserved = self._capacity.num_queued(states)
+        num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
+        if num_waiting < len(states) * config.min_queued_per_group:
+            return True
+        return self._begins_within(self._wait_bound_s, ticket, states, ahead=ahead)
+
+    def _begins_within(
+        self, wait_s: float, ticket: Ticket, states: Sequence[GroupState], *, ahead: WaitingLoad
+    ) -> bool:
+        if wait_s == inf:
+            return True
+        # The other gateways, which are not seen, are taken to have as much ahead of theirs.
+        enough = ahead.num_requests * self._capacity.num_gateways + 1.0
+        room = self._capacity.room(
+            states, wait_s=wait_s, tokens_each=ahead.tokens_each_with(ticket), enough=enough
+        )
+        return room >= enough
+
+    def _refusal(
+        self,
+        reason: RefusalReason,
+        ticket: Ticket,
+        states: Sequence[GroupState],
+        ahead: WaitingLoad,
+        *,
+        too_short_s: float = 0.0,
+    ) -> Overloaded:
+        """``too_short_s``: a wait within which the request was found not to begin."""
+        config, tokens_each = self._config, ahead.tokens_each_with(ticket)
+        predicted_s = retry_after_s = 1.0
+        if states:
+            room = self._capacity.room(states, wait_s=too_short_s, tokens_each=tokens_each)
+            need = ahead.num_requests * self._capacity.num_gateways + 1
+            per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
+            predicted_s = too_short_s + max(0.0, need - room) / per_s
+            allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
+            retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
+        waits = (
+            f"{ahead.num_requests} requests with {ahead.num_tokens:.0f} prompt tokens to compute "
+            "wait here"
+        )
+        name = (
+            "standing_wait_s"
+            if self._wait_bound_s < config.max_queue_wait_s
+            else ("max_queue_wait_s")
+        )
+        bound = f"{name} is {self._wait_bound_s:g}"
+        why = {
+            "wait": f"{waits}, and this one would begin in about {predicted_s:.1f} s: {bound}",
+            "deadline": f"{waits}, and this one would begin in about {predicted_s:.1f} s, after "
+            "its deadline: give it more time",
+            "queue_full": f"{waits}: max_queued_requests is {config.max_queued_requests}, "
+            f"max_queued_tokens {config.max_queued_tokens}, {bound}",
+        }[reason]
+        return Overloaded(
+            f"{why}; try again in {retry_after_s:.0f} s", reason=reason, retry_after_s=retry_after_s
+        )
+
+    def _ahead_of(self, ticket: Ticket) -> WaitingLoad:
+        ahead = WaitingLoad()
+        for priority, load in self._queued.items():
+            if priority <= ticket.priority:
+                ahead = ahead.plus(load)
+        return ahead
+
+    def _all_queued(self) -> WaitingLoad:
+        every = WaitingLoad()
+        for load in self._queued.values():
+            every = every.plus(load)
+        return every
+
+    def _release(self, ticket: Ticket) -> None:
+        self._dequeue(ticket)
+        self._unrouted.add_ticket(ticket)
+        ticket.stage = Stage.RELEASED
+
+    def _dequeue(self, ticket: Ticket) -> None:
+        self._queue.remove(ticket)
+        load = self._queued[ticket.priority]
+        load.remove_ticket(ticket)
+        if not load.num_requests:
+            del self._queued[ticket.priority]

@@ -1,0 +1,83 @@
+"""A bound on the bytes that a gateway holds at a time, first come, first served."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+
+class Hold:
+    """Bytes that were taken. They are given back once: by `release` or at the end of ``with``."""
+
+    def __init__(self, give_back: Callable[[], None], num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            give_back()
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class ByteBudget:
+    """``held <= limit``, and nothing that came later is served before what waits.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self.waiting = 0
+        """Bytes that are waited for."""
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, num_bytes: int) -> Hold:
+        """Waits for ``num_bytes``; more than there are take all of them."""
+        wanted = min(num_bytes, self.limit)
+        hold = self.take_now(wanted)
+        return await self._wait(wanted) if hold is None else hold
+
+    def take_now(self, num_bytes: int) -> Hold | None:
+        """The same without waiting; ``None`` where it would have to."""
+        wanted = min(num_bytes, self.limit)
+        if self._queue or self.held + wanted > self.limit:
+            return None
+        self.held += wanted
+        return Hold(lambda: self._give_back(wanted), wanted)
+
+    async def _wait(self, wanted: int) -> Hold:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (wanted, future)
+        self._queue.append(entry)
+        self.waiting += wanted
+        try:
+            await future  # `_serve` has counted the bytes as held.
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                self._give_back(wanted)
+            elif entry in self._queue:
+                self._queue.remove(entry)
+                # A smaller request behind it may fit now.
+                self._serve()
+            raise
+        finally:
+            self.waiting -= wanted
+        return Hold(lambda: self._give_back(wanted), wanted)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.held -= num_bytes
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._queue and self.held + self._queue[0][0] <= self.limit:
+            wanted, future = self._queue.popleft()
+            if future.cancelled():
+                continue
+            self.held += wanted
+            future.set_result(None)

@@ -1,0 +1,274 @@
+"""Turns clients' prompts into token ids, with the cost bounded before it begins.
+
+    too long    refused by its length, before it is tokenized
+    short text  at once, in the event loop
+    long text   in a thread; all of them together are ``max_tokenizing_bytes`` at most
+    a chat      rendered in a process of its own (`TemplateProcess`), then as a text
+
+Tokenizing takes 150 to 200 bytes of memory for each byte of text, so the budget counts bytes. Texts
+wait in order of arrival. A text of more than half of the budget waits for others like it and leaves
+half of the budget to shorter ones, which would otherwise wait for seconds.
+"""
+
+import asyncio
+import ctypes
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import inf
+from typing import Any, TypeVar
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Gauge
+
+from quire.cluster.errors import Overloaded
+from quire.cluster.serving.byte_budget import ByteBudget, Hold
+from quire.cluster.serving.deadline import late
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds, as_token_ids
+from quire.worker.api.limits import RequestLimits, check_prompt_length
+from quire.worker.api.request import Chat, Prompt, Span, Text, Tokens
+from quire.worker.text.template_process import TemplateLimits, TemplateProcess
+from quire.worker.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+# Longer texts would delay every other stream by milliseconds.
+_LONG_TEXT_CHARS = 4_000
+_LONG_TOKENS = 1 << 16
+_CHARS_PER_TOKEN = 4  # As a rule.
+# A text with more characters than this for each token that there is room for is likely too long.
+_USUAL_CHARS_PER_TOKEN = 8
+_PIECE_CHARS = 1 << 16
+# Cut into pieces, a text has some more tokens: less than one in a thousand, and never a quarter.
+_PIECES_EXCESS = 1.25
+_TRIM_CHARS = 1 << 18
+
+
+class Prompts:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokenizing_bytes: int,
+        max_waiting: int,
+        template: TemplateLimits,
+        registry: CollectorRegistry,
+        refused: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_waiting``: prompts under way that are long or chats; ``refused`` is called before
+        one more is refused."""
+        self.budget = ByteBudget(max_tokenizing_bytes)
+        self.num_waiting = 0
+        self._tokenizer = tokenizer
+        self._max_waiting = max_waiting
+        self._refused = refused
+        self._clock = clock
+        self._one_long = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._template: TemplateProcess | None = None
+        if tokenizer.template is not None:
+            self._template = TemplateProcess(tokenizer.template, template)
+            # One thread, and so one chat after another: the process renders no two at once.
+            self._renders = ThreadPoolExecutor(1, "quire-template")
+        for name, help_text, value in (
+            ("held", "Bytes of text that are being tokenized.", lambda: self.budget.held),
+            ("waiting", "Bytes of text that wait to be.", lambda: self.budget.waiting),
+        ):
+            gauge = Gauge(f"quire_tokenizing_bytes_{name}", help_text, registry=registry)
+            gauge.set_function(value)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        limits: RequestLimits | None = None,
+        deadline_s: float = inf,
+    ) -> Sequence[int]:
+        """The prompt's token ids; with ``limits``, of no span that is too long for them.
+
+        Raises:
+            InvalidRequest: The chat template refuses it, or it is too long (ContextExceeded).
+            Overloaded: Too many prompts wait already.
+            DeadlineExceeded: ``deadline_s`` passed before its turn came.
+        """
+        spans = [await self._tokens_of(span, limits, deadline_s) for span in prompt]
+        return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
+
+    async def detokenize(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
+        """The text of ``token_ids``, all of them in the vocabulary."""
+        decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _LONG_TEXT_CHARS:
+            return decode(token_ids.tolist())
+        with self._waits():
+            return await self._in_turn(
+                token_ids.nbytes, lambda: decode(token_ids.tolist()), deadline_s=inf
+            )
+
+    async def _tokens_of(
+        self, span: Span, limits: RequestLimits | None, deadline_s: float
+    ) -> Sequence[int]:
+        if isinstance(span, Tokens):
+            if limits is not None:
+                check_prompt_length(len(span.token_ids), limits)
+            return span.token_ids
+        if isinstance(span, Chat):
+            with self._waits():
+                rendered = await self._render(span, deadline_s)
+            span = Text(rendered, add_special_tokens=False)  # The template wrote them.
+        text, special = span.text, span.add_special_tokens
+        if limits is not None:
+            await self._check_length(text, limits)
+        if len(text) < _LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        encode = partial(self._encode, text, add_special_tokens=special, limits=limits)
+        with self._waits():
+            return await self._in_turn(len(text) * (1 if text.isascii() else 4), encode, deadline_s)
+
+    async def _check_length(self, text: str, limits: RequestLimits) -> None:
+        bound = self._tokenizer.bound
+        if bound is None or len(text) < bound.max_chars * (limits.max_model_len - 1):
+            return
+        # Where it is more than a division it is a walk through the text.
+        num_steps = len(text) if bound.swallows_space else 0
+        least = await off_loop(num_steps, partial(bound.min_tokens, text))
+        known_as = f"{len(text)} characters, {least} tokens or more"
+        check_prompt_length(least, limits, known_as=known_as)
+
+    async def _render(self, chat: Chat, deadline_s: float) -> str:
+        if self._template is None or not chat.messages:
+            return self._tokenizer.render_chat(chat.messages)  # It says what is missing.
+        render = partial(self._template.render, chat.messages)
+        running = asyncio.get_running_loop().run_in_executor(self._renders, render)
+        return await self._until(deadline_s, running)
+
+    async def _in_turn(self, num_bytes: int, work: Callable[[], T], deadline_s: float) -> T:
+        """``work``, in a thread, once as many bytes are free."""
+        if num_bytes <= self.budget.limit // 2:
+            hold = await self._until(deadline_s, self.budget.take(num_bytes))
+            return await self._to_its_end(_in_thread(work, hold))
+        await self._until(deadline_s, self._one_long.acquire())
+        locked = Hold(self._one_long.release)
+        try:
+            half = self.budget.take(self.budget.limit // 2)
+            hold = await self._until(deadline_s, half)
+        except BaseException:
+            locked.release()
+            raise
+        return await self._to_its_end(_in_thread(work, hold, locked))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """A thread goes on when its reader is gone, and so must hold what it uses until then."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Its reader, who would have been told, may be gone.
+
+    async def _until(self, deadline_s: float, waiting: Awaitable[T]) -> T:
+        timeout_s = None if deadline_s == inf else deadline_s - self._clock()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiting
+        except TimeoutError:
+            raise late() from None
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        if self.num_waiting >= self._max_waiting:
+            self._refused()
+            raise Overloaded(
+                f"{self.num_waiting} prompts are being tokenized, at most {self._max_waiting} may "
+                "be: try again later",
+                reason="inflight",
+                retry_after_s=1.0,
+            )
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
+    def _encode(
+        self, text: str, *, add_special_tokens: bool, limits: RequestLimits | None
+    ) -> Sequence[int]:
+        try:
+            if limits is not None and len(text) > _USUAL_CHARS_PER_TOKEN * limits.max_model_len:
+                self._check_pieces(text, limits)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            if len(text) >= _TRIM_CHARS:
+                _give_memory_back()
+
+    def _check_pieces(self, text: str, limits: RequestLimits) -> None:
+        """Raises ContextExceeded as soon as the pieces so far have by far too many tokens, and not
+        once the whole has been tokenized, which takes seconds and a gigabyte."""
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += len(self._tokenizer.encode(piece, add_special_tokens=False))
+            num_chars = start + len(piece)
+            known_as = f"{len(text)} characters, in the first {num_chars} alone {num_tokens} tokens"
+            check_prompt_length(int(num_tokens / _PIECES_EXCESS), limits, known_as=known_as)
+
+
+def rough_num_tokens(span: Span) -> int:
+    """For those who start groups while nothing is known of the model."""
+    if isinstance(span, Tokens):
+        return len(span.token_ids)
+    if isinstance(span, Chat):
+        texts = [str(message.get("content", "")) for message in span.messages]
+    else:
+        texts = [span.text]
+    return sum(-(-len(text) // _CHARS_PER_TOKEN) for text in texts)
+
+
+async def as_ids(token_ids: Sequence[int]) -> TokenIds:
+    """`as_token_ids`; of many, in pieces between which other things go on."""
+    if len(token_ids) <= _LONG_TOKENS:
+        return as_token_ids(token_ids)
+    ids = np.empty(len(token_ids), dtype=np.uint32)
+    for start in range(0, len(ids), _LONG_TOKENS):
+        ids[start : start + _LONG_TOKENS] = token_ids[start : start + _LONG_TOKENS]
+        await asyncio.sleep(0)
+    return ids
+
+
+async def off_loop(num_steps: int, work: Callable[[], T]) -> T:
+    """``work``; in a thread where it has many steps."""
+    return work() if num_steps <= _LONG_TOKENS else await asyncio.to_thread(work)
+
+
+def check_ids(name: str, token_ids: TokenIds, vocab_size: int) -> None:
+    """Raises InvalidRequest: one is not in the vocabulary."""
+    foreign = np.flatnonzero(token_ids >= vocab_size)
+    if len(foreign):
+        raise InvalidRequest(
+            f"{name}={token_ids[foreign[0]]} is not in the vocabulary: ids are 0 to "
+            f"{vocab_size - 1}"
+        )
+
+
+async def _in_thread(work: Callable[[], T], *holds: Hold) -> T:
+    try:
+        return await asyncio.to_thread(work)
+    finally:
+        for hold in holds:
+            hold.release()
+
+
+def _give_memory_back() -> None:
+    """Returns freed memory to the system: glibc would keep hundreds of megabytes. Takes 10 ms."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,254 @@
+"""`Admission` in a gateway's event loop: requests wait as futures, frames and members wake them.
+
+A request leaves the queue before `AdmissionQueue.admit` returns, whether it ends, is cancelled or
+misses its deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from quire.cluster.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    RefusalReason,
+    Unavailable,
+)
+from quire.cluster.links.groups import Groups
+from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.ticket import Queued, Stage, Ticket
+from quire.router.table import RoutingTable
+from quire.v1 import group_pb2 as pb
+
+_WAIT_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class AdmissionQueue:
+    """The requests of one gateway that no group has begun. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        *,
+        groups: Groups,
+        table: RoutingTable,
+        registry: CollectorRegistry,
+        start_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capacity = Capacity()
+        self._config = config
+        self._start_wait_s = start_wait_s
+        self._admission = Admission(config, self.capacity)
+        self._groups = groups
+        self._table = table
+        self._clock = clock
+        self._futures: dict[Ticket, asyncio.Future[None]] = {}
+        self._starting = 0
+        self._starting_tokens = 0
+        self._will_pump = False
+        self._metrics = _Metrics(self, registry)
+        groups.watch(self._on_members)
+        groups.watch_loads(self._on_load)
+
+    @property
+    def queued(self) -> Queued:
+        """Sums over the requests that wait here."""
+        tickets = self._admission.queued
+        return Queued(
+            sum(ticket.num_requests for ticket in tickets) + self._starting,
+            sum(ticket.num_prompt_tokens for ticket in tickets) + self._starting_tokens,
+        )
+
+    def refused(self, reason: RefusalReason) -> None:
+        """Counts a refusal."""
+        self._metrics.refused.labels(reason).inc()
+
+    def check(self, priority: int) -> None:
+        """Refuses a request that has no chance, before it is tokenized. Raises Overloaded."""
+        try:
+            self._admission.check(priority, self._table.states(), now_s=self._clock())
+        except Overloaded as error:
+            self.refused(error.reason)
+            raise
+
+    @contextmanager
+    def starting(self, num_prompt_tokens: int) -> Iterator[None]:
+        """Counts a request as waiting while nothing is known of the model yet.
+
+        Raises:
+            Overloaded: Too many do.
+        """
+        if self.queued.num_requests >= self._config.max_queued_requests:
+            raise self._overloaded(
+                "queue_full",
+                f"{self.queued.num_requests} requests wait for a first replica group, "
+                f"max_queued_requests is {self._config.max_queued_requests}",
+            )
+        self._starting += 1
+        self._starting_tokens += num_prompt_tokens
+        try:
+            with self._groups.demand.waiting(max(num_prompt_tokens, 1)):
+                yield
+        finally:
+            self._starting -= 1
+            self._starting_tokens -= num_prompt_tokens
+
+    @asynccontextmanager
+    async def admit(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Returns when ``ticket`` may be sent to a group, and forgets it at the end of the block.
+
+        Raises:
+            Overloaded: It is refused, nearly always at once.
+            DeadlineExceeded: Its deadline passed while it waited.
+            Unavailable: There was no group for ``start_wait_s``.
+        """
+        begin_s = self._clock()
+        try:
+            try:
+                displaced = self._admission.offer(ticket, self._table.states(), now_s=begin_s)
+            except Overloaded as error:
+                self.refused(error.reason)
+                raise
+            for each in displaced:
+                self._displace(each)
+            if ticket.stage is Stage.QUEUED:
+                await self._wait(ticket)
+            self._metrics.wait.observe(self._clock() - begin_s)
+            yield
+        finally:
+            if ticket.stage is Stage.BEGUN:
+                self.capacity.ended(ticket.num_requests)
+            self._admission.leave(ticket)
+            self._pump_soon()
+
+    def sending(self, ticket: Ticket) -> None:
+        """The caller is about to create the tasks that route the request.
+
+        A completion routes itself before it awaits anything, so after the tasks' first turn the
+        request is in the routing table.
+        """
+        if ticket.max_tokens:
+            self.capacity.asked(ticket.max_tokens)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: loop.call_soon(lambda: self._admission.routed(ticket)))
+
+    def took(self, ticket: Ticket, *, num_tokens: int) -> None:
+        """Counts further tokens; the first of them shows that a group has begun the request."""
+        self.capacity.generated(num_tokens)
+        if ticket.stage is not Stage.BEGUN:
+            self._admission.begun(ticket)
+
+    async def _wait(self, ticket: Ticket) -> None:
+        self._futures[ticket] = future = asyncio.get_running_loop().create_future()
+        patience_s = self._start_wait_s
+        if self._groups.num_ready:
+            # At most half of this wait was predicted. The groups have become slower or fewer.
+            patience_s = max(2 * self._config.max_queue_wait_s, patience_s)
+        try:
+            with self._groups.demand.waiting(ticket.num_prompt_tokens):
+                async with asyncio.timeout(min(patience_s, ticket.deadline_s - self._clock())):
+                    await future
+        except TimeoutError:
+            raise self._impatience(ticket, patience_s) from None
+        finally:
+            del self._futures[ticket]
+
+    def _impatience(self, ticket: Ticket, waited_s: float) -> Exception:
+        if self._clock() >= ticket.deadline_s:
+            return DeadlineExceeded(
+                "the request's deadline passed before a replica group began it: give it more time"
+            )
+        if not self._groups.num_ready:
+            return unavailable(self._groups)
+        return self._overloaded(
+            "timeout",
+            f"no replica group began the request within {waited_s:g} s, though one was expected "
+            f"to within max_queue_wait_s={self._config.max_queue_wait_s:g}",
+        )
+
+    def _displace(self, ticket: Ticket) -> None:
+        error = self._overloaded(
+            "displaced",
+            f"requests of higher priority than {ticket.priority} took its place in the queue",
+        )
+        future = self._futures.get(ticket)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _overloaded(self, reason: RefusalReason, message: str) -> Overloaded:
+        self.refused(reason)
+        retry_after_s = max(1.0, self._config.max_queue_wait_s)
+        return Overloaded(
+            f"{message}; try again in {retry_after_s:.0f} s",
+            reason=reason,
+            retry_after_s=retry_after_s,
+        )
+
+    def _on_load(self, description: pb.GroupDescription, load: pb.Load) -> None:
+        self.capacity.observe(description, load, now_s=self._clock())
+        self._pump_soon()
+
+    def _on_members(self) -> None:
+        self.capacity.keep(state.group for state in self._table.states())
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        """Runs once for all events of this turn of the loop."""
+        if self._admission.queued and not self._will_pump:
+            self._will_pump = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._will_pump = False
+        if not self._admission.queued:
+            return
+        for ticket in self._admission.release(self._table.states()):
+            future = self._futures[ticket]
+            if not future.done():
+                future.set_result(None)
+
+
+def unavailable(groups: Groups) -> Unavailable:
+    """The error that there is no group, with the reasons."""
+    reasons = "; ".join(groups.troubles()) or "none is known"
+    return Unavailable(f"no replica group is ready, try again later: {reasons}")
+
+
+class _Metrics:
+    def __init__(self, queue: AdmissionQueue, registry: CollectorRegistry) -> None:
+        self.refused = Counter(
+            "quire_refused",
+            "Requests refused for want of room, by reason: wait (it would be too long), deadline "
+            "(it would pass before the first token), queue_full, displaced (by higher priority), "
+            "timeout (the wait was longer than predicted), inflight (the gateway's hard limit), "
+            "bodies (other large requests hold all the memory that there is for them).",
+            ["reason"],
+            registry=registry,
+        )
+        self.wait = Histogram(
+            "quire_queue_wait_seconds",
+            "From a request's arrival in the gateway's queue to its leave to go to a group.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS,
+        )
+        for name, help_text, index in (
+            ("quire_queued_requests", "Completions that wait at the gateway.", 0),
+            ("quire_queued_tokens", "Prompt tokens of these.", 1),
+        ):
+            gauge = Gauge(name, help_text, registry=registry)
+            gauge.set_function(partial(_queued, queue, index))
+        gauge = Gauge(
+            "quire_gateways", "Gateways that send to the groups, as these say.", registry=registry
+        )
+        gauge.set_function(lambda: queue.capacity.num_gateways)
+
+
+def _queued(queue: AdmissionQueue, index: int) -> float:
+    return queue.queued[index]

@@ -1,0 +1,317 @@
+"""A gateway, whatever the transport: checks a request, tokenizes and hashes it once, streams it.
+
+Knows neither HTTP nor gRPC; both are thin layers over `ModelService`. Imports no torch: the tokens
+come
+from the groups.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+
+from quire.cluster.errors import ModelNotFound
+from quire.cluster.failover.completion import Completion
+from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.ending import Ending
+from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.links.groups import Groups
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.byte_budget import ByteBudget
+from quire.cluster.serving.deadline import late, until
+from quire.cluster.serving.inflight import Inflight
+from quire.cluster.serving.merge import merge
+from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
+from quire.cluster.serving.queue import AdmissionQueue, unavailable
+from quire.cluster.serving.ticket import Ticket
+from quire.cluster.telemetry.explanations import Explanations
+from quire.cluster.telemetry.metrics import Telemetry
+from quire.router.table import RoutingTable
+from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
+from quire.worker.api.limits import RequestLimits, check_request
+from quire.worker.api.model_card import ModelCard
+from quire.worker.api.request import Prepared, Request, Text
+from quire.worker.api.sampling_params import MAX_SEED
+from quire.worker.text.template_process import TemplateLimits
+from quire.worker.text.tokenizer import Tokenizer
+
+MAX_TOKEN_IDS = 2**20
+"""Most token ids in one prompt, or in one call to detokenize."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The limits of one gateway; those of its waiting requests are in ``admission``."""
+
+    max_inflight: int = 4096
+    """Completions under way; a request that would exceed it is refused."""
+    max_completions: int = 1024
+    """Prompts × n of one HTTP request."""
+    max_body_bytes: int = 32 * 2**20
+    """Bytes of large requests that are held at a time, until they are tokenized. Past that, an HTTP
+    request waits unread, and a gRPC request, which has been read already, is refused."""
+    max_tokenizing_bytes: int = 2**20
+    """Bytes of text that are tokenized at a time, each of which takes 150 to 200 bytes of memory.
+    One longer text goes beside them."""
+    template: TemplateLimits = field(default_factory=TemplateLimits)
+    """Limits on rendering one chat."""
+    wakes_groups: bool = False
+    """Requests are taken although no group runs, because groups are started for waiting
+    requests."""
+    completion: CompletionConfig = field(default_factory=CompletionConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+
+
+class ModelService:
+    """Takes requests for one model and has the groups serve them.
+
+    Made and used inside one event loop. ``groups`` and ``table`` are the caller's to close.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        groups: Groups,
+        table: RoutingTable,
+        config: GatewayConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.groups = groups
+        self.table = table
+        self.telemetry = Telemetry(groups=groups, table=table)
+        self.explanations = Explanations(table)
+        self.config = config or GatewayConfig()
+        self.admission = AdmissionQueue(
+            self.config.admission,
+            groups=groups,
+            table=table,
+            registry=self.telemetry.registry,
+            start_wait_s=self.config.completion.group_wait_s,
+            clock=clock,
+        )
+        self._clock = clock
+        self._resumes = Resumes(self.config.completion.resume, clock=clock)
+        self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
+        self.telemetry.suspects.set_function(lambda: self._resumes.probation.num_suspects)
+        self._inflight = Inflight(
+            limit=self.config.max_inflight,
+            gauge=self.telemetry.inflight,
+            refused=partial(self.admission.refused, "inflight"),
+        )
+        self.bodies = ByteBudget(self.config.max_body_bytes)
+        """For the transports, of what they read before `prepare` has returned."""
+        self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
+        self.prompts = Prompts(
+            tokenizer,
+            max_tokenizing_bytes=self.config.max_tokenizing_bytes,
+            max_waiting=self.config.max_inflight,
+            template=self.config.template,
+            registry=self.telemetry.registry,
+            refused=partial(self.admission.refused, "inflight"),
+            clock=clock,
+        )
+        self._is_draining = False
+        self._watchers: list[Callable[[], None]] = []
+        groups.watch(self._notify)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests should come here."""
+        can_serve = self.groups.num_ready > 0 or self.config.wakes_groups
+        return can_serve and not self._is_draining
+
+    @property
+    def num_inflight(self) -> int:
+        """Completions under way."""
+        return self._inflight.num
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def begin_drain(self) -> None:
+        """Tells health checks that no new requests should come; those that do are served."""
+        self._is_draining = True
+        self.groups.begin_drain()
+        self._notify()
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Calls ``on_change`` when `is_ready` may have changed."""
+        self._watchers.append(on_change)
+
+    async def prepare(self, request: Request) -> Prepared:
+        """Checks, tokenizes and hashes a request. Nothing is sent yet.
+
+        Raises:
+            ModelNotFound: Another model is served here.
+            InvalidRequest: The message names what is wrong with the request.
+            Unavailable: No group ever attached, so nothing is known of the model.
+            Overloaded: Too many requests wait to accept another of any size.
+            DeadlineExceeded: The same, and the request cannot wait any longer.
+        """
+        arrival_s = self._clock()
+        deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
+        self.check_model(request.model)
+        self.admission.check(request.priority)
+        if all(isinstance(span, Text) and not span.text for span in request.prompt):
+            # Though a tokenizer may put a begin token there.
+            raise InvalidRequest("prompt is empty: at least one token")
+        num_prompt_tokens = sum(map(rough_num_tokens, request.prompt))
+        card = await self.card(num_prompt_tokens=num_prompt_tokens, deadline_s=deadline_s)
+        limits = RequestLimits(
+            vocab_size=card.vocab_size,
+            max_model_len=card.max_model_len,
+            reason="the groups' limit",
+        )
+        token_ids = await as_ids(
+            await self.prompts.tokenize(request.prompt, limits=limits, deadline_s=deadline_s)
+        )
+        sampling = request.sampling
+        max_tokens = check_request(token_ids, sampling, limits)
+        hashes = await off_loop(
+            len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
+        )
+        sampling = replace(
+            sampling,
+            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+            max_tokens=max_tokens,
+            top_k=min(sampling.top_k, card.vocab_size),
+        )
+        return Prepared(
+            **request.terms | {"sampling": sampling},
+            request_id=secrets.token_hex(12),
+            prompt_token_ids=token_ids,
+            cache_salt=request.salt,
+            hashes=hashes,
+            model=card,
+            arrival_s=arrival_s,
+            deadline_s=deadline_s,
+        )
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or they
+        are more than `MAX_TOKEN_IDS`."""
+        if len(token_ids) > MAX_TOKEN_IDS:
+            raise InvalidRequest(f"token_ids has {len(token_ids)}: at most {MAX_TOKEN_IDS}")
+        card = await self.card()
+        ids = await as_ids(token_ids)
+        check_ids("token_ids", ids, card.vocab_size)
+        return await self.prompts.detokenize(ids, skip_special_tokens=skip_special_tokens)
+
+    def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
+        """The hashes of a prompt's full blocks; none before a first group told its model."""
+        card = self.groups.card
+        return (
+            BlockHashes()
+            if card is None
+            else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        )
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFound."""
+        if model not in ("", self.model):
+            raise ModelNotFound(f"the model {model!r} does not exist: {self.model!r} is served")
+
+    def check_num_completions(self, num_completions: int) -> None:
+        """Raises InvalidRequest: one request must not ask for that many."""
+        if num_completions > self.config.max_completions:
+            raise InvalidRequest(
+                f"prompts × n is {num_completions}, at most {self.config.max_completions} are "
+                "allowed in one request: send several"
+            )
+
+    async def card(self, *, num_prompt_tokens: int = 0, deadline_s: float = inf) -> ModelCard:
+        """The groups' model card; waits for a first group as long as requests do.
+
+        ``num_prompt_tokens``: of the request that waits, for those who start groups.
+
+        Raises:
+            Unavailable: None came.
+            Overloaded: Too many wait already.
+            DeadlineExceeded: The request's deadline passed.
+        """
+        if self.groups.card is not None:
+            return self.groups.card
+        give_up_s = self._clock() + self.config.completion.group_wait_s
+        with self.admission.starting(num_prompt_tokens):
+            while self.groups.card is None:
+                remaining_s = min(give_up_s, deadline_s) - self._clock()
+                if not await self.groups.wait_for_change(timeout_s=remaining_s):
+                    raise late() if self._clock() >= deadline_s else unavailable(self.groups)
+        return self.groups.card
+
+    async def stream(
+        self, requests: Sequence[Prepared]
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the chunks of all completions of one client's request as they come.
+
+        The completions are numbered through. They are admitted together, and share the first
+        one's priority and deadline. Closing the generator aborts whatever still runs.
+
+        Raises:
+            Overloaded: They are refused; later, if something of higher priority took their place.
+            DeadlineExceeded: The deadline has passed; what it left undone was aborted.
+            And what `Completion.stream` does.
+        """
+        first = requests[0]
+        num_completions = sum(each.sampling.n for each in requests)
+        ticket = Ticket(
+            num_requests=num_completions,
+            num_prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
+            max_tokens=first.sampling.max_tokens or 0,
+            priority=first.priority,
+            deadline_s=first.deadline_s,
+        )
+        ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
+        with self._inflight.entered(num_completions):
+            async with self.admission.admit(ticket):
+                completions = self._completions(requests, ending)
+                chunks = merge([completion.stream() for completion in completions])
+                if first.deadline_s < inf:
+                    chunks = until(first.deadline_s, chunks, clock=self._clock)
+                self.admission.sending(ticket)
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        self.admission.took(ticket, num_tokens=len(chunk.token_ids))
+                        yield chunk
+
+    def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
+        """All of ``requests``, numbered through, not begun."""
+        completions: list[Completion] = []
+        for prompt in requests:
+            blame = Blame()
+            completions += [
+                Completion(
+                    each,
+                    index=index,
+                    groups=self.groups,
+                    table=self.table,
+                    tokenizer=self.tokenizer,
+                    telemetry=self.telemetry,
+                    config=self.config.completion,
+                    resumes=self._resumes,
+                    ending=ending,
+                    blame=blame,
+                    clock=self._clock,
+                )
+                for index, each in enumerate(prompt.completions(), len(completions))
+            ]
+        return completions
+
+    def _notify(self) -> None:
+        for on_change in self._watchers:
+            on_change()
+
+
+def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> BlockHashes:
+    root = card.root(cache_salt=cache_salt)
+    return hash_blocks(token_ids, block_size=card.block_size, root=root)

@@ -1,0 +1,79 @@
+"""Requests on their way from their arrival at a gateway to their first token, and sums of them."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+from typing import NamedTuple
+
+
+class Queued(NamedTuple):
+    """Requests that wait."""
+
+    num_requests: int
+    num_tokens: int
+    """Tokens in their prompts."""
+
+
+class Stage(Enum):
+    NEW = auto()
+    QUEUED = auto()
+    RELEASED = auto()
+    """May be sent to a group."""
+    ROUTED = auto()
+    """Counts among its group's load."""
+    BEGUN = auto()
+    LEFT = auto()
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Ticket:
+    """A client's request on its way to its first token: completions that are taken together."""
+
+    num_requests: int = 1
+    """Completions."""
+    num_prompt_tokens: int
+    max_tokens: int = 0
+    """How long each output may become; 0 says nothing."""
+    priority: int = 0
+    """Less is sooner."""
+    deadline_s: float = inf
+    """On the clock that `Admission.offer` is told."""
+    stage: Stage = Stage.NEW
+    number: int = 0
+    num_tokens: float = 0
+    """How many of its prompt tokens are likely to be computed."""
+
+
+class WaitingLoad:
+    """Sums over several tickets."""
+
+    __slots__ = ("num_requests", "num_tokens")
+
+    def __init__(self, num_requests: int = 0, num_tokens: float = 0.0) -> None:
+        self.num_requests = num_requests
+        self.num_tokens = num_tokens
+
+    def plus(self, other: "WaitingLoad") -> "WaitingLoad":
+        return WaitingLoad(
+            self.num_requests + other.num_requests, self.num_tokens + other.num_tokens
+        )
+
+    def tokens_each_with(self, ticket: Ticket) -> float:
+        num_requests = self.num_requests + ticket.num_requests
+        return (self.num_tokens + ticket.num_tokens) / num_requests
+
+    def add(self, num_requests: int, num_tokens: float) -> None:
+        self.num_requests += num_requests
+        # Rounding errors of repeated subtraction must not accumulate.
+        self.num_tokens = self.num_tokens + num_tokens if self.num_requests else 0.0
+
+    def add_ticket(self, ticket: Ticket) -> None:
+        self.add(ticket.num_requests, ticket.num_tokens)
+
+    def remove_ticket(self, ticket: Ticket) -> None:
+        self.add(-ticket.num_requests, -ticket.num_tokens)
+
+
+def order(ticket: Ticket) -> tuple[int, int]:
+    """By priority, then by arrival."""
+    return ticket.priority, ticket.number

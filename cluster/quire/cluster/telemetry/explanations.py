@@ -1,0 +1,157 @@
+"""Routing decisions as messages: what clients and operators see of why a request went where."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from quire.router.decision_log import Explanation
+from quire.router.errors import UnknownDecision
+from quire.router.policies.policy import Decision
+from quire.router.table import RoutingTable
+from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import InvalidRequest
+
+MAX_LIMIT = 1000
+DEFAULT_LIMIT = 20
+_MAX_ASKING = 4
+"""Questions at one time: each is one to every gateway."""
+
+_HTTP_PREFIXES = ("chatcmpl-", "cmpl-")
+"""Prefixes of HTTP answers' ids, before the request's own id."""
+
+
+Answers = tuple[Sequence[pb.ExplainRoutingResponse], str]
+"""The other gateways' answers, and which of them did not answer; empty if all did."""
+AskOthers = Callable[[pb.ExplainRoutingRequest, str | None], Awaitable[Answers]]
+
+
+class Explanations:
+    """Answers `ExplainRouting`, with what the other gateways know: behind one address, a client
+    cannot tell which of them routed its request. ``tenant``: whose requests are told of; ``None``
+    is everyone's."""
+
+    def __init__(self, table: RoutingTable) -> None:
+        self.ask_others: AskOthers = _no_others
+        """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
+        self._table = table
+        self._asking = asyncio.Semaphore(_MAX_ASKING)
+
+    async def answer(
+        self, request: pb.ExplainRoutingRequest, *, tenant: str | None
+    ) -> pb.ExplainRoutingResponse:
+        """This gateway's answer and all others', as one.
+
+        Raises:
+            InvalidRequest: Both a request and a number of decisions are asked for, or too many.
+            UnknownDecision: The request was routed by none of them, or is forgotten.
+        """
+        _check(request)
+        async with self._asking:
+            own, (others, incomplete) = await asyncio.gather(
+                self.own(request, tenant=tenant), self.ask_others(request, tenant)
+            )
+        if others:
+            await asyncio.to_thread(_merge, own, others, request)
+        if request.request_id and not own.decisions:
+            num_kept = self._table.num_decisions_kept
+            name = _names(request.request_id)[-1]
+            raise UnknownDecision(name, num_kept=num_kept, incomplete=incomplete)
+        own.incomplete = incomplete
+        return own
+
+    async def own(
+        self, request: pb.ExplainRoutingRequest, *, tenant: str | None
+    ) -> pb.ExplainRoutingResponse:
+        """This gateway's own answer, which may be empty."""
+        # In a thread: thousands of candidates take a second, in which no stream would go on.
+        return await asyncio.to_thread(_explain, self._table, request, tenant)
+
+
+async def _no_others(request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
+    return (), ""
+
+
+def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
+    message = pb.Routing(
+        group=decision.group,
+        reason=decision.reason,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        forecast_s=decision.forecast_s,
+    )
+    if with_candidates:
+        message.candidates.extend(
+            pb.RoutingCandidate(
+                group=candidate.group,
+                cost=candidate.cost,
+                num_cached_tokens=candidate.num_cached_tokens,
+                num_prefill_tokens=candidate.num_prefill_tokens,
+                num_queued_tokens=candidate.num_queued_tokens,
+                num_sequences=candidate.num_sequences,
+                forecast_s=candidate.forecast_s,
+            )
+            for candidate in decision.candidates
+        )
+    return message
+
+
+def _check(request: pb.ExplainRoutingRequest) -> None:
+    if request.limit > MAX_LIMIT:
+        raise InvalidRequest(f"limit={request.limit} is out of range: 1 to {MAX_LIMIT}")
+    if request.limit and request.request_id:
+        raise InvalidRequest(
+            f"limit={request.limit} does not go with request_id: ask for one of the two"
+        )
+
+
+def _explain(
+    table: RoutingTable, request: pb.ExplainRoutingRequest, tenant: str | None
+) -> pb.ExplainRoutingResponse:
+    if request.request_id:
+        found = _find(table, request.request_id, tenant)
+    else:
+        found = table.recent(request.limit or DEFAULT_LIMIT, tenant=tenant)
+    return pb.ExplainRoutingResponse(decisions=[_message(each) for each in found])
+
+
+def _find(table: RoutingTable, name: str, tenant: str | None) -> list[Explanation]:
+    for each in _names(name):
+        with contextlib.suppress(UnknownDecision):
+            return table.explain(each, tenant=tenant)
+    return []
+
+
+def _names(name: str) -> list[str]:
+    """The ids that ``name`` may mean."""
+    return [name, *(name.removeprefix(each) for each in _HTTP_PREFIXES if name.startswith(each))]
+
+
+def _merge(
+    answer: pb.ExplainRoutingResponse,
+    others: Sequence[pb.ExplainRoutingResponse],
+    request: pb.ExplainRoutingRequest,
+) -> None:
+    """Merges ``others`` into ``answer``, ordered by the gateways' clocks."""
+    decisions = [each for said in (answer, *others) for each in said.decisions]
+    is_of_one = bool(request.request_id)
+    decisions.sort(key=lambda each: each.decided_at_s, reverse=not is_of_one)
+    if not is_of_one:
+        del decisions[request.limit or DEFAULT_LIMIT :]
+    merged = pb.ExplainRoutingResponse(decisions=decisions)
+    answer.CopyFrom(merged)
+
+
+def _message(explanation: Explanation) -> pb.RoutingDecision:
+    return pb.RoutingDecision(
+        request_id=explanation.request_id,
+        client_id=explanation.client_id,
+        tenant=explanation.tenant,
+        attempt=explanation.attempt,
+        decided_at_s=explanation.decided_at_s,
+        num_prompt_tokens=explanation.decision.num_prompt_tokens,
+        routing=routing_message(explanation.decision, with_candidates=True),
+        policy=explanation.policy,
+        pressure=explanation.pressure,
+        num_cached_tokens=explanation.num_cached_tokens,
+        waited_s=explanation.waited_s,
+        outcome=explanation.outcome,
+    )

@@ -1,0 +1,154 @@
+"""A gateway's Prometheus metrics, named ``quire_*``.
+
+Counts of this gateway's own requests are kept here as they happen. Counts of groups and of the
+routing table are read from them at each scrape.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.cluster.links.groups import Groups
+from quire.cluster.telemetry.routing_metrics import RoutingCollector
+from quire.router.table import RoutingTable
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Telemetry:
+    """The metrics of one gateway, in a registry of their own."""
+
+    def __init__(self, *, groups: Groups, table: RoutingTable) -> None:
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.completions = counter(
+            "quire_completions",
+            "Completions that ended, by outcome: stop, length, cancelled, deadline or error.",
+            ["outcome"],
+        )
+        self.prompt_tokens = counter("quire_prompt_tokens", "Prompt tokens of completions begun.")
+        self.cached_tokens = counter(
+            "quire_cached_prompt_tokens", "Prompt tokens that groups found in their cache."
+        )
+        self.output_tokens = counter("quire_output_tokens", "Tokens sent to clients.")
+        self.resumes = counter(
+            "quire_resumes",
+            "Times that a completion was resumed after a group loss, there or on another group.",
+        )
+        self.handovers = counter(
+            "quire_handovers",
+            "Times that a completion went elsewhere since its group drained or put it off.",
+        )
+        self.quarantined = counter(
+            "quire_quarantined_completions",
+            "Completions refused since too many groups had died under them.",
+        )
+        self.retry_budget = gauge("quire_retry_budget", "Resumes that could be done at once now.")
+        self.suspects = gauge(
+            "quire_suspects",
+            "Completions under which groups died in a row, on probation or waiting for it.",
+        )
+        self.inflight = gauge("quire_inflight_completions", "Completions under way.")
+        self.connections = gauge("quire_http_connections", "HTTP connections that are open.")
+        self.max_connections = gauge(
+            "quire_http_max_connections", "Up to how many HTTP connections there may be."
+        )
+        self.cut_connections = counter(
+            "quire_http_cut_connections",
+            "HTTP connections refused (full), closed to make room for another (room), or closed "
+            "since a request's head or body took too long (head, body).",
+            ["reason"],
+        )
+        self.body_bytes = gauge(
+            "quire_body_bytes", "Bytes of large requests that are read or not tokenized yet."
+        )
+        self.time_to_first_token = histogram(
+            "quire_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TTFT_BUCKETS,
+        )
+        self.time_per_output_token = histogram(
+            "quire_time_per_output_token_seconds",
+            "Mean time between a completion's tokens, behind the first.",
+            buckets=_TPOT_BUCKETS,
+        )
+        self.total_time = histogram(
+            "quire_completion_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_TOTAL_BUCKETS,
+        )
+        registry.register(_GroupCollector(groups))
+        registry.register(RoutingCollector(table))
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _GroupCollector(Collector):
+    """The groups' load as of the moment of the scrape."""
+
+    _GAUGES = (
+        ("num_running", "quire_group_running", "Sequences that a group runs."),
+        ("num_waiting", "quire_group_waiting", "Requests that wait in a group's queue."),
+        (
+            "num_pending_prefill_tokens",
+            "quire_group_pending_prefill_tokens",
+            "Prompt tokens that a group has yet to compute.",
+        ),
+        ("num_free_blocks", "quire_group_free_blocks", "KV blocks that hold nothing."),
+        ("num_cached_blocks", "quire_group_cached_blocks", "KV blocks kept as known prefixes."),
+        ("num_held_blocks", "quire_group_held_blocks", "KV blocks that running requests read."),
+        (
+            "num_unsent_tokens",
+            "quire_group_unsent_tokens",
+            "Output tokens that a group keeps for readers that are behind.",
+        ),
+    )
+    _COUNTERS = (
+        ("num_prompt_tokens", "quire_group_prompt_tokens", "Prompt tokens that a group began."),
+        ("num_hit_tokens", "quire_group_hit_tokens", "Those among them that were cached."),
+        ("num_output_tokens", "quire_group_output_tokens", "Tokens that a group generated."),
+        ("num_preemptions", "quire_group_preemptions", "Sequences put back for want of blocks."),
+    )
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "quire_ready_groups", "Groups that take requests.", self._groups.num_ready
+        )
+        yield GaugeMetricFamily(
+            "quire_requests_without_group",
+            "Requests that wait because no group can take them, those in the queue among them.",
+            self._groups.demand.num_requests,
+        )
+        yield GaugeMetricFamily(
+            "quire_unsent_commands",
+            "Commands for groups that wait until their connections take them.",
+            self._groups.num_unsent_commands,
+        )
+        for row in self._GAUGES:
+            yield self._per_group(GaugeMetricFamily, *row)
+        for row in self._COUNTERS:
+            yield self._per_group(CounterMetricFamily, *row)
+
+    def _per_group(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        field: str,
+        name: str,
+        help_text: str,
+    ) -> Metric:
+        metric = family(name, help_text, labels=["group"])
+        for group_id, load in self._groups.loads.items():
+            metric.add_metric([group_id], getattr(load, field))
+        return metric

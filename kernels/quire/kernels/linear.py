@@ -1,0 +1,64 @@
+"""Linear layers in PyTorch: what `AttentionBackend.pack_linear` makes where nothing is faster."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.kernels import reference
+from quire.kernels.ops import LinearLayer
+
+# T tokens   I, O a layer's input and output   P parts of the input
+
+_ROW_MULTIPLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """A product of PyTorch's.
+
+    On CPUs MKL's float32 product takes another order of summation for one to three rows than for
+    more, and also for such a remainder of a thread's rows; so rows are filled up to a multiple
+    of four.
+    """
+
+    weight_OI: Tensor
+    bias_O: Tensor | None = None
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        rows = len(x_TI)
+        missing = -rows % _ROW_MULTIPLE
+        if missing and x_TI.device.type == "cpu" and x_TI.dtype == torch.float32:
+            x_TI = functional.pad(x_TI, (0, 0, 0, missing))
+        return functional.linear(x_TI, self.weight_OI, self.bias_O)[:rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainInt8Linear:
+    """In int8: exact integer sums, slowly."""
+
+    weight_OPI: Tensor
+    scale_OP: Tensor
+    bias_O: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+    ) -> "PlainInt8Linear":
+        """Quantises ``weight``; ``num_parts`` is as `quire.kernels.reference.quantize`'s."""
+        return cls(*reference.quantize(weight_OI, num_parts=num_parts), bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        out_TO = reference.int8_linear(x_TI, self.weight_OPI, self.scale_OP)
+        return (out_TO if self.bias_O is None else out_TO + self.bias_O).to(x_TI.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainGatedLinear:
+    """``silu(gate) * up``; the layer's output is gate, then up."""
+
+    gate_up: LinearLayer
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return reference.silu_and_mul(self.gate_up(x_TI))

@@ -1,0 +1,311 @@
+"""A program as the native library's array of operations.
+
+What the library cannot do is refused here, by name, and so is what this file does not know of: a
+kind of operation, or a field that says something.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native_abi
+from quire.kernels.native_abi import PARTIAL
+from quire.kernels.native_check import check_heads, pointer
+from quire.kernels.native_int8 import Int8Linear
+from quire.kernels.native_linear import NativeLinear
+from quire.kernels.ops import (
+    Add,
+    AddNorm,
+    AllReduce,
+    Attend,
+    Embed,
+    GatedLinear,
+    Gather,
+    Linear,
+    LinearLayer,
+    Logits,
+    Norm,
+    Op,
+    Program,
+    RotaryTable,
+    RotateAndWrite,
+    Value,
+)
+from quire.kernels.rewrites import fuse_add_norm, fuse_linear_add
+
+MAX_COLUMNS = 1 << 24
+"""The LM head's limit: columns travel as float32, which holds integers up to there."""
+
+_KNOWN: dict[type[Op], set[str]] = {
+    Embed: {"weight_VC", "out"},
+    Norm: {"weight_C", "eps", "x", "out"},
+    Linear: {"name", "layer", "x", "out", "adds"},
+    GatedLinear: {"name", "layer", "x", "out"},
+    RotateAndWrite: {
+        "kv",
+        "num_heads",
+        "num_kv_heads",
+        "head_size",
+        "table",
+        "x",
+        "out",
+        "q_norm_D",
+        "k_norm_D",
+        "eps",
+    },
+    Attend: {"kv", "scale", "x", "out"},
+    AllReduce: {"x"},
+    Add: {"x", "to"},
+    AddNorm: {"weight_C", "eps", "x", "to", "out"},
+    Gather: {"x"},
+    Logits: {"name", "layer", "x"},
+}
+"""The fields that are read here; all others must have their defaults."""
+
+
+class NotNative(Exception):
+    """The library does not run a program; the message says what of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShape:
+    """The heads of attention, equal in every layer; counts are those of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+
+class NativeOps:
+    """The library's operations, and what they want of the memory that they work in."""
+
+    def __init__(self, program: Program) -> None:
+        """Keeps the program's weights alive.
+
+        Raises:
+            NotNative: The library does not run ``program``.
+            ValueError: The program's weights do not fit each other.
+        """
+        self._program = program
+        self.ops: list[native_abi.AnyOp] = []
+        self.caches: list[tuple[int, int]] = []
+        """Places of operations that use a cache, and which."""
+        self.ends: list[int] = []
+        """Places before which the ranks sum `PARTIAL`."""
+        self.widths: dict[int, int] = {}
+        """The widths of the buffers in use, in elements."""
+        self.quantized: list[Int8Linear] = []
+        """Layers that take their input in int8."""
+        ops = fuse_add_norm(fuse_linear_add(program))
+        _check_known(ops)
+        _check_end(ops)
+        self.dtype = next(op.weight_VC.dtype for op in ops if isinstance(op, Embed))
+        if self.dtype not in native_abi.DTYPES:
+            raise NotNative(f"dtype {self.dtype}")
+        self.heads = _heads(ops)
+        self.num_positions = min(len(table.cos_PR) for table in _tables(ops))
+        self._channels: dict[Value, int] = {}  # of the values that there are
+        self._summed: Value | None = None  # by all ranks, into `PARTIAL`
+        for before, op, after in zip((None, *ops), ops, (*ops[1:], None), strict=False):
+            self._add(op, before, after)
+        if self.num_columns >= MAX_COLUMNS:
+            raise ValueError(f"{self.num_columns} columns: float32 holds numbers to {MAX_COLUMNS}")
+
+    def _add(self, op: Op, before: Op | None, after: Op | None) -> None:
+        match op:
+            case Embed():
+                self.vocab_size, width = op.weight_VC.shape
+                weight = pointer("embedding", op.weight_VC, self.dtype, self.vocab_size, width)
+                self._append(native_abi.EmbedOp(weight=weight, out=self._put(op.out, width)))
+            case Norm():
+                self._norm(op, op.x, is_sampled=isinstance(before, Gather))
+            case Linear(adds=False) if isinstance(after, AllReduce) and after.x == op.out:
+                self._linear(op, is_partial=True)
+            case Linear() | GatedLinear():
+                self._linear(op)
+            case RotateAndWrite():
+                self._rotate_and_write(op)
+            case Attend():
+                width = self.heads.num_heads * self.heads.head_size
+                attend = native_abi.AttendOp(x=self._get(op.x), out=self._put(op.out, width))
+                self._append(attend, kv=op.kv)
+            case AllReduce():
+                if op.x != self._summed:
+                    raise NotNative(f"AllReduce.x={op.x!r} that no layer wrote before it")
+                self.ends.append(len(self.ops))
+            case Add() | AddNorm():
+                if op.x != self._summed:
+                    raise NotNative(f"{type(op).__name__}.x={op.x!r} that is not of all ranks")
+                if self._channels[op.to] != self.widths[PARTIAL]:
+                    raise ValueError(
+                        f"{op.x!r} of {self.widths[PARTIAL]} channels: must be "
+                        f"{self._channels[op.to]}"
+                    )
+                if isinstance(op, AddNorm):
+                    self._norm(op, op.to, adds_partial=True)
+                else:
+                    self._append(native_abi.AddPartialOp(out=self._get(op.to)))
+            case Logits():
+                packed = self._packed(op.name, op.layer, x=op.x, is_gated=False)
+                self.num_columns = packed.num_out
+                self._quantize(packed, op.x)
+                weights = ctypes.pointer(packed.weights)
+                self._append(native_abi.LogitsOp(weights=weights, x=self._get(op.x)))
+
+    def _append(self, op: native_abi.AnyOp, *, kv: int | None = None) -> None:
+        if kv is not None:
+            self.caches.append((len(self.ops), kv))
+        self.ops.append(op)
+
+    def _get(self, value: Value) -> int:
+        buffer = native_abi.BUFFERS.get(value)
+        if buffer is None:
+            raise NotNative(f"value {value!r}")
+        return buffer
+
+    def _put(self, value: Value, width: int) -> int:
+        buffer = self._get(value)
+        self._channels[value] = width
+        self.widths[buffer] = max(self.widths.get(buffer, 0), width)
+        return buffer
+
+    def _norm(
+        self, op: Norm | AddNorm, x: Value, *, adds_partial: bool = False, is_sampled: bool = False
+    ) -> None:
+        buffer, width = self._get(x), self._channels[x]
+        self._append(
+            native_abi.NormOp(
+                weight=pointer("a norm's weight", op.weight_C, self.dtype, width),
+                x=buffer,
+                out=self._put(op.out, width),
+                adds_partial=adds_partial,
+                is_sampled=is_sampled,
+                eps=op.eps,
+            )
+        )
+
+    def _linear(self, op: Linear | GatedLinear, *, is_partial: bool = False) -> None:
+        is_gated = isinstance(op, GatedLinear)
+        packed = self._packed(op.name, op.layer, x=op.x, is_gated=is_gated)
+        if isinstance(op, Linear) and op.adds:
+            mode, out = native_abi.ADD, self._get(op.out)
+            width = self._channels[op.out]
+            if packed.num_out != width:
+                raise ValueError(f"{op.name} of {packed.num_out} outputs: must be {width}")
+        elif is_partial:
+            mode, out = native_abi.STORE_F32, PARTIAL
+            self.widths[PARTIAL], self._summed = packed.num_out, op.out
+        else:
+            mode = native_abi.GATED if is_gated else native_abi.STORE
+            out = self._put(op.out, packed.num_out)
+        self._append(
+            native_abi.LinearOp(
+                quantizes=self._quantize(packed, op.x),
+                weights=ctypes.pointer(packed.weights),
+                mode=mode,
+                x=self._get(op.x),
+                out=out,
+            )
+        )
+
+    def _quantize(self, packed: NativeLinear, x: Value) -> bool:
+        """Has the norm before a layer make its input in int8; returns whether it must do so
+        itself."""
+        if not isinstance(packed, Int8Linear):
+            return False
+        self.quantized.append(packed)
+        before = self.ops[-1]
+        if isinstance(before, native_abi.NormOp) and before.out == self._get(x):
+            before.next = ctypes.pointer(packed.weights)
+            return False
+        return True
+
+    def _packed(self, name: str, layer: LinearLayer, *, x: Value, is_gated: bool) -> NativeLinear:
+        if not isinstance(layer, NativeLinear):
+            raise NotNative(f"{name}, a {type(layer).__name__}")
+        found = (layer.dtype, layer.weights.num_in, bool(layer.weights.gated))
+        wanted = (self.dtype, self._channels[x], is_gated)
+        if found != wanted:
+            raise ValueError(f"{name}, of (type, inputs, gated) {found}: must be {wanted}")
+        return layer
+
+    def _rotate_and_write(self, op: RotateAndWrite) -> None:
+        shape = self.heads
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+        if self._channels[op.x] != width:
+            raise ValueError(f"{op.x!r} of {self._channels[op.x]} channels: must be {width}")
+        if self._put(op.out, width) != self._get(op.x):
+            raise NotNative(f"RotateAndWrite.out={op.out!r}: Q stays where K and V are")
+        all_heads = shape.num_heads * shape.head_size
+        if op.q_norm_D is not None and shape.head_size < len(op.q_norm_D) == all_heads:
+            raise NotNative("RotateAndWrite.q_norm_D over all heads")
+        rotated = (torch.float32, len(op.table.cos_PR), shape.head_size // 2)
+        norms = [
+            None if x is None else pointer("a head's norm", x, self.dtype, shape.head_size)
+            for x in (op.q_norm_D, op.k_norm_D)
+        ]
+        rotate = native_abi.RotateAndWriteOp(
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=op.eps,
+            cos=pointer("cos", op.table.cos_PR, *rotated),
+            sin=pointer("sin", op.table.sin_PR, *rotated),
+            x=self._get(op.x),
+        )
+        self._append(rotate, kv=op.kv)
+
+
+def _check_end(ops: Program) -> None:
+    """Only the last norm and the LM head take the rows that are sampled."""
+    kinds = [type(op) for op in ops]
+    same = getattr(ops[-3], "x", None) == getattr(ops[-2], "x", None)
+    if kinds[-3:] != [Gather, Norm, Logits] or not same or kinds.count(Gather) != 1:
+        raise NotNative(f"end {', '.join(kind.__name__ for kind in kinds[-3:])}")
+
+
+def _check_known(ops: Program) -> None:
+    for op in ops:
+        known = _KNOWN.get(type(op))
+        if known is None:
+            raise NotNative(f"operation {type(op).__name__}")
+        for each in fields(op):
+            value: Any = getattr(op, each.name)
+            default = None if each.default is MISSING else each.default
+            if each.name not in known and value != default:
+                said = "" if isinstance(value, Tensor) else f"={value!r}"
+                raise NotNative(f"{type(op).__name__}.{each.name}{said}")
+
+
+def _heads(ops: Program) -> HeadShape:
+    """Raises NotNative where layers differ."""
+    rotates = [op for op in ops if isinstance(op, RotateAndWrite)]
+    attends = [op for op in ops if isinstance(op, Attend)]
+    shapes = {
+        HeadShape(
+            num_heads=rotate.num_heads,
+            num_kv_heads=rotate.num_kv_heads,
+            head_size=rotate.head_size,
+            scale=attend.scale,
+        )
+        for rotate, attend in zip(rotates, attends, strict=True)
+    }
+    if len(shapes) != 1:
+        raise NotNative(f"layers of unlike heads: {shapes}")
+    (shape,) = shapes
+    check_heads(shape.num_heads, shape.num_kv_heads)
+    if not can_attend(shape.head_size):
+        raise NotNative(f"RotateAndWrite.head_size={shape.head_size}")
+    return shape
+
+
+def can_attend(head_size: int) -> bool:
+    return head_size % 16 == 0 and head_size <= 256
+
+
+def _tables(ops: Program) -> Iterator[RotaryTable]:
+    return (op.table for op in ops if isinstance(op, RotateAndWrite))

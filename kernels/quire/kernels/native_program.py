@@ -1,0 +1,166 @@
+"""A program in one call of the native library, or one call between sums over the ranks."""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from quire.kernels import native_abi
+from quire.kernels.native_check import check_caches, pointer, rows_pointer
+from quire.kernels.native_linear import empty_huge
+from quire.kernels.native_ops import NativeOps
+from quire.kernels.ops import Batch, KvCache, Program
+
+# T tokens of the step, packed   S rows that are sampled   G of these that are greedy
+# V vocabulary
+
+
+class NativeProgram:
+    """A `quire.kernels.ops.ProgramRunner`. Not for two threads at once: it works in memory of its
+    own, kept from call to call."""
+
+    chooses = True
+
+    def __init__(self, library: ctypes.CDLL, program: Program) -> None:
+        """All weights are contiguous and of one dtype.
+
+        Raises:
+            NotNative: The library does not run this program.
+            ValueError: Its weights do not fit each other.
+        """
+        self._library = library
+        native = self._native = NativeOps(program)  # the library holds pointers into its weights
+        self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.Op.of, native.ops))
+        self._ends = [*native.ends, len(native.ops)]
+        self._kv: KvCache | None = None
+        self._num_tokens = 0
+        self._buffers: dict[int, Tensor] = {}
+        self._quantized: tuple[Tensor, ...] = ()
+        heads = native.heads
+        self._arguments = native_abi.ForwardArgs(
+            dtype=native_abi.DTYPES[native.dtype],
+            ops=self._ops,
+            vocab_size=native.vocab_size,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_size=heads.head_size,
+            scale=heads.scale,
+            num_positions=native.num_positions,
+        )
+
+    def forward(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
+    ) -> Tensor:
+        num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
+        self._use_kv(kv)
+        self._make_room(num_tokens)
+        num_greedy = 0 if greatest_G2 is None else len(greatest_G2)
+        if not num_greedy <= num_samples <= num_tokens:  # their norms are where the tokens' were
+            raise ValueError(
+                f"{num_tokens} tokens, {num_samples} sampled rows, {num_greedy} of them greedy: "
+                "must not be more than the number before"
+            )
+        logits_SV = torch.empty(num_samples - num_greedy, self._native.num_columns)
+        self._arguments.logits = logits_SV.data_ptr()
+        self._arguments.num_greedy = num_greedy
+        if greatest_G2 is not None:
+            greatest = pointer("greatest logits", greatest_G2, torch.float32, num_greedy, 2)
+            self._arguments.greatest = greatest
+        self._use_batch(batch)
+        first = 0
+        for end in self._ends:
+            if first:
+                all_reduce(self._buffers[native_abi.PARTIAL][:num_tokens])
+            self._arguments.first_op, self._arguments.end_op = first, end
+            self._library.quire_forward(byref(self._arguments))
+            first = end
+        return logits_SV
+
+    def _use_kv(self, kv: KvCache) -> None:
+        if kv is self._kv:
+            return
+        num_layers = len({layer for _, layer in self._native.caches})
+        if len(kv) != num_layers:
+            raise ValueError(f"KV caches of {len(kv)} layers: the model has {num_layers}")
+        dtype, (num_blocks, block_size) = kv[0][0].dtype, kv[0][0].shape[:2]
+        for k_cache, v_cache in kv:
+            sizes = check_caches(
+                *(k_cache, v_cache),
+                dtype=self._native.dtype,
+                num_kv_heads=self._native.heads.num_kv_heads,
+                head_size=self._native.heads.head_size,
+            )
+            if (k_cache.dtype, *sizes) != (dtype, num_blocks, block_size):
+                raise ValueError(
+                    f"KV cache of {sizes} blocks and tokens a block in {k_cache.dtype}: "
+                    f"the first layer's is of {(num_blocks, block_size)} in {dtype}"
+                )
+        for place, layer in self._native.caches:
+            is_attend = self._ops[place].kind == native_abi.AttendOp.kind
+            op = self._ops[place].attend if is_attend else self._ops[place].rotate_and_write
+            op.k_cache, op.v_cache = (cache.data_ptr() for cache in kv[layer])
+        for cache in (cache for pair in kv for cache in pair):
+            self._library.quire_huge_pages(cache.data_ptr(), cache.nbytes)
+        self._arguments.num_blocks = num_blocks
+        self._arguments.block_size = block_size
+        self._arguments.cache_is_int8 = dtype == torch.int8
+        self._kv = kv
+
+    def _make_room(self, num_tokens: int) -> None:
+        if num_tokens <= self._num_tokens:
+            return
+        library, native, arguments = self._library, self._native, self._arguments
+        for which, width in native.widths.items():
+            dtype = torch.float32 if which == native_abi.PARTIAL else native.dtype
+            self._buffers[which] = empty_huge(library, (num_tokens, width), dtype)
+            arguments.buffers[which] = self._buffers[which].data_ptr()
+            arguments.widths[which] = width
+        if native.quantized:
+            width = max(layer.input_bytes for layer in native.quantized)
+            splits = max(layer.weights.splits for layer in native.quantized)
+            values = empty_huge(library, (num_tokens, width), torch.uint8)
+            scales = torch.empty(num_tokens, splits)
+            arguments.quantized, arguments.scales = values.data_ptr(), scales.data_ptr()
+            arguments.quantized_stride = width
+            self._quantized = (values, scales)
+        self._num_tokens = num_tokens
+
+    def _use_batch(self, batch: Batch) -> None:
+        """The library checks the indices, when it is called."""
+        arguments = self._arguments
+        num_tokens, num_rows = len(batch.token_ids_T), len(batch.seq_lens_B)
+        tables_BM = batch.block_tables_BM
+        arguments.num_threads = torch.get_num_threads()
+        arguments.num_tokens = num_tokens
+        for name, indices_T in (
+            ("token_ids", batch.token_ids_T),
+            ("positions", batch.positions_T),
+            ("slots", batch.slot_mapping_T),
+        ):
+            setattr(arguments, name, pointer(name, indices_T, torch.int64, num_tokens))
+        width = tables_BM.shape[1]
+        arguments.block_tables = rows_pointer(
+            "block tables", tables_BM, torch.int32, num_rows, width
+        )
+        arguments.bt_stride = tables_BM.stride(0)
+        arguments.bt_width = width
+        arguments.seq_lens = pointer(
+            "lengths of sequences", batch.seq_lens_B, torch.int32, num_rows
+        )
+        arguments.query_starts = pointer(
+            "query starts", batch.query_starts_B1, torch.int32, num_rows + 1
+        )
+        arguments.num_rows = num_rows
+        arguments.num_decodes = batch.num_decodes
+        arguments.num_samples = len(batch.last_tokens_S)
+        self._last_tokens_S = batch.last_tokens_S.long()  # kept until the next step
+        arguments.last_tokens = pointer(
+            "last tokens", self._last_tokens_S, torch.int64, len(batch.last_tokens_S)
+        )

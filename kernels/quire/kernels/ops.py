@@ -1,0 +1,244 @@
+"""The operations of a forward pass. A program is a list of them, with their weights.
+
+They compute on values that have names. A value is ``[T, channels]``; once it was gathered it is
+``[S, channels]``. `quire.kernels.loop` says in plain Python what each operation does; a backend
+may run a program in another way, with the same meaning, and may first put several operations
+together (`quire.kernels.rewrites`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.shared_prefix import SharedSplits
+
+# T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
+# G of these that are greedy
+# C hidden size   K KV heads (of this rank)   D head size   R half of the rotated channels
+# V vocabulary   P positions   I, O a linear layer's input and output
+
+KvCache = list[tuple[Tensor, Tensor]]
+"""K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
+the D. What stands where within a block is the backend's affair."""
+
+Value = Literal["residual", "normed", "qkv", "queries", "attended", "hidden", "branch"]
+NormKind = Literal["rms", "wide", "layer"]
+""""wide" is an RMS norm that is rounded after its product with the weights, which are float32,
+rather than before; "layer" subtracts the mean, and is rounded like it."""
+
+
+class LinearLayer(Protocol):
+    """Weights, laid out as a backend likes them: ``[T, I]`` to ``[T, O]``. A row's bits do not
+    depend on the other rows."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryTable:
+    """Cosines and sines of every position, float32."""
+
+    cos_PR: Tensor
+    sin_PR: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embed:
+    """``out``: the tokens' rows of the embedding."""
+
+    weight_VC: Tensor
+    out: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Norm:
+    """``out``: the norm of ``x``."""
+
+    weight_C: Tensor
+    eps: float
+    x: Value
+    out: Value
+    kind: NormKind = "rms"
+    bias_C: Tensor | None = None
+    """Only a norm of kind "layer" has one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Linear:
+    """``out``: the layer's product with ``x``. The batch says which adapters its rows use."""
+
+    name: str
+    """Where the layer is in the model, such as "layers.3.qkv"."""
+    layer: LinearLayer
+    x: Value
+    out: Value
+    adds: bool = False
+    """Onto what ``out`` was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GatedLinear:
+    """``silu(gate) * up``, where the layer's product with ``x`` is gates, then ups."""
+
+    name: str
+    layer: LinearLayer
+    """From `pack_gated_linear`: it does all of that."""
+    x: Value
+    out: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Activate:
+    """``x``: its GELU, by the formula with tanh. Where it is gates, then ups, that of the gates
+    times the ups."""
+
+    x: Value
+    gated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RotateAndWrite:
+    """``out``: Q, rotated, of ``x``, the heads of Q, K and V. K, rotated, and V go to the cache.
+
+    Where there are ``q_norm`` and ``k_norm``, each head of Q and K gets its norm before it is
+    rotated; where they are longer than a head, all heads of Q get one norm, and so do those of K.
+    """
+
+    kv: int
+    """Which of the caches."""
+    num_heads: int
+    """The query heads of this rank."""
+    num_kv_heads: int
+    head_size: int
+    table: RotaryTable
+    x: Value
+    out: Value
+    options: AttentionOptions = PLAIN
+    q_norm_D: Tensor | None = None
+    k_norm_D: Tensor | None = None
+    eps: float = 0.0
+    """Both norms have this ``eps`` and this ``kind``."""
+    kind: NormKind = "rms"
+    q_scale_P: Tensor | None = None
+    """By which Q is multiplied, at each position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Attend:
+    """``out``: causal attention of the heads ``x`` over the cache."""
+
+    kv: int
+    scale: float
+    x: Value
+    out: Value
+    options: AttentionOptions = PLAIN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllReduce:
+    """``x``: its sum over all ranks."""
+
+    x: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Add:
+    """``to``: itself and ``scale`` times ``x``."""
+
+    x: Value
+    to: Value
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AddNorm:
+    """`Add`, and then ``out``: the RMS norm of the sum."""
+
+    weight_C: Tensor
+    eps: float
+    x: Value
+    to: Value
+    out: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Gather:
+    """``x``: its rows that are sampled."""
+
+    x: Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Logits:
+    """The program's result: this rank's part of the vocabulary, of the rows ``x``."""
+
+    name: str
+    layer: LinearLayer
+    x: Value
+    scale: float = 1.0
+    """The factor on the logits."""
+    cap: float | None = None
+    """Logits become ``cap * tanh(logit / cap)``."""
+
+
+Op = (
+    Embed
+    | Norm
+    | Linear
+    | GatedLinear
+    | Activate
+    | RotateAndWrite
+    | Attend
+    | AllReduce
+    | Add
+    | AddNorm
+    | Gather
+    | Logits
+)
+Program = tuple[Op, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """A step's input on the device."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slot_mapping_T: Tensor
+    block_tables_BM: Tensor
+    seq_lens_B: Tensor
+    query_starts_B1: Tensor
+    last_tokens_S: Tensor
+    """Index in T of the last token of each row that is sampled."""
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+    shared: SharedSplits | None = None
+    """Decodes that read the same blocks, where there are enough of them."""
+
+
+class ProgramRunner(Protocol):
+    """A program, ready to run on one rank."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it takes ``greatest_G2``."""
+
+    def forward(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the step's tokens and writes their KV.
+
+        ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
+        logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the
+        logits are not kept: the greatest one and its column, the first of equals, are put into
+        ``greatest_G2`` (float32).
+        """

@@ -1,0 +1,71 @@
+"""Programs with operations put together, or in another order. None changes a bit of the logits."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from quire.kernels.ops import Add, AddNorm, Gather, Linear, Norm, Op, Program, Value
+
+_Rule = Callable[[Op, Op, Program], tuple[Op, ...] | None]
+"""What two neighbours become, with what follows them; ``None`` leaves them."""
+
+
+def fuse_linear_add(program: Program) -> Program:
+    """A product that is only added to a value goes there at once."""
+
+    def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
+        if not isinstance(op, Linear) or not isinstance(after, Add) or op.adds:
+            return None
+        if op.out != after.x or after.scale != 1.0 or _is_read(after.x, rest):
+            return None
+        return (replace(op, out=after.to, adds=True),)
+
+    return _rewrite(program, rule)
+
+
+def fuse_add_norm(program: Program) -> Program:
+    """A sum and its RMS norm become one operation."""
+
+    def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
+        del rest
+        if not isinstance(op, Add) or not isinstance(after, Norm) or after.x != op.to:
+            return None
+        if op.scale != 1.0 or after.kind != "rms":
+            return None
+        return (AddNorm(weight_C=after.weight_C, eps=after.eps, x=op.x, to=op.to, out=after.out),)
+
+    return _rewrite(program, rule)
+
+
+def gather_before_add(program: Program) -> Program:
+    """Rows that are not sampled need no last sum."""
+
+    def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
+        del rest
+        if not isinstance(op, Add) or not isinstance(after, Gather) or after.x != op.to:
+            return None
+        return (Gather(x=op.x), after, op)
+
+    return _rewrite(program, rule)
+
+
+def _rewrite(program: Program, rule: _Rule) -> Program:
+    """Every pair that ``rule`` takes, from the first on."""
+    ops: list[Op] = []
+    at = 0
+    while at < len(program):
+        pair = program[at : at + 2]
+        instead = rule(*pair, program[at + 2 :]) if len(pair) == 2 else None
+        ops += pair[:1] if instead is None else instead
+        at += 1 if instead is None else 2
+    return tuple(ops)
+
+
+def _is_read(value: Value, ops: Iterable[Op]) -> bool:
+    """Whether one of ``ops`` needs what the value is now."""
+    for op in ops:
+        needs = {getattr(op, "x", None), getattr(op, "to", None)}
+        if value in needs or (isinstance(op, Linear) and op.adds and op.out == value):
+            return True
+        if getattr(op, "out", None) == value:
+            return False
+    return False

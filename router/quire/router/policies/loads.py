@@ -1,0 +1,73 @@
+"""The loads of many groups at once: `GroupState`, each number of which is an array over the groups.
+
+With arrays, the costs of five hundred groups take as long as those of sixteen one by one, from the
+same formula. `RoutingTable` updates the arrays as groups change, so that a decision does not visit
+every group.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from quire.router.policies.policy import LATE_STEPS, Column, GroupState
+
+
+class Loads:
+    """The numbers of each group in ``states`` as arrays; arrays and states always agree."""
+
+    def __init__(self, states: Sequence[GroupState]) -> None:
+        self._set(list(states), np.empty((8, len(states))))
+        for position, state in enumerate(states):
+            self.put(position, state)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def put(self, position: int, state: GroupState) -> None:
+        """The group at ``position`` is in this state now."""
+        self.states[position] = state
+        running, waiting, pending, requests, tokens, step_tokens, began_s, step_s = self._rows
+        running[position] = state.num_running
+        waiting[position] = state.num_waiting
+        pending[position] = state.num_pending_prefill_tokens
+        requests[position] = state.num_reserved_requests
+        tokens[position] = state.num_reserved_tokens
+        step_tokens[position] = state.num_step_tokens
+        began_s[position] = state.step_began_s
+        # An unknown step counts as just begun.
+        step_s[position] = state.step_s or inf
+
+    def step_over(self, now_s: float) -> Column:
+        """See `GroupState.step_over`."""
+        share = (now_s - self._step_began_s) / self._step_s
+        over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
+        return over
+
+    def only(self, positions: Sequence[int]) -> "Loads":
+        """The groups at these positions, as they are now."""
+        few = Loads.__new__(Loads)
+        few._set([self.states[position] for position in positions], self._table[:, positions])
+        return few
+
+    def _set(self, states: list[GroupState], table: Column) -> None:
+        self.states = states
+        self._table = table
+        self.num_running: Column
+        self.num_waiting: Column
+        self.num_pending_prefill_tokens: Column
+        self.num_reserved_requests: Column
+        self.num_reserved_tokens: Column
+        self.num_step_tokens: Column
+        (
+            self.num_running,
+            self.num_waiting,
+            self.num_pending_prefill_tokens,
+            self.num_reserved_requests,
+            self.num_reserved_tokens,
+            self.num_step_tokens,
+            self._step_began_s,
+            self._step_s,
+        ) = table
+        # A number is written through one of these in half the time that the array takes.
+        self._rows = [row.data for row in table]

@@ -1,0 +1,207 @@
+"""A routing policy gives each group a cost for a request; the least cost wins.
+
+A policy sees the request, each group's load, and how many tokens of the prompt each group is
+expected to find in its cache (*hits*). It reads no clock and no global: time and the number that
+stands in for randomness come with the request. The policies are in `quire.router.policies`.
+
+Costs are counted in *tokens*, the time in which a group prefills one prompt token, wherever that
+makes sense, so that a policy does not need to know how fast the hardware is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.router.policies.pace import Pace
+from quire.router.prefix_index.directory import GroupId
+from quire.worker.api.hashing import BlockHash
+
+LATE_STEPS = 2.0
+"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
+frame went to other gateways only, or the group hangs."""
+
+Column: TypeAlias = npt.NDArray[np.float64]
+"""A number for each group. Every count that can occur is exact in it."""
+
+Reason = Literal[
+    "cached_prefix",
+    "copied_prefix",
+    "least_loaded",
+    "only_group",
+    "round_robin",
+    "random",
+    "consistent_hash",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class RouteRequest:
+    """The facts of a request that a policy may use."""
+
+    hashes: Sequence[BlockHash]
+    """Hashes of the prompt's full blocks."""
+    num_prompt_tokens: int
+    block_size: int
+    exclude: frozenset[GroupId] = frozenset()
+    """Groups that must not take it: they failed it before, or are draining."""
+    ordinal: int = 0
+    """Number among its gateway's requests in the order of routing, from any start; replaces
+    randomness and memory."""
+    now_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupState:
+    """A group's load: the numbers of its last frame, and the requests sent to it since."""
+
+    group: GroupId
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pending_prefill_tokens: int = 0
+    """Prompt tokens neither cached nor computed yet, of waiting and running requests."""
+    num_available_blocks: int | None = None
+    """Free ones and cached ones that may be evicted; None before the group's first frame."""
+    num_blocks: int | None = None
+    """The most blocks that were ever available: all of them, seen when the group was idle."""
+    num_reserved_requests: int = 0
+    """Requests sent to it that the numbers above do not count yet."""
+    num_reserved_tokens: int = 0
+    """Tokens that those have to prefill."""
+    step_began_s: float = 0.0
+    """When its present step began, as `StepClock` estimates."""
+    step_s: float = 0.0
+    """How long that step is expected to take; 0 where nothing is known."""
+    num_step_tokens: int = 0
+    """Prompt tokens that it computes, of those pending."""
+    pace: Pace | None = None
+    """Its learned speed; None while it has too few observations."""
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self.num_pending_prefill_tokens + self.num_reserved_tokens
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_running + self.num_waiting + self.num_reserved_requests
+
+    def step_over(self, now_s: float) -> float:
+        """Which share of its present step is over; 0 where nothing is known."""
+        if not self.step_s:
+            return 0.0
+        share = (now_s - self.step_began_s) / self.step_s
+        return min(share, 1.0) if 0 < share < LATE_STEPS else 0.0
+
+    @property
+    def fill(self) -> float:
+        """The share of the cache that running sequences hold."""
+        if not self.num_blocks or self.num_available_blocks is None:
+            return 0.0
+        return 1 - self.num_available_blocks / self.num_blocks
+
+    def forecast_s(self, num_prefill_tokens: int) -> float | None:
+        """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
+        if self.pace is None:
+            return None
+        return self.pace.wait_s(
+            num_missing=num_prefill_tokens,
+            num_queued=self.num_queued_tokens,
+            num_sequences=self.num_requests,
+        )
+
+
+class Policy(Protocol):
+    """Chooses groups for one gateway, and may remember what it chose."""
+
+    reason: Reason
+    """Why a group was chosen if not for its prefix."""
+    pressure: float | None
+    """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
+    used."""
+    reads_steps: bool
+    """Whether it uses the progress of groups' steps."""
+
+    def costs(
+        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+    ) -> list[float]:
+        """A cost for each of ``groups``, of which there is one at least; the least wins.
+
+        ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
+        order of the groups means nothing.
+        """
+
+    def second_home(
+        self,
+        request: RouteRequest,
+        groups: Sequence[GroupState],
+        hits: Sequence[int],
+        home: int,
+        num_coming: int,
+    ) -> int:
+        """The index of the group that takes the request in place of ``home``, the cheapest one, to
+        copy the prefix that this one has; ``home`` where none shall.
+
+        Asked behind `costs`, of the same. Of what ``home`` has, its cache lacks the last
+        ``num_coming`` tokens yet.
+        """
+
+    def routed(self, request: RouteRequest, group: GroupId) -> None:
+        """The request goes to ``group``."""
+
+    def finished(self, request: RouteRequest, group: GroupId) -> None:
+        """The request ended there, however it did, or is about to be routed again."""
+
+    def left(self, group: GroupId) -> None:
+        """The group is gone; one that comes under its name knows nothing of what was sent to it.
+        What is under way there may still end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One group's part in a decision, for its explanation."""
+
+    group: GroupId
+    cost: float
+    num_cached_tokens: int
+    num_prefill_tokens: int
+    num_queued_tokens: int
+    num_sequences: int
+    forecast_s: float | None
+    """Seconds to the first token there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where a request goes, and all that led to it."""
+
+    group: GroupId
+    reason: Reason
+    predicted_cached_tokens: int
+    num_prompt_tokens: int
+    groups: Sequence[GroupState]
+    """As they were at the decision; nobody changes them."""
+    index: int
+    """Which of ``groups`` was chosen."""
+    forecast_s: float | None
+    """Seconds to the first token; None while too little was seen of the group."""
+    hits: Sequence[int] | Column
+    costs: Sequence[float] | Column
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(
+                group=state.group,
+                cost=float(cost),
+                num_cached_tokens=num_hit,
+                num_prefill_tokens=self.num_prompt_tokens - num_hit,
+                num_queued_tokens=state.num_queued_tokens,
+                num_sequences=state.num_requests,
+                forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
+            )
+            for state, num_hit, cost in zip(
+                self.groups, map(int, self.hits), self.costs, strict=True
+            )
+        )

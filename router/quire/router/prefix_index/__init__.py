@@ -1,0 +1,1 @@
+"""Which group holds which blocks: the directory and the index that it looks up."""

@@ -1,0 +1,294 @@
+"""The block directory: which replica group holds which cached blocks, as their events say.
+
+A group's entries equal the state of that group's event log at one point of one epoch, its
+*position*. A batch that leaves a gap changes nothing and is answered with the position to resync
+from. So entries can be old, but they are never a mixture, and never of a former epoch.
+
+If that fails for an unforeseen reason, the digests that come with the events reveal it: the buckets
+whose digest differs have *drifted*, and are requested again. Meanwhile they are used as they are,
+because a wrong hint only costs recomputation.
+
+An epoch not seen before is a newer incarnation. Batches reach a gateway over one stream per group,
+so a late one belongs to an epoch that was seen before the present one, and those are remembered.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, NewType
+
+import numpy as np
+
+from quire.router.prefix_index.index import Lengths, PrefixIndex, Slot, new_index
+from quire.worker.api.events import BlocksStored, Digest, EventBatch
+from quire.worker.api.hashing import BlockHash, BlockHashes
+
+GroupId = NewType("GroupId", str)
+"""Names a replica group. The same name may come back with another epoch."""
+
+_REMEMBERED_EPOCHS = 8
+
+_ROOM_TO_HEAL = 0.9
+"""Below this fill level, refused blocks are requested again."""
+
+
+class Position(NamedTuple):
+    """From where on a group is to tell its events; of an unknown one, from the beginning."""
+
+    epoch: int = 0
+    next_seq: int = 0
+    drifted: bytes = b""
+    """Buckets to request again, a byte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The batch is part of the directory now, or was already, or is of a former epoch."""
+
+    num_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsResync:
+    """Something is missing: resync from this position.
+
+    Either events before the batch are missing, and the batch was left out, or some buckets differ.
+    """
+
+    epoch: int
+    next_seq: int
+    drifted: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryStats:
+    num_groups: int
+    num_blocks: int
+    """Blocks that at least one group holds."""
+    num_holdings: int
+    """Pairs of a group and a block that it holds."""
+    num_events: int
+    num_gaps: int
+    num_resyncs: int
+    """Snapshots taken in, whole ones and of some buckets."""
+    num_late_batches: int
+    """Batches of an epoch that had ended."""
+    num_drifted_buckets: int
+    """Buckets found to differ from what their group holds."""
+    num_refused_blocks: int
+    """Blocks left out because the directory was full."""
+    num_sets: int
+    """Distinct sets of holders."""
+    num_bytes: int
+    max_blocks: int
+    num_stale_groups: int
+    """Groups whose events were silent for too long when `BlockDirectory.expire` last looked."""
+
+
+class _Group:
+    """One group's position in its log, and the slot that stands for it in the index."""
+
+    __slots__ = (
+        "drifted",
+        "epoch",
+        "former_epochs",
+        "is_stale",
+        "last_heard_s",
+        "next_seq",
+        "slot",
+    )
+
+    def __init__(self, *, slot: Slot, epoch: int, now_s: float) -> None:
+        self.slot = slot
+        self.epoch = epoch
+        self.former_epochs: deque[int] = deque(maxlen=_REMEMBERED_EPOCHS)
+        self.next_seq = 0
+        self.drifted = b""
+        self.last_heard_s = now_s
+        self.is_stale = False
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.next_seq, self.drifted)
+
+
+class BlockDirectory:
+    """Which group holds which blocks. Not safe for threads.
+
+    At ``max_blocks`` a block without a holder is left out and counted, and requested again once
+    there is room. So a prefix may be reported too short but never too long, and the blocks left out
+    are the latest ones and not the roots, which most requests share.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_blocks: int = 4_000_000,
+        stale_after_s: float = 30.0,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        """``index`` is for tests; it must be empty and have room for ``max_blocks``."""
+        self._max_blocks = max_blocks
+        self._stale_after_s = stale_after_s
+        self._groups: dict[GroupId, _Group] = {}
+        self._names: list[GroupId] = []  # By slot; of one that is free, its last.
+        self._free_slots: list[Slot] = []  # The smallest is the next to be taken.
+        self._index = new_index(max_blocks=max_blocks) if index is None else index
+        self._num_events = 0
+        self._num_gaps = 0
+        self._num_resyncs = 0
+        self._num_late_batches = 0
+        self._num_drifted_buckets = 0
+
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
+        """How many of ``hashes``, a chain, each group holds from the first on.
+
+        Groups that lack the first block are left out. It costs a few look-ups per end of a
+        group's prefix, not one per hash: see `quire.router.prefix_index.index`.
+        """
+        return self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
+
+    def prefix_lengths(self, hashes: Sequence[BlockHash]) -> Lengths:
+        """The same as an array over `slot`, which costs no more for hundreds of groups.
+
+        It belongs to the directory and holds until the next look-up.
+        """
+        return self._index.prefix_lengths(BlockHashes.of(hashes).data)
+
+    def slot(self, group_id: GroupId) -> Slot | None:
+        """Where the group is in `prefix_lengths`, until it is dropped; None if unknown."""
+        group = self._groups.get(group_id)
+        return group.slot if group else None
+
+    def apply(self, group_id: GroupId, batch: EventBatch, *, now_s: float) -> Applied | NeedsResync:
+        """Takes in what ``batch`` adds to what is known of the group.
+
+        Events that were already applied are skipped, and so is a whole batch of a former epoch.
+        A new epoch forgets all that the group held before. A snapshot replaces what it covers,
+        unless what is known is newer.
+        """
+        group = self._group_at(group_id, batch.epoch, now_s=now_s)
+        if group is None:
+            self._num_late_batches += 1
+            return Applied(0)
+        num_known = group.next_seq - batch.first_seq
+        if num_known < 0 and (batch.snapshot is None or batch.buckets is not None):
+            # Not counted as heard: a group that never manages to resync goes stale.
+            self._num_gaps += 1
+            return NeedsResync(*group.position)
+        group.last_heard_s = now_s
+        num_events = 0
+        if batch.snapshot is None:
+            num_events = self._apply_events(group, batch, num_known)
+        elif batch.buckets is None and num_known < 0:
+            self._clear(group)
+            self._index.add(batch.snapshot.data, slot=group.slot)
+            group.next_seq = batch.first_seq
+            self._num_resyncs += 1
+        elif batch.buckets is not None and num_known == 0:
+            self._index.replace(batch.snapshot.data, slot=group.slot, buckets=batch.buckets)
+            group.drifted = bytes(sorted(set(group.drifted) - set(batch.buckets)))
+            self._num_resyncs += 1
+        if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
+            self._compare(group, batch.digest)
+            if group.drifted:
+                return NeedsResync(*group.position)
+        return Applied(num_events)
+
+    def position(self, group_id: GroupId) -> Position:
+        """From where on to ask the group for events."""
+        group = self._groups.get(group_id)
+        return group.position if group else Position()
+
+    def num_blocks(self, group_id: GroupId) -> int:
+        """How many blocks the group is known to hold."""
+        group = self._groups.get(group_id)
+        return self._index.num_held(group.slot) if group else 0
+
+    def drop(self, group_id: GroupId) -> None:
+        """Forgets the group altogether. Its stream must have been closed."""
+        group = self._groups.pop(group_id, None)
+        if group is not None:
+            self._clear(group)
+            heappush(self._free_slots, group.slot)
+
+    def expire(self, *, now_s: float) -> list[GroupId]:
+        """Forgets the blocks of groups that were silent for too long, and returns those groups.
+
+        What such a group sends next is answered with a resync from its first event.
+        """
+        silent = []
+        for group_id, group in self._groups.items():
+            group.is_stale = now_s - group.last_heard_s > self._stale_after_s
+            if group.is_stale and (self._index.num_held(group.slot) or group.next_seq):
+                self._clear(group)
+                silent.append(group_id)
+        return silent
+
+    def stats(self) -> DirectoryStats:
+        return DirectoryStats(
+            num_groups=len(self._groups),
+            num_blocks=self._index.num_blocks,
+            num_holdings=sum(self._index.num_held(group.slot) for group in self._groups.values()),
+            num_events=self._num_events,
+            num_gaps=self._num_gaps,
+            num_resyncs=self._num_resyncs,
+            num_late_batches=self._num_late_batches,
+            num_drifted_buckets=self._num_drifted_buckets,
+            num_refused_blocks=self._index.num_refused_blocks,
+            num_sets=self._index.num_sets,
+            num_bytes=self._index.num_bytes,
+            max_blocks=self._max_blocks,
+            num_stale_groups=sum(group.is_stale for group in self._groups.values()),
+        )
+
+    def _apply_events(self, group: _Group, batch: EventBatch, num_known: int) -> int:
+        events = batch.events[num_known:]
+        for event in events:
+            data = BlockHashes.of(event.hashes).data
+            if isinstance(event, BlocksStored):
+                self._index.add(data, slot=group.slot)
+            else:
+                self._index.remove(data, slot=group.slot)
+        group.next_seq += len(events)
+        self._num_events += len(events)
+        return len(events)
+
+    def _compare(self, group: _Group, digest: Digest) -> None:
+        """Notes the buckets in which the group holds other blocks than is known of it."""
+        ours, refused = self._index.digests(group.slot)
+        if ours == digest:
+            group.drifted = b""
+            return
+        differs = np.frombuffer(ours, dtype="<u8") != np.frombuffer(digest, dtype="<u8")
+        if self._index.num_blocks > _ROOM_TO_HEAL * self._max_blocks:
+            differs &= np.frombuffer(refused, dtype=np.uint8) == 0
+        group.drifted = differs.nonzero()[0].astype(np.uint8).tobytes()
+        self._num_drifted_buckets += len(group.drifted)
+
+    def _group_at(self, group_id: GroupId, epoch: int, *, now_s: float) -> _Group | None:
+        """The group in ``epoch``, created empty for a new epoch; None for a former epoch."""
+        group = self._groups.get(group_id)
+        if group is None:
+            group = _Group(slot=self._take_slot(group_id), epoch=epoch, now_s=now_s)
+            self._groups[group_id] = group
+        elif epoch in group.former_epochs:
+            return None
+        elif epoch != group.epoch:
+            self._clear(group)
+            group.former_epochs.append(group.epoch)
+            group.epoch = epoch
+        return group
+
+    def _take_slot(self, group_id: GroupId) -> Slot:
+        slot = heappop(self._free_slots) if self._free_slots else len(self._names)
+        self._index.admit(slot)
+        self._names[slot : slot + 1] = [group_id]
+        return slot
+
+    def _clear(self, group: _Group) -> None:
+        """Begins the group's epoch from nothing."""
+        self._index.clear(slot=group.slot)
+        group.next_seq = 0
+        group.drifted = b""

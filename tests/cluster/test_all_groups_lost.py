@@ -1,0 +1,99 @@
+"""All groups die in the same moment, under fifty streams that have done nothing to them."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from quire.v1 import inference_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+
+NUM_STREAMS = 50
+NUM_GROUPS = 3
+NUM_TOKENS = 60
+ROOM = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_blocks": 2000}
+HOWS = ("killed", "failed in turn", "silent")
+SLOW_S = 0.1  # A step, so that no stream has had the eight tokens that acquit it.
+
+
+def prompt_of(number: int) -> list[int]:
+    return [20 + number, *range(20, 40)]
+
+
+async def begin(cluster: Any) -> list[asyncio.Task[list[int]]]:
+    """Streams of which each has its first token, and not many more."""
+    cluster.take_steps_of(SLOW_S)
+    calls = [
+        cluster.inference.Generate(
+            pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=prompt_of(number)),
+                sampling=pb.SamplingParams(seed=number, max_tokens=NUM_TOKENS, ignore_eos=True),
+            )
+        )
+        for number in range(NUM_STREAMS)
+    ]
+    firsts = await asyncio.gather(*[anext(aiter(call)) for call in calls])
+    return [
+        asyncio.create_task(read_rest(call, first))
+        for call, first in zip(calls, firsts, strict=True)
+    ]
+
+
+async def read_rest(call: Any, first: pb.GenerateResponse) -> list[int]:
+    found = list(first.token_ids)
+    async for chunk in call:
+        assert chunk.token_offset == len(found)
+        found += chunk.token_ids
+    return found
+
+
+def check_exact(cluster: Any, found: list[list[int]]) -> None:
+    for number, tokens in enumerate(found):
+        assert tokens == cluster.model.continuation(
+            prompt_of(number), seed=number, max_tokens=NUM_TOKENS
+        )
+
+
+async def kill_all(cluster: Any, *, how: str) -> None:
+    for group in cluster.groups.values():
+        if how == "killed":
+            await group.kill()
+        elif how == "failed in turn":  # In the pause, its streams begin on the next.
+            group.executor.fails = True
+            await asyncio.sleep(SLOW_S)
+        else:  # As without power: their connections stand, but nothing comes over them.
+            group.service._heartbeat_s = 1e6
+            group.engine_loop._deliver = lambda result: None
+
+
+@pytest.mark.parametrize("how", HOWS)
+async def test_all_streams_go_on_exactly_once_groups_are_back(
+    start_cluster: Any, start_group: Any, how: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(start_cluster(num_groups=NUM_GROUPS, **ROOM))
+        streams = await begin(cluster)
+        await kill_all(cluster, how=how)
+        again = [
+            await stack.enter_async_context(start_group(f"again{number}", **ROOM))
+            for number in range(NUM_GROUPS)
+        ]
+        cluster.connections.set_addresses(group.address for group in again)
+        check_exact(cluster, await asyncio.gather(*streams))
+        assert cluster.gateway.telemetry.quarantined._value.get() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+async def test_no_stream_is_blamed_where_no_group_comes_back(start_cluster: Any, how: str) -> None:
+    async with start_cluster(num_groups=NUM_GROUPS, resume_wait_s=8, **ROOM) as cluster:
+        streams = await begin(cluster)
+        await kill_all(cluster, how=how)
+        errors = await asyncio.gather(*streams, return_exceptions=True)
+    codes = {error.code() for error in errors if isinstance(error, grpc.aio.AioRpcError)}
+    assert codes == {grpc.StatusCode.UNAVAILABLE}
+    assert all(isinstance(error, grpc.aio.AioRpcError) for error in errors)

@@ -1,0 +1,211 @@
+"""Every family: greedy tokens and their log probabilities are those of transformers."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from quire.llm import LLM, SamplingParams
+from quire.worker.api.errors import ConfigError
+
+LENGTHS = (1, 16, 33, 70, 71, 130, 131)
+MAX_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunked": {"max_num_batched_tokens": 40},
+    "preempted": {"block_size": 4, "num_blocks": 40, "max_model_len": 160},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+"""Each runs the prompts twice: the second time from the prefix cache."""
+SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [1.0, 2.0, 4.0, 9.0]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": SHORT,
+    "long_factor": LONG,
+}
+HALVES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+ONE_RANK = ("chunked", "preempted")
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0}
+YARN |= {"original_max_position_embeddings": 64}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+THETA = {"rope_type": "default", "rope_theta": 1e4}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
+
+
+class Case(NamedTuple):
+    name: str
+    """Names of transformers' classes."""
+    fields: dict[str, Any]
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    shortest: int = 1
+    """Prompt."""
+
+
+CASES = {
+    "llama-yarn": Case("Llama", {"rope_parameters": YARN}),
+    "llama-dynamic": Case(
+        "Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    ),
+    "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": Case("Granite", MULTIPLIERS | {"attention_multiplier": 0.3}),
+    "phi3": Case("Phi3", {"sliding_window": None}),
+    "phi3-short": Case(
+        "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}
+    ),
+    # transformers takes the long factors as soon as a sequence has outgrown the short ones.
+    "phi3-long": Case(
+        "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}, shortest=33
+    ),
+    "ministral": Case("Ministral", HALVES | {"head_dim": 16}),
+    "ministral3": Case(
+        "Ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}}
+    ),
+    "gemma2": Case("Gemma2", HALVES | CAPS | {"head_dim": 16, "query_pre_attn_scalar": 24}),
+    "gemma3": Case("Gemma3", HALVES | {"head_dim": 16, "query_pre_attn_scalar": 24}),
+    "olmo2": Case("Olmo2", {}, settings=ONE_RANK),
+    "olmo3": Case(
+        "Olmo3",
+        HALVES | {"rope_parameters": {"full_attention": YARN, "sliding_attention": THETA}},
+        settings=ONE_RANK,
+    ),
+    "glm": Case("Glm", {"head_dim": 16}),
+    "glm4": Case("Glm4", {"head_dim": 16}),
+    "cohere": Case("Cohere", {"logit_scale": 0.8}),
+    "cohere2": Case("Cohere2", HALVES | {"logit_scale": 0.5}),
+    "starcoder2": Case("Starcoder2", {}),
+}
+
+Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
+"""And what transformers makes of `_prompts`: tokens and their log probabilities."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    made: dict[str, Checkpoint] = {}
+
+    def make(case: str) -> Checkpoint:
+        if case not in made:
+            path = tmp_path_factory.mktemp("family") / case
+            _save(CASES[case], path)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, attn_implementation="eager"
+            )
+            pairs = [_greedy(model, prompt) for prompt in _prompts(case)]
+            made[case] = path, [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return made[case]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"), [(name, each) for name, case in CASES.items() for each in case.settings]
+)
+def test_tokens_are_those_of_transformers(
+    case: str, setting: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    path, token_ids, logprobs = checkpoint(case)
+    asked = [{"prompt_token_ids": prompt} for prompt in _prompts(case)]
+    settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | SETTINGS[setting]
+    with LLM(path, device="cpu", **settings) as llm:
+        for _ in range(2):
+            outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == token_ids
+            for output, expected in zip(outputs, logprobs, strict=True):
+                found = output.outputs[0].logprobs
+                assert found is not None
+                chosen = [
+                    each[token].logprob
+                    for each, token in zip(found, output.outputs[0].token_ids, strict=True)
+                ]
+                assert chosen == pytest.approx(expected, abs=2e-4)
+        assert setting != "preempted" or llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [
+        ("granite", None),
+        ("gemma2", "int8"),
+        ("olmo3", None),
+        ("glm4", "int8"),
+        ("cohere2", None),
+        ("starcoder2", "int8"),
+    ],
+)
+def test_a_request_has_the_same_bits_alone_as_in_a_batch(
+    case: str, quantization: Any, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    path, _, _ = checkpoint(case)
+    asked = [{"prompt_token_ids": prompt} for prompt in _prompts(case)]
+    with LLM(
+        path,
+        device="cpu",
+        dtype="bfloat16",
+        quantization=quantization,
+        num_blocks=128,
+        num_threads=1,
+        enable_prefix_caching=False,
+    ) as llm:
+        together = llm.generate(asked, GREEDY, use_tqdm=False)
+        for prompt, expected in zip(asked, together, strict=True):
+            (alone,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert alone.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert alone.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def test_norms_over_all_heads_need_one_rank(checkpoint: Callable[[str], Checkpoint]) -> None:
+    path, _, _ = checkpoint("olmo2")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: the model has norms over all"):
+        LLM(path, device="cpu", tensor_parallel_size=2)
+
+
+def _prompts(case: str) -> list[list[int]]:
+    """Some begin alike."""
+    rng = random.Random(3)
+    stems = [[rng.randrange(3, 300) for _ in range(max(LENGTHS))] for _ in range(2)]
+    lengths = [length for length in LENGTHS if length >= CASES[case].shortest]
+    return [stems[number % 2][:length] for number, length in enumerate(lengths)]
+
+
+def _save(case: Case, path: Path) -> None:
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": torch.float32,
+    }
+    kind = "Gemma3Text" if case.name == "Gemma3" else case.name
+    config = getattr(transformers, f"{kind}Config")(**(fields | case.fields))
+    model = getattr(transformers, f"{case.name}ForCausalLM")(config)
+    with torch.no_grad():  # else biases are zeros, and norms are ones
+        for name, parameter in model.named_parameters():
+            if name.endswith((".bias", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(path)
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """One whole forward pass a token: no cache that could be wrong in the same way."""
+    token_ids, logprobs = list(prompt), []
+    for _ in range(MAX_TOKENS):
+        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]
+        token_ids.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1)[token_ids[-1]]))
+    return token_ids[len(prompt) :], logprobs

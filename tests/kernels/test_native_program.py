@@ -1,0 +1,467 @@
+"""A program in one call of the library, against its operations one by one in plain PyTorch."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import native_ops
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.cpu import CpuBackend
+from quire.kernels.loop import Loop
+from quire.kernels.native_backend import NativeBackend
+from quire.kernels.native_ops import NotNative
+from quire.kernels.native_program import NativeProgram
+from quire.kernels.ops import (
+    Activate,
+    Add,
+    AllReduce,
+    Attend,
+    Batch,
+    Embed,
+    GatedLinear,
+    Gather,
+    KvCache,
+    Linear,
+    Logits,
+    Norm,
+    Op,
+    Program,
+    RotaryTable,
+    RotateAndWrite,
+)
+from quire.kernels.quantization import SCALE_BYTES
+
+C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _program(
+    backend: AttentionBackend, dtype: torch.dtype, *, num_ranks: int = 1, lm_head: Any = None
+) -> Program:
+    """For one rank of ``num_ranks`` that holds all weights; the last layer's heads have norms."""
+    rng = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng).div(shape[-1] ** 0.5).to(dtype)
+
+    def norm() -> Norm:
+        return Norm(weight_C=random(C) + 1, eps=1e-5, x="residual", out="normed")
+
+    sums: list[Op] = [Add(x="branch", to="residual")]
+    if num_ranks > 1:
+        sums.insert(0, AllReduce(x="branch"))
+    angles = torch.outer(torch.arange(64.0), 100 ** -torch.linspace(0, 1, D // 2))
+    table = RotaryTable(angles.cos(), angles.sin())
+    ops: list[Op] = []
+    for kv in range(LAYERS):
+        at = f"layers.{kv}"
+        ops += [
+            norm(),
+            Linear(
+                name=f"{at}.qkv",
+                layer=backend.pack_linear(random((H + 2 * K) * D, C), random((H + 2 * K) * D)),
+                x="normed",
+                out="qkv",
+            ),
+            RotateAndWrite(
+                kv=kv,
+                num_heads=H,
+                num_kv_heads=K,
+                head_size=D,
+                table=table,
+                x="qkv",
+                out="queries",
+                q_norm_D=random(D) + 1 if kv else None,
+                k_norm_D=random(D) + 1 if kv else None,
+                eps=1e-5,
+            ),
+            Attend(kv=kv, scale=D**-0.5, x="queries", out="attended"),
+            Linear(
+                name=f"{at}.o",
+                layer=backend.pack_linear(random(C, H * D), random(C), num_parts=2),
+                x="attended",
+                out="branch",
+            ),
+            *sums,
+            norm(),
+            GatedLinear(
+                name=f"{at}.gate_up",
+                layer=backend.pack_gated_linear(random(2 * F, C), random(2 * F)),
+                x="normed",
+                out="hidden",
+            ),
+            Linear(
+                name=f"{at}.down",
+                layer=backend.pack_linear(random(C, F), None, num_parts=4),
+                x="hidden",
+                out="branch",
+            ),
+            *sums,
+        ]
+    embedding, last_norm = Embed(weight_VC=random(V, C), out="residual"), norm()
+    lm_head = backend.pack_linear(random(V, C)) if lm_head is None else lm_head
+    logits = Logits(name="lm_head", layer=lm_head, x="normed")
+    return (embedding, *ops, Gather(x="residual"), last_norm, logits)
+
+
+def _changed(program: Program, kind: type[Op], *, at: int = 0, **fields: Any) -> Program:
+    """With other fields in one operation of a kind."""
+    places = [place for place, op in enumerate(program) if isinstance(op, kind)]
+    ops: list[Any] = list(program)
+    ops[places[at]] = replace(ops[places[at]], **fields)
+    return tuple(ops)
+
+
+def _kv(dtype: torch.dtype, *, int8: bool = False) -> KvCache:
+    def cache() -> Tensor:
+        if int8:  # these bytes are NaN as scales
+            return torch.full((12, BLOCK, K, D + SCALE_BYTES), -1, dtype=torch.int8)
+        return torch.full((12, BLOCK, K, D), float("nan"), dtype=dtype)
+
+    return [(cache(), cache()) for _ in range(LAYERS)]
+
+
+def _native(library: ctypes.CDLL, *, int8: bool) -> NativeBackend:
+    return NativeBackend(library, quantization="int8" if int8 else None)
+
+
+def _batch(rows: list[tuple[list[int], int, list[int]]]) -> Batch:
+    """A batch of rows: (all tokens so far, how many of them are computed, blocks)."""
+    starts, ids, positions, slots = [0], [], [], []
+    tables = torch.zeros(len(rows), 8, dtype=torch.int32)
+    for row, (tokens, done, blocks) in enumerate(rows):
+        tables[row, : len(blocks)] = torch.tensor(blocks)
+        for position in range(done, len(tokens)):
+            ids.append(tokens[position])
+            positions.append(position)
+            slots.append(blocks[position // BLOCK] * BLOCK + position % BLOCK)
+        starts.append(len(ids))
+    return Batch(
+        token_ids_T=torch.tensor(ids),
+        positions_T=torch.tensor(positions),
+        slot_mapping_T=torch.tensor(slots),
+        block_tables_BM=tables,
+        seq_lens_B=torch.tensor([len(tokens) for tokens, _, _ in rows], dtype=torch.int32),
+        query_starts_B1=torch.tensor(starts, dtype=torch.int32),
+        last_tokens_S=torch.tensor(starts[1:]) - 1,
+        num_decodes=0,
+        max_query_len=max(len(tokens) - done for tokens, done, _ in rows),
+        max_seq_len=max(len(tokens) for tokens, _, _ in rows),
+    )
+
+
+A = ([7, 3, 99, 0, 5, 5, 81], [3, 9])
+B = (list(range(40, 61)), [1, 5, 2, 8, 11, 4])
+FIRST = _batch([(A[0], 0, A[1]), (B[0][:20], 0, B[1])])
+SECOND = _batch([(B[0], 20, B[1]), (A[0] + [6, 2], 7, [3, 9, 10])])
+
+
+def _native_program(
+    backend: NativeBackend, dtype: torch.dtype, *, num_ranks: int = 1
+) -> NativeProgram:
+    runner = backend.prepare(_program(backend, dtype, num_ranks=num_ranks))
+    assert isinstance(runner, NativeProgram)
+    return runner
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_logits_are_those_of_plain_pytorch(
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
+) -> None:
+    decoder = _native_program(_native(library, int8=int8), dtype)
+    kv, plain_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
+    plain = CpuBackend(quantization="int8" if int8 else None)
+    loop = Loop(plain, _program(plain, dtype))
+    for batch in (FIRST, SECOND):
+        logits = decoder.forward(batch, kv, all_reduce=_same)
+        expected = loop.forward(batch, plain_kv, all_reduce=_same)
+        # A last bit may round another 127th.
+        tolerance = 0.12 if int8 else {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_one_call_gives_the_bits_of_many(
+    library: ctypes.CDLL, int8: bool, dtype: torch.dtype, threads: int
+) -> None:
+    backend = _native(library, int8=int8)
+    kv, parts_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
+    decoder, loop = _native_program(backend, dtype), Loop(backend, _program(backend, dtype))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for batch in (FIRST, SECOND):
+            logits = decoder.forward(batch, kv, all_reduce=_same)
+            parts = loop.forward(batch, parts_kv, all_reduce=_same)
+            torch.testing.assert_close(logits.to(dtype), parts.to(dtype), atol=0, rtol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("int8", [False, True])
+def test_call_by_call_gives_the_bits_of_one_call(
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
+) -> None:
+    backend, sums = _native(library, int8=int8), 0
+
+    def all_reduce(x: Tensor) -> Tensor:
+        nonlocal sums
+        sums += 1
+        assert x.dtype == torch.float32
+        return x
+
+    kv, shared_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
+    alone, shared = (_native_program(backend, dtype, num_ranks=ranks) for ranks in (1, 2))
+    for batch in (FIRST, SECOND):
+        logits = alone.forward(batch, kv, all_reduce=_same)
+        assert torch.equal(shared.forward(batch, shared_kv, all_reduce=all_reduce), logits)
+    assert sums == 2 * 2 * LAYERS
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
+    library: ctypes.CDLL, dtype: torch.dtype, threads: int
+) -> None:
+    backend = NativeBackend(library)
+    # Columns 0 to 56 again from 57 on: whatever is the greatest is there twice.
+    rows = torch.randn(57, C, generator=torch.Generator().manual_seed(3)).to(dtype)
+    lm_head = backend.pack_linear(torch.cat([rows, rows]))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for num_ranks in (1, 2):
+            program = _program(backend, dtype, num_ranks=num_ranks, lm_head=lm_head)
+            decoder = NativeProgram(library, program)
+            logits = decoder.forward(FIRST, _kv(dtype), all_reduce=_same)
+            for num_greedy in (1, 2):
+                greatest = torch.full((num_greedy, 2), 7.0)
+                rest = decoder.forward(FIRST, _kv(dtype), all_reduce=_same, greatest_G2=greatest)
+                assert torch.equal(rest, logits[: 2 - num_greedy])
+                row_logits = [row.tolist() for row in logits[2 - num_greedy :]]
+                assert greatest.tolist() == [[max(row), row.index(max(row))] for row in row_logits]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_of_nan_has_column_0_as_its_greatest(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    program = _program(backend, torch.float32)
+    broken = _changed(program, Norm, at=-1, weight_C=torch.full((C,), float("nan")))
+    decoder = NativeProgram(library, broken)
+    greatest = torch.full((2, 2), 7.0)
+    decoder.forward(FIRST, _kv(torch.float32), all_reduce=_same, greatest_G2=greatest)
+    assert greatest[:, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: replace(b, token_ids_T=b.token_ids_T + V), "token id 200, must be below 101"),
+        (lambda b: replace(b, positions_T=b.positions_T - 1), "position -1, must be below 64"),
+        (lambda b: replace(b, slot_mapping_T=b.slot_mapping_T + 8), "slot 55, must be below 48"),
+        (
+            lambda b: replace(b, last_tokens_S=b.last_tokens_S + 1),
+            "last token 27, must be below 27",
+        ),
+        (
+            lambda b: replace(b, last_tokens_S=b.last_tokens_S - 9),
+            "last token -3, must be below 27",
+        ),
+        (
+            lambda b: replace(b, block_tables_BM=b.block_tables_BM + 1),
+            r"block id 12, must be below 12 \(at 1\)",
+        ),
+        (
+            lambda b: replace(b, block_tables_BM=b.block_tables_BM - 2),
+            r"block id -1, must be below 12 \(at 1\)",
+        ),
+        (
+            lambda b: replace(b, seq_lens_B=b.seq_lens_B + 13),
+            r"length of a sequence 33, must be from 20 to 32 \(at 1\)",
+        ),
+        (
+            lambda b: replace(b, seq_lens_B=b.seq_lens_B - 1),
+            r"length of a sequence 6, must be from 7 to 32 \(at 0\)",
+        ),
+        (
+            lambda b: replace(b, query_starts_B1=b.query_starts_B1 * 2),
+            r"start of queries 54, must be from 14 to 27 \(at 2\)",
+        ),
+        (
+            lambda b: replace(b, query_starts_B1=b.query_starts_B1.flip(0)),
+            r"start of queries 7, must be from 27 to 27 \(at 1\)",
+        ),
+    ],
+)
+def test_a_wrong_index_is_refused(
+    library: ctypes.CDLL, change: Callable[[Batch], Batch], message: str
+) -> None:
+    decoder = _native_program(NativeBackend(library), torch.float32)
+    with pytest.raises(IndexError, match=message):
+        decoder.forward(change(FIRST), _kv(torch.float32), all_reduce=_same)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: replace(b, positions_T=b.positions_T[1:]), r"positions: .*\(26,\).*\(27,\)"),
+        (lambda b: replace(b, slot_mapping_T=b.slot_mapping_T[1:]), "slots: .*int64"),
+        (lambda b: replace(b, token_ids_T=b.token_ids_T.int()), "token_ids: torch.int32"),
+        (lambda b: replace(b, query_starts_B1=b.query_starts_B1[:2]), "query starts: "),
+        (lambda b: replace(b, block_tables_BM=b.block_tables_BM[:1]), r"tables: .*\(1, 8\)"),
+        (lambda b: replace(b, block_tables_BM=b.block_tables_BM.long()), "tables: torch.int64"),
+        (lambda b: replace(b, block_tables_BM=b.block_tables_BM.T), r"tables: .*\(8, 2\)"),
+    ],
+)
+def test_a_batch_of_the_wrong_shape_or_type_is_refused(
+    library: ctypes.CDLL, change: Callable[[Batch], Batch], message: str
+) -> None:
+    decoder = _native_program(NativeBackend(library), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        decoder.forward(change(FIRST), _kv(torch.float32), all_reduce=_same)
+
+
+def test_caches_that_do_not_fit_are_refused_and_the_last_that_did_stay_in_use(
+    library: ctypes.CDLL,
+) -> None:
+    decoder, kv = _native_program(NativeBackend(library), torch.float32), _kv(torch.float32)
+    logits = decoder.forward(FIRST, kv, all_reduce=_same)
+    k_cache, v_cache = _kv(torch.float32)[1]
+    for wrong, message in [
+        (kv[:1], "1 layers: the model has 2"),
+        ([kv[0], (k_cache[:11], v_cache[:11])], r"\(11, 4\) blocks"),
+        ([kv[0], (k_cache, v_cache[:11])], "V cache"),
+        ([kv[0], (k_cache, v_cache.bfloat16())], "V cache: torch.bfloat16"),
+        ([kv[0], (k_cache, v_cache.transpose(1, 2))], "V cache"),
+        ([(x.view(8, 6, K, D), y.view(8, 6, K, D)) for x, y in kv], "blocks of 6 tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decoder.forward(FIRST, wrong, all_reduce=_same)
+        assert torch.equal(decoder.forward(FIRST, kv, all_reduce=_same), logits)
+
+
+def test_weights_that_do_not_fit_each_other_are_refused(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    program = _program(backend, torch.float32)
+    layers = {op.name: op.layer for op in program if isinstance(op, Linear | GatedLinear | Logits)}
+    (table, *_) = (op.table for op in program if isinstance(op, RotateAndWrite))
+    embedding_VC = program[0].weight_VC  # type: ignore[union-attr]
+    qkv, o, gate_up, down = (layers[f"layers.0.{x}"] for x in ("qkv", "o", "gate_up", "down"))
+    wide = backend.pack_linear(torch.zeros(V, C + 2))
+    changes: list[tuple[type[Op], dict[str, Any], str]] = [
+        (Embed, {"weight_VC": embedding_VC.T}, "embedding"),
+        (Embed, {"weight_VC": embedding_VC[:, 1:].contiguous()}, "a norm's weight"),
+        (Logits, {"layer": wide}, "lm_head"),
+        (Norm, {"at": -1, "weight_C": torch.zeros(2 * C)[::2]}, "norm's weight"),
+        (Norm, {"at": 1, "weight_C": torch.zeros(C - 1)}, "norm's weight"),
+        (Linear, {"at": 2, "layer": o}, r"layers.0.down, of .* 96, .*: must be .* 56, "),
+        (Linear, {"at": 1, "layer": qkv}, r"layers.0.o, of .* 72, .*: must be .* 96, "),
+        (Linear, {"at": 0, "layer": gate_up}, "layers.0.qkv, of .* True.*: must be .* False"),
+        (Linear, {"at": 0, "layer": wide}, "layers.0.qkv, of .* 74, .*: must be .* 72, "),
+        (GatedLinear, {"layer": down}, "layers.0.gate_up"),
+        (RotateAndWrite, {"q_norm_D": torch.ones(D + 1)}, "a head's norm"),
+        (RotateAndWrite, {"table": RotaryTable(table.cos_PR.double(), table.sin_PR)}, "cos"),
+        (RotateAndWrite, {"table": RotaryTable(table.cos_PR, table.sin_PR[:9])}, "sin"),
+    ]
+    for kind, changed, message in changes:
+        with pytest.raises(ValueError, match=message):
+            backend.prepare(_changed(program, kind, **changed))
+    narrow = backend.pack_linear(torch.zeros(C - 2, H * D))
+    with pytest.raises(ValueError, match=r"layers\.0\.o of 70 outputs: must be 72"):
+        backend.prepare(_changed(program, Linear, at=1, layer=narrow))
+    other = tuple(
+        replace(op, num_heads=5) if isinstance(op, RotateAndWrite) else op for op in program
+    )
+    with pytest.raises(ValueError, match="5 query heads: must be a multiple of 2"):
+        backend.prepare(other)
+
+
+def test_no_more_rows_are_sampled_than_there_are_tokens_or_are_greedy(library: ctypes.CDLL) -> None:
+    decoder = _native_program(NativeBackend(library), torch.float32)
+    for greatest, message in [
+        (torch.zeros(3, 2), "27 tokens, 2 sampled rows, 3 of them greedy"),
+        (torch.zeros(2, 3), "greatest logits"),
+        (torch.zeros(2, 2).double(), "greatest logits"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decoder.forward(FIRST, _kv(torch.float32), all_reduce=_same, greatest_G2=greatest)
+    often = replace(FIRST, last_tokens_S=torch.zeros(28, dtype=torch.int64))
+    with pytest.raises(ValueError, match="27 tokens, 28 sampled rows"):
+        decoder.forward(often, _kv(torch.float32), all_reduce=_same)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scale:
+    x: str
+
+
+def test_what_the_library_cannot_run_goes_through_the_loop_and_is_said(
+    library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = NativeBackend(library)
+    program = _program(backend, torch.float32)
+    plain = CpuBackend().pack_linear(torch.zeros(C, H * D))
+    window = AttentionOptions(window=9)
+    heads = [op for op in program if isinstance(op, RotateAndWrite)]
+    small = tuple(replace(op, head_size=8) if op in heads else op for op in program)
+    gather = next(place for place, op in enumerate(program) if isinstance(op, Gather))
+    for wrong, message in [
+        (_program(backend, torch.float16), "no native dtype torch.float16"),
+        (small, "no native RotateAndWrite.head_size=8"),
+        (_changed(program, Attend, options=window), "no native Attend.options=AttentionOptions("),
+        (_changed(program, Attend, scale=1.0), "no native layers of unlike heads"),
+        (_changed(program, Linear, at=1, layer=plain), "no native layers.0.o, a PlainLinear"),
+        ((*program[:-1], Scale(x="normed"), program[-1]), "no native operation Scale"),
+        (program[:gather] + program[gather + 1 :], "no native end Linear, Norm, Logits"),
+        (program[: gather + 1] + program[gather + 2 :], "no native end Linear, Gather, Logits"),
+        (
+            (program[0], Add(x="normed", to="residual"), *program[1:]),
+            "no native AddNorm.x='normed'",
+        ),
+        ((program[0], AllReduce(x="residual"), *program[1:]), "no native AllReduce.x='residual'"),
+    ]:
+        caplog.clear()
+        runner = backend.prepare(wrong)  # type: ignore[arg-type]
+        assert isinstance(runner, Loop)
+        (said,) = caplog.messages
+        assert message in said
+
+
+def test_a_field_that_the_library_does_not_know_may_have_its_default_only(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if `Linear.adds` were new."""
+    known = native_ops._KNOWN[Linear] - {"adds"}
+    monkeypatch.setitem(native_ops._KNOWN, Linear, known)
+    backend = NativeBackend(library)
+    NativeProgram(library, _program(backend, torch.float32, num_ranks=2))
+    with pytest.raises(NotNative, match=r"Linear\.adds=True"):
+        NativeProgram(library, _program(backend, torch.float32))
+
+
+def test_all_fields_of_all_operations_are_known_or_have_defaults() -> None:
+    for kind, known in native_ops._KNOWN.items():
+        for each in fields(kind):
+            assert each.name in known or each.default is not MISSING, (kind, each.name)
+    assert set(native_ops._KNOWN) == set(get_args(Op)) - {Activate}
+
+
+def test_an_operation_that_the_library_does_not_have_is_refused(library: ctypes.CDLL) -> None:
+    program = _program(NativeBackend(library), torch.float32)
+    with pytest.raises(native_ops.NotNative, match="operation Activate"):
+        native_ops.NativeOps((*program[:1], Activate(x="hidden", gated=True), *program[1:]))

@@ -1,0 +1,24 @@
+"""Requests as groups and engines get them, for tests."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from quire.worker.api.request import Prepared
+from quire.worker.api.sampling_params import SamplingParams
+
+_FIELDS = {field.name for field in fields(Prepared)}
+
+
+def prepared(request_id: str, prompt: Sequence[int], **more: Any) -> Prepared:
+    """``more`` are fields of `Prepared` and of `SamplingParams`; the seed is 0 by default."""
+    token_ids = np.array(prompt, dtype=np.uint32)
+    token_ids.flags.writeable = False  # The request keeps them.
+    own = {name: more.pop(name) for name in _FIELDS & more.keys()}
+    return Prepared(
+        **{"sampling": SamplingParams(**{"seed": 0, **more}), **own},
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+    )

@@ -1,0 +1,43 @@
+"""``quire serve`` in a process of its own."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def serving(
+    *flags: str, module: str = "quire", sigint: signal.Handlers = signal.SIG_DFL
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """``quire serve`` with the demo model, and where it listens: gRPC and HTTP. ``sigint`` is what
+    it inherits: a shell has what a script starts in the background ignore it."""
+    free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
+    with subprocess.Popen(
+        [sys.executable, "-m", module, "serve", *free, *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=partial(signal.signal, signal.SIGINT, sigint),
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        printed = ""
+        addresses = re.compile(r"gRPC\s+(\S+).*HTTP\s+http://([^/\s]+)/", re.DOTALL)
+        while not (found := addresses.search(printed)):
+            line = server.stdout.readline()
+            assert line, f"it ended: {server.stderr.read()}"
+            printed += line
+        try:
+            yield server, found[1], found[2]
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGINT)

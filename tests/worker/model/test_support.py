@@ -1,0 +1,71 @@
+"""A model that no backend can run is refused by place, field and value."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.loader import Shard
+from quire.worker.model.program import make_program
+from quire.worker.model.spec import Experts, Latent, Mlp, ModelSpec
+from quire.worker.model.support import check_runnable
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama: Path) -> ModelSpec:
+    return read_model_spec(tiny_llama)
+
+
+def with_layer(spec: ModelSpec, **fields: Any) -> ModelSpec:
+    return replace(spec, layers=(spec.layers[0], replace(spec.layers[1], **fields)))
+
+
+def with_attention(spec: ModelSpec, **fields: Any) -> ModelSpec:
+    return with_layer(spec, attention=replace(spec.layers[1].attention, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chunk": 8192}, "chunk=8192"),
+        ({"sinks": True}, "sinks=True"),
+        ({"output_gate": True}, "output_gate=True"),
+        ({"kv_of": 0}, "kv_of=0"),
+        ({"latent": Latent(q_rank=None, kv_rank=512, rope_size=64)}, "latent=Latent("),
+        ({"value_size": 8}, "value_size=8 is not supported beside key_size=16"),
+        ({"num_kv_heads": 4}, "num_kv_heads=4 is not supported beside 2 in layer 0"),
+    ],
+)
+def test_attention_of_another_kind_is_refused(
+    fields: dict[str, Any], message: str, spec: ModelSpec
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_runnable(with_attention(spec, **fields), "config.json")
+    assert f"config.json: layers.1.attention.{message}" in str(caught.value)
+
+
+def test_no_program_is_made_of_a_model_that_none_can_run(spec: ModelSpec) -> None:
+    wrong: Any = None  # nothing is read
+    with pytest.raises(CheckpointError, match=r"model: layers\.1\.attention\.sinks=True"):
+        make_program(
+            with_attention(spec, sinks=True), wrong, shard=Shard(), backend=wrong, max_model_len=64
+        )
+
+
+def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
+    check_runnable(spec)
+    mlp = Mlp(size=96)
+    for wrong, message in [
+        (replace(spec, lm_head_bias=True), "model: lm_head_bias=True is not supported"),
+        (replace(spec, layer_embedding_size=8), "layer_embedding_size=8"),
+        (replace(spec, ropes=(replace(spec.ropes[0], sections=(2, 3, 3)),)), "sections=(2, 3, 3)"),
+        (with_layer(spec, mlp=replace(mlp, activation="relu2")), "activation='relu2'"),
+        (with_layer(spec, mlp=replace(mlp, gated=False)), "'silu' is not supported with gated=Fa"),
+        (with_layer(spec, mlp=Experts(mlp=mlp, num_experts=8, top_k=2)), "layers.1.mlp=Experts"),
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            check_runnable(wrong)
+        assert message in str(caught.value)

@@ -1,0 +1,323 @@
+"""No kernel is compiled while a model serves, of what Triton would compile for a GPU.
+
+Launches on a CPU's tensors go Triton's own way up to the compiler, which is told nothing: Triton
+says under what key it would keep each kernel. A key that the warm-up has not met is a request that
+waits for the compiler. Kernels do not run, so logits are 0 and tokens are drawn at random.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton to be launched")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip(
+        "TRITON_INTERPRET=1 turns the compiler off: run this file in a process without it",
+        allow_module_level=True,
+    )
+
+import triton
+
+from quire.kernels import triton_all_reduce, triton_logits, triton_sample
+from quire.kernels.captured import Launch, captured
+from quire.kernels.compile_cases import shipped_cases
+from quire.kernels.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
+from quire.kernels.ops import Batch, KvCache
+from quire.kernels.shared_prefix import SharedArrays, find_shared
+from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
+from quire.kernels.triton_backend import TritonBackend
+from quire.llm import LLM, SamplingParams
+from quire.worker.model import tensor_parallel
+from quire.worker.model.symmetric import FixedOrder
+from quire.worker.runner import model_runner
+from quire.worker.runner.decode_graphs import make_buckets
+from quire.worker.runner.gpu_profile import warm_up_steps
+from quire.worker.sampling.device import DeviceSampler
+from quire.worker.step.messages import StepInput
+from quire.worker.step.staging import pack, packed_bytes, unpack
+
+CAPABILITY = 80
+VOCAB_SIZE = 320
+Steps = tuple[StepInput, StepInput, StepInput]
+ALL_KERNELS = {str(case.kernel.__name__) for case in shipped_cases()}
+ALL_REDUCES = {"all_reduce_kernel", "all_reduce_two_shot_kernel"}
+LENGTH = 2 * PREFILL_SPLIT_TOKENS + 300
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.5},
+    "min-p": {"min_p": 0.1},
+    "log-probabilities": {"logprobs": 3},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+    "bias": {"logit_bias": {5: 1.0}},
+    "mask": {"allowed_token_ids": [5, 70]},
+    "bans": {"min_tokens": 3, "ignore_eos": False, "stop_token_ids": [9]},
+}
+
+
+class Launches:
+    """What Triton was asked for, and what of that it had not compiled before."""
+
+    def __init__(self) -> None:
+        self._keys: set[tuple[str, str]] = set()
+        self._is_serving = False
+        self.late: list[str] = []
+        """Kernels that would have been compiled while requests waited."""
+        self.served: set[str] = set()
+        """Kernels that were launched for them."""
+
+    def serve(self) -> None:
+        self._is_serving = True
+
+    def start(self, launch: Launch) -> None:
+        assert launch.key is not None
+        key = (launch.name, launch.key)
+        if self._is_serving:
+            self.served.add(launch.name)
+            if key not in self._keys:
+                self.late.append(launch.name)
+        self._keys.add(key)
+        for name, value in launch.arguments.items():
+            if name in ("out_ptr", "sum_ptr"):
+                value.zero_()
+        if launch.name == "sample_kernel":
+            launch.arguments["token_ids_ptr"].random_(3, VOCAB_SIZE)
+
+
+class Again:
+    """A graph that calls what it captured."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.replay = function
+
+
+class Runner(model_runner.ModelRunner):
+    """Takes its CPU for a GPU."""
+
+    launches: Launches
+
+    def __init__(self, config: Any, **parts: Any) -> None:
+        num_ranks = parts["tp"].size
+        super().__init__(replace(config, tensor_parallel_size=num_ranks), **parts)
+        forward = self._model.forward
+
+        def as_on_a_gpu(batch: Batch, kv: KvCache) -> Tensor | None:
+            logits_SV = forward(batch, kv)
+            return None if logits_SV is None else logits_SV.to(self._dtype)
+
+        self._model.forward = as_on_a_gpu  # type: ignore[method-assign]
+        sampler = self._device_sampler = DeviceSampler(self._device)
+        sampler._sample, sampler._adjust = triton_sample.sample, triton_logits.adjust_logits
+        if not config.enforce_eager:
+            self._buckets = make_buckets(
+                max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
+            )
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        self.warm_up()
+        self.launches.serve()
+
+    def _find_shared(self, step: StepInput, **_: Any) -> SharedArrays | None:
+        if not self._sees_all:
+            return None
+        return find_shared(
+            step.block_tables_BM[: step.num_decodes],
+            step.seq_lens_B[: step.num_decodes],
+            block_size=self._layout.block_size,
+            group=self._group,
+            min_saved_tokens=1,
+        )
+
+
+class RankOfTwo(tensor_parallel.TensorParallel):
+    """Rank 0 of two, over kernels that do not run."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        ints = torch.zeros(1024, dtype=torch.int32)
+        longs = torch.zeros(2, dtype=torch.int64)
+        peers = Peers(rank=0, size=2, buffers_R=longs, flags_R=longs, epochs_P=ints)
+        self._fixed_order = FixedOrder.__new__(FixedOrder)
+        self._fixed_order._kernel = triton_all_reduce
+        self._fixed_order._small = self._fixed_order._large = peers
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._fixed_order.all_reduce(x) if self._fixed_order.takes(x) else x
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        return [x, x]
+
+
+def stage_as_on_a_gpu(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """One buffer, so with the alignments that tensors have on a GPU."""
+    buffer = torch.empty(packed_bytes(arrays), dtype=torch.uint8)
+    pack(arrays, buffer)
+    return list(unpack(arrays, buffer))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    noted = Launches()
+    monkeypatch.setattr(Runner, "launches", noted, raising=False)
+    monkeypatch.setattr(model_runner, "ModelRunner", Runner)
+    monkeypatch.setattr(model_runner, "pick_device", lambda *_, **__: torch.device("cpu"))
+    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(model_runner, "CudaCapture", lambda: Again)
+    for module in ("runner.model_runner", "runner.decode_graphs", "sampling.device"):
+        monkeypatch.setattr(f"quire.worker.{module}.stage", stage_as_on_a_gpu)
+    with captured(CAPABILITY, noted.start, compiles=False):
+        yield noted
+
+
+def serve(path: Path, **settings: Any) -> None:
+    """Every way to sample in batches of every size, prompts in chunks, long ones, and ones that
+    share what came before."""
+    options: Any = {
+        "dtype": "bfloat16", "max_num_seqs": 4, "num_blocks": 4 * LENGTH // 16, "num_threads": 1,
+        "max_num_batched_tokens": 2048, "async_scheduling": True,
+    } | settings  # fmt: skip
+    with LLM(path, **options) as llm:
+        longest = min(llm.engine.max_model_len, LENGTH) - 40
+
+        def generate(prompts: list[list[int]], *samplings: dict[str, Any]) -> None:
+            params = [
+                SamplingParams(**{"max_tokens": 4, "ignore_eos": True} | sampling)
+                for sampling in samplings
+            ]
+            llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                params if len(params) == len(prompts) else params[0],
+                use_tqdm=False,
+            )
+
+        long = [3 + number % 300 for number in range(longest)]
+        stem = long[: 2 * SPLIT_TOKENS + 3]
+        for sampling in SAMPLINGS.values():
+            generate([[7, 8, 9]], sampling)
+        for num_rows in range(1, options["max_num_seqs"] + 2):
+            generate([[9 + row] * (1 + 7 * row) for row in range(num_rows)], {})
+            generate([[*stem, 9 + row] for row in range(num_rows)], SAMPLINGS["penalties"])
+        generate([[5, row] for row in range(len(SAMPLINGS))], *SAMPLINGS.values())
+        generate([long, [4], long[:50]], {})
+        generate([[*long, 6]], {})
+        generate([[*long[:-100], 6], [*long[:-30], 6], [5]], {"max_tokens": 30})
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in graphs": ({}, {}),
+    "call by call": ({}, {"enforce_eager": True, "async_scheduling": False}),
+    "one row": ({}, {"max_num_seqs": 1}),
+    "one row, call by call": ({}, {"max_num_seqs": 1, "enforce_eager": True}),
+    "small chunks": ({}, {"max_num_batched_tokens": 70}),
+    "float8": ({}, {"kv_cache_dtype": "fp8"}),
+    "float32": ({}, {"dtype": "float32"}),
+    "odd sizes": (
+        {
+            "vocab_size": 331,
+            "hidden_size": 72,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 80,
+        },
+        {},
+    ),
+    "window": ({"sliding_window": 100}, {}),
+    "short context": ({"max_position_embeddings": 64}, {}),
+    "many heads, large blocks": (
+        {"num_attention_heads": 64, "num_key_value_heads": 16, "head_dim": 16},
+        {"block_size": 128},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_compiled_while_it_serves(
+    case: str, launches: Launches, make_llama: Callable[..., Path]
+) -> None:
+    shape, settings = CASES[case]
+    serve(model(make_llama, **shape), **settings)
+    assert launches.late == []
+    if case == "in graphs":
+        assert launches.served == ALL_KERNELS - {"write_kernel", "wide_norm_kernel", *ALL_REDUCES}
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_while_a_rank_of_two_serves(
+    launches: Launches, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full chunk of this model is too large for one shot, its decodes are not."""
+    monkeypatch.setattr(tensor_parallel, "TensorParallel", RankOfTwo)
+    hidden_size = 128
+    assert 2048 * 2 * hidden_size > MAX_BYTES
+    serve(model(make_llama, hidden_size=hidden_size), enforce_eager=True)
+    assert launches.late == []
+    assert launches.served >= ALL_REDUCES
+
+
+def without_adjustments(steps: Steps) -> Steps:
+    mixed, behind, decodes = steps
+    return mixed, behind, replace(decodes, sampling=mixed.sampling)
+
+
+def without_sharing(steps: Steps) -> Steps:
+    mixed, behind, decodes = steps
+    return mixed, behind, replace(decodes, seq_lens_B=np.ones_like(decodes.seq_lens_B))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("left_out", "kernels"),
+    [
+        (
+            without_adjustments,
+            {"bias_kernel", "adjust_kernel", "mask_kernel", "sample_kernel"},
+        ),
+        (without_sharing, {"decode_kernel", "shared_kernel"}),
+        (lambda steps: (steps[0], steps[0], steps[2]), {"prefill_kernel", "prefill_merge_kernel"}),
+        (lambda steps: (steps[1], steps[1], steps[2]), {"prefill_kernel"}),
+    ],
+    ids=["adjustments", "sharing", "a chunk far behind", "a chunk"],
+)
+def test_a_step_left_out_of_the_warm_up_is_noticed(
+    left_out: Callable[[Steps], Steps], kernels: set[str], launches: Launches,
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        model_runner, "warm_up_steps", lambda *args, **kw: left_out(warm_up_steps(*args, **kw))
+    )
+    serve(model(make_llama), enforce_eager=True)
+    assert set(launches.late) == kernels
+
+
+@pytest.mark.slow
+def test_an_argument_that_changes_and_is_specialised_is_noticed(
+    launches: Launches, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = triton_logits.adjust_kernel
+    monkeypatch.setattr(triton_logits, "adjust_kernel", triton.jit(kernel.fn))
+    serve(model(make_llama))
+    assert set(launches.late) == {"adjust_kernel"}
+
+
+def model(make_llama: Callable[..., Path], **shape: Any) -> Path:
+    fields = {"num_hidden_layers": 1, "max_position_embeddings": 8192} | shape
+    if (window := fields.pop("sliding_window", None)) is None:
+        return make_llama("one-layer", **fields)
+    path = make_llama("one-layer", **fields)
+    file = path / "config.json"
+    changed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return path

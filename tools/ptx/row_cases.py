@@ -1,0 +1,177 @@
+"""The cases of the kernels beside attention; see `tools.ptx.cases`."""
+
+from collections.abc import Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+from tools.ptx.cases import BACKEND, Case, Emulate
+from torch import Tensor
+
+from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
+from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
+from quire.kernels.testing import adjustments, assert_near_twin
+from quire.kernels.testing_ranks import LocalRanks, RanksAtOnce
+from quire.kernels.triton_elementwise import silu_and_mul
+
+
+def row_cases() -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype)[6:]
+        for channels, is_quick in ((1000, True), (4096, False)):
+            yield Case(
+                name=f"rms_norm {channels} {name}",
+                kernels=("rms_norm_kernel",),
+                check=partial(check_norm, channels=channels, dtype=dtype),
+                is_quick=is_quick,
+            )
+        yield Case(
+            name=f"wide_norm {name}",
+            kernels=("wide_norm_kernel",),
+            check=partial(check_wide_norm, dtype=dtype),
+        )
+        yield Case(
+            name=f"silu_and_mul {name}",
+            kernels=("silu_and_mul_kernel",),
+            check=partial(check_silu, dtype=dtype),
+        )
+        yield Case(
+            name=f"rotary {name}",
+            kernels=("rotary_kernel",),
+            check=partial(check_rotary, dtype=dtype),
+        )
+        for num_ranks in (2, 4, 8):
+            yield Case(
+                name=f"all_reduce {num_ranks} ranks {name}",
+                kernels=("all_reduce_kernel",),
+                check=partial(check_all_reduce, num_ranks=num_ranks, dtype=dtype),
+                is_quick=dtype == torch.bfloat16,
+            )
+            yield Case(
+                name=f"all_reduce two shots {num_ranks} ranks {name}",
+                kernels=("all_reduce_two_shot_kernel",),
+                check=partial(check_two_shots, num_ranks=num_ranks, dtype=dtype),
+                is_quick=dtype == torch.bfloat16,
+            )
+    kernels = ("bias_kernel", "adjust_kernel", "mask_kernel")
+    yield Case(name="adjust", kernels=kernels, check=check_adjust)
+    for vocab_size in (300, SAMPLE_BLOCK + 5):
+        yield Case(
+            name=f"sample {vocab_size}",
+            kernels=("sample_kernel",),
+            check=partial(check_sample, vocab_size=vocab_size),
+        )
+    yield Case(
+        name="sample 5000 in 3 parts",
+        kernels=("sample_kernel",),
+        check=partial(check_sample, vocab_size=5000, num_parts=3),
+    )
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def check_norm(emulate: Emulate, *, channels: int, dtype: torch.dtype) -> None:
+    x, residual = _randn(2, 5, channels, dtype=dtype)
+    weight = _randn(channels, dtype=dtype)
+    with emulate():
+        got, got_sum = BACKEND.rms_norm(x, weight, eps=1e-5, residual_TC=residual)
+        plain, _ = BACKEND.rms_norm(x, weight, eps=1e-5)
+    want, want_sum = reference.rms_norm(x, weight, eps=1e-5, residual_TC=residual)
+    assert_near_twin(got, want)
+    assert torch.equal(got_sum, want_sum)
+    assert_near_twin(plain, reference.rms_norm(x, weight, eps=1e-5)[0])
+
+
+def check_wide_norm(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    x = _randn(5, 1000, dtype=dtype)
+    weight, bias = _randn(2, 1000)
+    for bias_C, is_centred in ((bias, True), (None, False)):
+        with emulate():
+            got = BACKEND.wide_norm(x, weight, bias_C, eps=1e-5, is_centred=is_centred)
+        want = reference.wide_norm(x, weight, bias_C, eps=1e-5, is_centred=is_centred)
+        assert_near_twin(got, want)
+
+
+def check_silu(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    gate_up = _randn(3, 2 * 1032, dtype=dtype) * 4
+    with emulate():
+        got = silu_and_mul(gate_up)
+    assert_near_twin(got, reference.silu_and_mul(gate_up))
+
+
+def check_rotary(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    """Alone, and together with the write of K and V, which leaves all other slots alone."""
+    qkv, angles = _randn(7, 12, 128, dtype=dtype), _randn(7, 64)
+    turns = (angles.cos(), angles.sin())
+    slots = torch.tensor([31, 0, 9, 8, 17, 63, 40])
+    got, want = torch.full((2, 2, 4, 16, 2, 128), 7.0).to(dtype)
+    with emulate():
+        q = BACKEND.rotate_and_write_kv(qkv, *turns, got[0], got[1], slots)
+        turned = BACKEND.rotary_embedding(qkv[:, 1:4], *turns)
+    assert_near_twin(q, reference.rotate_and_write_kv(qkv, *turns, want[0], want[1], slots))
+    assert_near_twin(got, want)
+    assert torch.equal(got == 7.0, want == 7.0)
+    assert_near_twin(turned, reference.rotary_embedding(qkv[:, 1:4], *turns))
+
+
+def check_all_reduce(emulate: Emulate, *, num_ranks: int, dtype: torch.dtype) -> None:
+    """The sum in the order of the ranks, to the bit, in two meetings."""
+    for rank in (0, num_ranks - 1):
+        ranks = LocalRanks(num_ranks, dtype)
+        for num_values in (ALL_REDUCE_BLOCK + 8, 16):
+            inputs = list(_randn(num_ranks, num_values, dtype=dtype))
+            with emulate(memory=(ranks.buffers, ranks.flags)):
+                got = ranks.reduce_alone(rank, inputs)
+            want = inputs[0].float()
+            for x in inputs[1:]:
+                want = want + x.float()
+            assert torch.equal(got, want.to(dtype))
+
+
+def check_two_shots(emulate: Emulate, *, num_ranks: int, dtype: torch.dtype) -> None:
+    """All ranks at once, each program with one block and with two: the sum in the order of the
+    ranks, which is what one shot gives, to the bit."""
+    ranks = RanksAtOnce(num_ranks, dtype, num_programs=2)
+    for num_values in (ALL_REDUCE_BLOCK * num_ranks * 3 + 8, 16):
+        got = _randn(num_ranks, num_values, dtype=dtype)
+        want = got[0].float()
+        for x in got[1:]:
+            want = want + x.float()
+        with emulate(memory=(ranks.buffers, ranks.flags)):
+            ranks.all_reduce(got)
+        for x in got:
+            assert torch.equal(x, want.to(dtype))
+
+
+def check_adjust(emulate: Emulate) -> None:
+    logits = _randn(4, 3001)
+    arguments = adjustments(4, 3001, num_pairs=2000)
+    got = logits.clone()
+    with emulate():
+        triton_logits.adjust_logits(got, **arguments)
+    reference_sampling.adjust_logits(logits, **arguments)
+    assert torch.equal(got, logits)
+
+
+def check_sample(emulate: Emulate, *, vocab_size: int, num_parts: int = 1) -> None:
+    """Greedy rows, rows without limits, and each limit alone and together, with ties.
+
+    The programs of a row wait for each other, so that all have to run at once: see `MAX_LANES`.
+    """
+    num_rows = 12 if num_parts == 1 else 8
+    row = torch.arange(num_rows)
+    logits = (_randn(num_rows, vocab_size) * 12).round() / 4
+    parameters = {
+        "temperature_S": (row % 4) * 0.5,
+        "top_k_S": torch.tensor([0, 50, 3] * 4)[:num_rows].int(),
+        "top_p_S": torch.tensor([1.0, 0.9, 0.7003, 1e-6] * 3)[:num_rows],
+        "min_p_S": torch.tensor([0.0, 0.0, 0.05] * 4)[:num_rows],
+        "seed_S": row * 977,
+        "position_S": row * 31,
+    }
+    in_parts = mock.patch.object(triton_sample, "parts_of_a_row", return_value=num_parts)
+    with in_parts, emulate():
+        got = triton_sample.sample(logits, **parameters)
+    assert got.tolist() == reference_sampling.sample(logits, **parameters).tolist()

@@ -1,0 +1,3 @@
+"""The types of a request, from the gateway's edge to the engine. Imports neither torch nor gRPC:
+router and
+gateway use it too."""

@@ -1,0 +1,160 @@
+"""Settings of an engine, checked before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from quire.kernels.quantization import KvCacheDType, Quantization
+from quire.worker.api.errors import ConfigError
+
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
+
+_KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
+_ONLY_ON = (
+    ("quantization", "int8", "cpu"),
+    ("kv_cache_dtype", "int8", "cpu"),
+    ("kv_cache_dtype", "fp8", "cuda"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of one replica group's engine.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    model: Path
+    """A checkpoint directory in Hugging Face format (safetensors). In a `ClusterConfig` also
+    ``ORG/NAME[@REVISION]`` of the hub (`quire.worker.model.hub`)."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer; must divide the model's attention heads."""
+    dtype: DType = "auto"
+    """Type of weights, activations and KV; "auto" is the checkpoint's own."""
+    quantization: Quantization | None = None
+    """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied
+    (CPU only); the checkpoint stays as it is."""
+    kv_cache_dtype: KvCacheDType = "auto"
+    """"auto" keeps K and V as they are computed; "int8" (CPU) and "fp8" (float8_e4m3fn, GPU) in 8
+    bits: half the memory of 16."""
+    device: Device = "auto"
+    """"auto" is "cuda" where a device is present, else "cpu"."""
+    enforce_eager: bool = False
+    """On a GPU, run decodes call by call instead of as CUDA graphs: starts sooner, leaves a little
+    more memory for KV, and is slower in small batches."""
+    deterministic: bool = True
+    """On a GPU, only matrix products in which a row's bits do not depend on the other rows. Without
+    it, tokens may depend on the other requests in the batch. On CPUs they never do."""
+    block_size: int = 16
+    """Tokens of KV cache in a block: a power of two from 4 to 128."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for weights, activations and KV together (GPU, default 0.9),
+    or share of the free RAM for KV (CPU; default 0.4, but 4 GiB at most)."""
+    kv_cache_memory_bytes: int | None = None
+    """KV cache of the whole group in bytes, instead of a share."""
+    num_blocks: int | None = None
+    """Blocks in the KV cache, instead of either; chiefly for tests and experiments."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; ``None`` is what the checkpoint was trained for."""
+    max_num_seqs: int = 128
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Tokens that one step computes, decodes and prefill chunks together."""
+    max_num_waiting: int = 4096
+    """Requests that may wait; one more is refused."""
+    scheduling_policy: SchedulingPolicy = "shortest_prefill"
+    """Order of prompts of the same priority: the least remaining work first, with an allowance for
+    waiting, or with "fcfs" the order of arrival."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of requests that begin alike."""
+    seed: int = 0
+    """Seed from which requests without their own seed get one."""
+    num_threads: int | None = None
+    """CPU threads of each rank; ``None`` shares the machine's cores among the ranks."""
+    async_scheduling: bool | None = None
+    """Prepare the next step while one runs; ``None`` does so where it pays: on GPUs."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer means a hung rank: the group fails."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", Path(self.model))
+        _check(
+            self.block_size in BLOCK_SIZES,
+            "block_size",
+            self.block_size,
+            f"must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",
+        )
+        _check(
+            self.tensor_parallel_size >= 1,
+            "tensor_parallel_size",
+            self.tensor_parallel_size,
+            "must be 1 or more",
+        )
+        _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
+        _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")
+        _check(
+            self.quantization is None or self.quantization in get_args(Quantization),
+            "quantization",
+            self.quantization,
+            f"one of {get_args(Quantization)}, or None",
+        )
+        _check(
+            self.kv_cache_dtype in get_args(KvCacheDType),
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            f"one of {get_args(KvCacheDType)}",
+        )
+        self.check_device(self.device)
+        share = self.gpu_memory_utilization
+        _check(
+            share is None or 0 < share <= 1,
+            "gpu_memory_utilization",
+            share,
+            "must be above 0 and at most 1; for a figure in bytes use kv_cache_memory_bytes",
+        )
+        _check(
+            self.scheduling_policy in get_args(SchedulingPolicy),
+            "scheduling_policy",
+            self.scheduling_policy,
+            f"one of {get_args(SchedulingPolicy)}",
+        )
+        for name in ("kv_cache_memory_bytes", "num_blocks", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, value, "must be 1 or more")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        _check(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"must be at least max_num_seqs ({self.max_num_seqs}): each running sequence "
+            "decodes one token a step",
+        )
+        _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
+
+    def check_device(self, device: str) -> None:
+        """Checks what only one kind of device can do, now that it is known what "auto" is.
+
+        Raises:
+            ConfigError: It was asked for on the other kind.
+        """
+        for name, value, only in _ONLY_ON:
+            other = "cuda" if only == "cpu" else "cpu"
+            rule = (
+                f"only the kernels for {_KINDS[only]} have it; set device={only!r}, or leave it out"
+            )
+            _check(device != other or getattr(self, name) != value, name, value, rule)
+
+    def num_ahead(self, *, is_gpu: bool) -> int:
+        """Steps to submit before the result of the one before them, on such a device."""
+        return int(is_gpu if self.async_scheduling is None else self.async_scheduling)
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={value!r}: {rule}")

@@ -1,0 +1,36 @@
+"""Statistics of an engine for gateways (on each frame), autoscaling and benchmarks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """An engine's load, and its counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_prefill_tokens: int
+    """Tokens of waiting and running requests to compute before they can decode; less hits."""
+    oldest_waiting_s: float
+    """Since the arrival of the one in the queue that came first; 0 for an empty queue."""
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_wasted_slots: int
+    """Slots of KV in held blocks that no token fills yet: the tails of last blocks."""
+    num_held_slots: int
+    """``num_held_blocks * block_size``."""
+    num_prompt_tokens: int
+    """Counter, as are the next ones: of requests that began to run, once each."""
+    num_hit_tokens: int
+    """Those among them that were in the cache."""
+    num_output_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_prefilled_tokens: int
+    """Prompt tokens computed, those computed again after a preemption too."""
+    num_full_step_tokens: int
+    """Those among them of steps that left prompt tokens waiting: all that a step could do."""
+    full_step_s: float
+    """Time spent in those steps. A counter too."""

@@ -1,0 +1,58 @@
+"""Errors of a worker that a caller may handle.
+
+QuireError
+├── InvalidRequest(ValueError)   this request cannot be served as it is; others are unharmed
+│   └── ContextExceeded          prompt and output are longer than the context
+├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
+├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
+├── NoFreeBlocks                 the block pool holds too few blocks; nothing was taken
+├── BrokenLogits                 the model computed no numbers for this request; others go on
+├── QueueFull                    the engine already holds as many requests as it may
+└── RankFailure                  a tensor-parallel rank died or hangs; the whole group is lost
+"""
+
+
+class QuireError(Exception):
+    """The root of every exception that Quire raises on purpose."""
+
+
+class InvalidRequest(QuireError, ValueError):
+    """The request cannot be served as it is. Nothing was started."""
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt and output are longer together than the context. Nothing was started."""
+
+    def __init__(self, message: str, *, max_model_len: int) -> None:
+        super().__init__(message)
+        self.max_model_len = max_model_len
+
+
+class ConfigError(QuireError, ValueError):
+    """The configuration cannot work."""
+
+
+class CheckpointError(QuireError, ValueError):
+    """A checkpoint directory cannot be read as a model."""
+
+
+class BrokenLogits(QuireError):
+    """The model's logits for the request were NaN or infinite. It has ended; others are unharmed,
+    and another group of the same model would compute the same."""
+
+
+class NoFreeBlocks(QuireError):
+    """Fewer blocks are available than an allocation needs. Nothing was taken."""
+
+    def __init__(self, *, needed: int, available: int) -> None:
+        super().__init__(f"need {needed} blocks, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+class QueueFull(QuireError):
+    """The engine already holds as many requests as its configuration allows."""
+
+
+class RankFailure(QuireError):
+    """A tensor-parallel rank died, raised or missed its deadline. The group cannot go on."""

@@ -1,0 +1,124 @@
+"""Limits on the requests that an engine can serve."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.api.errors import ConfigError, ContextExceeded, InvalidRequest
+from quire.worker.api.hashing import TokenIds
+from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+
+if TYPE_CHECKING:  # A gateway has neither.
+    from quire.worker.api.config import EngineConfig
+    from quire.worker.model.facts import ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """The limits of one engine."""
+
+    vocab_size: int
+    max_model_len: int
+    """Prompt + output, in tokens."""
+    reason: str
+    """Why it is not more, in words that follow the number in messages."""
+
+
+def request_limits(
+    config: "EngineConfig", model: "ModelFacts", *, num_blocks: int
+) -> RequestLimits:
+    """The limits of requests that an engine with ``num_blocks`` blocks can take.
+
+    Raises:
+        ConfigError: The configuration asks for more context than the model has.
+    """
+    max_model_len, reason = model.max_model_len, "what the model was trained for"
+    if config.max_model_len is not None:
+        if config.max_model_len > max_model_len:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len}: the model was trained for "
+                f"{max_model_len}; at most that"
+            )
+        max_model_len, reason = config.max_model_len, "as configured"
+    num_slots = num_blocks * config.block_size
+    if num_slots < max_model_len:
+        max_model_len = num_slots
+        reason = (
+            f"all that the KV cache's {num_blocks} blocks of {config.block_size} tokens hold "
+            "(kv_cache_memory_bytes gives it more)"
+        )
+    return RequestLimits(vocab_size=model.vocab_size, max_model_len=max_model_len, reason=reason)
+
+
+def check_request(
+    prompt_token_ids: TokenIds,
+    sampling: SamplingParams,
+    limits: RequestLimits,
+    *,
+    resumed_token_ids: TokenIds | None = None,
+) -> int:
+    """Returns how many output tokens the request may have, resumed ones counted.
+
+    Raises:
+        InvalidRequest: The request can never be served; the message says what would be right.
+    """
+    num_prompt = len(prompt_token_ids)
+    if num_prompt == 0:
+        raise InvalidRequest("prompt is empty: at least one token")
+    _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    if resumed_token_ids is not None:
+        _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        token_ids = np.array(list(getattr(sampling, name) or ()))
+        _check_token_ids(name, token_ids, limits.vocab_size)
+    check_prompt_length(num_prompt, limits)
+    room = limits.max_model_len - num_prompt
+    limit = f"max_model_len is {limits.max_model_len}, {limits.reason}"
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room:
+        raise ContextExceeded(
+            f"prompt of {num_prompt} tokens + max_tokens={max_tokens} is "
+            f"{num_prompt + max_tokens} tokens and {limit}: lower max_tokens to {room} or "
+            "shorten the prompt",
+            max_model_len=limits.max_model_len,
+        )
+    num_resumed = 0 if resumed_token_ids is None else len(resumed_token_ids)
+    if num_resumed > max_tokens:
+        raise InvalidRequest(
+            f"{num_resumed} resumed tokens are more than the {max_tokens} that the request may "
+            "have: resume with the max_tokens that it began with"
+        )
+    return max_tokens
+
+
+def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str = "") -> None:
+    """Raises ContextExceeded: a prompt of ``num_tokens`` leaves no room for output.
+
+    ``known_as`` says in words how long it is, where that is not the exact number.
+    """
+    if num_tokens >= limits.max_model_len:
+        raise ContextExceeded(
+            f"prompt has {known_as or f'{num_tokens} tokens'} and max_model_len is "
+            f"{limits.max_model_len}, {limits.reason}: shorten the prompt to "
+            f"{limits.max_model_len - 1} tokens or fewer, so that one of output fits behind it",
+            max_model_len=limits.max_model_len,
+        )
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of the ``number``-th request that has none of its own."""
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+def _check_token_ids(name: str, token_ids: npt.NDArray[Any], vocab_size: int) -> None:
+    foreign = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if len(foreign):
+        position = int(foreign[0])
+        raise InvalidRequest(
+            f"token id {token_ids[position]} at position {position} of the {name} is not in the "
+            f"vocabulary: ids are 0 to {vocab_size - 1}"
+        )

@@ -1,0 +1,41 @@
+"""Facts on which a gateway and a group must agree before they exchange requests."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from quire.worker.api.hashing import BlockHash, root_hash
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """The model that a gateway's groups serve."""
+
+    model: str
+    """Name under which the model is served."""
+    model_fingerprint: str
+    """Covers the weights."""
+    kv_dtype: str
+    block_size: int
+    """Tokens of KV cache in a block."""
+    max_model_len: int
+    vocab_size: int
+    numerics: str
+    """Everything that decides the bits of a group's outputs besides the weights."""
+
+    @classmethod
+    def of(cls, description: object) -> Self:
+        """``description`` has these fields, and may have others: a `GroupDescription`."""
+        return cls(**{field.name: getattr(description, field.name) for field in fields(cls)})
+
+    def names_blocks_like(self, other: "ModelCard | None") -> bool:
+        """Whether they differ in the bits of their outputs at most."""
+        return other is not None and replace(self, numerics=other.numerics) == other
+
+    def root(self, *, cache_salt: str) -> BlockHash:
+        """The hash from which block chains of this model begin, for one tenant."""
+        return root_hash(
+            model_fingerprint=self.model_fingerprint,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            cache_salt=cache_salt,
+        )

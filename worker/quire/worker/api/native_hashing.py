@@ -1,0 +1,53 @@
+"""`native/chain.cpp` for Python, where the CPU has SHA instructions and there is a compiler.
+
+``python -m quire.worker.api.native_hashing`` compiles it ahead of the first use.
+"""
+
+import ctypes
+import functools
+import logging
+from ctypes import c_char_p, c_int64, c_void_p
+from pathlib import Path
+
+from quire import native_build
+
+CHAIN_BYTES = 8 * 4 + 8 + 64
+"""Size of a ``Chain``."""
+CHUNK_BYTES = 64
+BLOCK_BYTES_MULTIPLE = 16
+
+_SOURCES = Path(__file__).parent / "native"
+_CPU_FLAGS = {"sha_ni", "sse4_1", "ssse3"}
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-msha", "-msse4.1")
+
+
+@functools.cache
+def library() -> ctypes.PyDLL | None:
+    """The library, or ``None``: hashlib gives the same names, ten times slower."""
+    if _CPU_FLAGS - native_build.cpu_flags():
+        return None
+    return native_build.load_or_do_without(_load, without="prompts are hashed by hashlib, slower")
+
+
+def _load() -> ctypes.PyDLL:
+    # With the GIL: giving it up and waiting for it again costs more than most calls.
+    loaded = ctypes.PyDLL(str(build()))
+    num_bytes = c_int64.in_dll(loaded, "quire_chain_bytes").value
+    if num_bytes != CHAIN_BYTES:
+        raise RuntimeError(f"Chain has {num_bytes} bytes in chain.cpp, {CHAIN_BYTES} here")
+    loaded.quire_chain_begin.argtypes = (c_void_p, c_char_p)
+    loaded.quire_chain_begin.restype = None
+    # The digests go to a bytes object that nobody else knows yet.
+    loaded.quire_chain_extend.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_char_p)
+    loaded.quire_chain_extend.restype = None
+    return loaded
+
+
+def build() -> Path:
+    """See `quire.native_build.build`."""
+    return native_build.build("hashing", sources=_SOURCES, flags=_FLAGS)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    library()

@@ -1,0 +1,80 @@
+"""Outputs of an engine, step by step, and the final ones of `quire.llm.LLM`.
+
+Names and meanings of the latter are vLLM's.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.worker.api.errors import QuireError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of the model itself: before penalties, temperature and top-p."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most probable token of the vocabulary."""
+    top: tuple[tuple[int, float], ...]
+    """The most probable tokens, best first."""
+
+
+class TokenDelta(NamedTuple):
+    """The output of one step for one request."""
+
+    request_id: str
+    token_offset: int
+    """Output tokens before these, resumed ones counted."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """One per token, or empty where the request asked for none."""
+    finish_reason: FinishReason | None
+    """Set on a request's last output."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was in the cache when the request first ran."""
+    error: QuireError | None = None
+    """Why the request ended before its time, with ``finish_reason`` "abort"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The model's own natural-log probability of a token, before penalties and temperature."""
+
+    logprob: float
+    rank: int
+    """1 for the most probable token of the vocabulary."""
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token: itself and the most probable ones by id; ``None`` unless asked for."""
+    cumulative_logprob: float | None
+    """The sum over ``token_ids``; ``None`` unless ``logprobs`` was asked for."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string or stop token that ended it; ``None`` for end-of-sequence or length."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions."""
+
+    request_id: str
+    prompt: str | None
+    """``None`` where the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Prompt tokens whose KV the first completion found in the cache."""
+    outputs: list[CompletionOutput]
+    finished: bool = True

@@ -1,0 +1,139 @@
+"""A request on its way: the client's call, and the form that a group gets.
+
+    Request a client's call
+    Prepared the same, checked, tokenized and hashed
+
+Both are frozen and are handed on whole. A field that goes all the way stands once, in `Terms`. A
+completion is a `Prepared` with ``n`` of 1; an attempt at it adds the output that is already there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import BlockHashes, TokenIds
+from quire.worker.api.model_card import ModelCard
+from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+
+MAX_SALT_CHARS = 1000
+MAX_MESSAGES = 10_000
+"""In one chat."""
+
+_NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """Fields that every stage passes on."""
+
+    sampling: SamplingParams
+    priority: int = 0
+    """Less runs sooner; 0 is the usual."""
+    tenant: str = ""
+    """Whose request it is, without a "/"; empty where tenants are not told apart."""
+    client_id: str = ""
+    """The client's name for it, by which its routing can be explained."""
+    explain_routing: bool = False
+    """Tell the client of every group that it could have gone to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+    add_special_tokens: bool = True
+    """Those that the tokenizer puts around a text, such as a begin token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, for the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+Span = Text | Tokens | Chat
+Prompt = tuple[Span, ...]
+"""Spans that are tokenized one by one and follow on from each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request(Terms):
+    """A client's request.
+
+    Raises:
+        InvalidRequest: A value is out of its range; the message names it.
+    """
+
+    prompt: Prompt
+    model: str = ""
+    """Empty is the only one."""
+    cache_salt: str = ""
+    """The client's own."""
+    timeout_s: float | None = None
+    """From its arrival to its last token; ``None`` is as long as it takes."""
+
+    def __post_init__(self) -> None:
+        if not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequest(f"priority={self.priority} is out of range: -2**31 to 2**31 - 1")
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt has {len(self.cache_salt)} characters: at most {MAX_SALT_CHARS}"
+            )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise InvalidRequest(f"timeout={self.timeout_s!r} is out of range: above 0 seconds")
+
+    @property
+    def salt(self) -> str:
+        """The salt of the prompt's block hashes: requests with the same one share cached prefixes.
+        No two tenants have one in common, whatever their clients send, since no tenant has a "/".
+        """
+        return f"{self.tenant}/{self.cache_salt}" if self.tenant else self.cache_salt
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The fields of `Terms`, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Terms)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prepared(Terms):
+    """A request for a group, or for an engine in this process.
+
+    A gateway has put numbers into ``sampling.seed`` and ``sampling.max_tokens``; the engine does it
+    where they are ``None``. A group sees only the fields that `quire.cluster.wire` sends.
+    """
+
+    request_id: str
+    """Unlike that of any other request that the engine has at the same time."""
+    prompt_token_ids: TokenIds
+    resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
+    """Output that an earlier attempt has already produced: this one goes on behind it."""
+    cache_salt: str = ""
+    """With the tenant's name: cached prefixes are shared only among requests of the same salt."""
+    hashes: BlockHashes = field(default_factory=BlockHashes)
+    """The names of the prompt's full blocks."""
+    model: ModelCard | None = None
+    """The model for which it was tokenized and hashed. A group knows its own."""
+    arrival_s: float = 0.0
+    deadline_s: float = inf
+    """Both on the gateway's clock."""
+
+    def completions(self) -> Iterator["Prepared"]:
+        """One for each of ``sampling.n``, their seeds one after another."""
+        assert self.sampling.seed is not None
+        for number in range(self.sampling.n):
+            seed = (self.sampling.seed + number) & MAX_SEED
+            yield replace(
+                self,
+                request_id=f"{self.request_id}-{number}",
+                sampling=replace(self.sampling, n=1, seed=seed),
+            )

@@ -1,0 +1,226 @@
+"""How a request's tokens are chosen and when it ends. Names and meanings are vLLM's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.worker.api.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+MAX_STOP_CHARS = 1000
+"""Longest stop string."""
+MAX_STOP_TOKEN_IDS = 1000
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 65536
+
+_MAX_SHOWN_CHARS = 200
+_STOPS = "at most 16 strings, none empty"
+_IDS = "token ids, 0 or more"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """The sampling parameters of one request.
+
+    Raises:
+        InvalidRequest: A value is out of its range; the message names field, value and range.
+    """
+
+    n: int = 1
+    """How many completions to draw from the prompt; completion ``i`` uses ``seed + i``."""
+    temperature: float = 1.0
+    """0 is greedy: the token of the largest logit, the lowest id among equals."""
+    top_p: float = 1.0
+    """Keep the fewest most probable tokens whose probabilities add up to at least this."""
+    top_k: int = 0
+    """Keep the ``top_k`` most probable tokens; 0 keeps all (-1 too, as in vLLM)."""
+    min_p: float = 0.0
+    """Drop tokens less probable than ``min_p`` times the most probable one."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most; ``None`` is as many as the context has room for."""
+    min_tokens: int = 0
+    """Neither end-of-sequence nor a stop token is sampled before this many tokens."""
+    seed: int | None = None
+    """Seeds this request's sampling; ``None`` lets the engine choose one."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text; the string itself is left out of it."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the request; the token stays in ``token_ids``, not in the text."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence token."""
+    logprobs: int | None = None
+    """Report the log-probability of each sampled token and of this many most probable ones."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the output already holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the output holds it."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of some tokens, -100 to 100, by token id. Ids may be text."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Tokens that may be sampled; ``None`` or none at all allows every one."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # The dataclass is frozen once this returns.
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _listed("stop", given, _STOPS)
+        set_field(self, "stop", stop)
+        set_field(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, _IDS))
+        allowed = _listed("allowed_token_ids", self.allowed_token_ids, _IDS)
+        set_field(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            set_field(self, "logit_bias", _biases(self.logit_bias))
+        if self.top_k == -1:
+            set_field(self, "top_k", 0)
+
+        _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "from 1 to 128")
+        _require(_in_range(self.temperature, 0, 100), "temperature", self.temperature, "0 to 100")
+        _require(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0, up to 1"
+        )
+        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 or more")
+        _require(_in_range(self.min_p, 0, 1), "min_p", self.min_p, "0 to 1")
+        _require(
+            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            self.max_tokens,
+            "1 or more",
+        )
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or math.inf),
+            "min_tokens",
+            self.min_tokens,
+            f"0 to max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            self.seed,
+            "0 to 2**63 - 1",
+        )
+        _require(
+            len(stop) <= 16 and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            self.stop,
+            _STOPS,
+        )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            _require(all(_is_int(t) and t >= 0 for t in value), name, value, _IDS)
+        # They travel with the request and are looked for after each token.
+        longest = max(map(len, stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS}"
+            )
+        for name, most in (
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+            ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+        ):
+            if len(getattr(self, name)) > most:
+                raise InvalidRequest(f"{name} has {len(getattr(self, name))}: at most {most}")
+        _require(
+            self.logprobs is None
+            or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            self.logprobs,
+            f"0 to {MAX_LOGPROBS}",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_in_range(value, -2, 2), name, value, "-2 to 2")
+        _require(
+            _in_range(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0, up to 100",
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1: none; 0: that of the sampled token; k: those of the k most probable too."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, *, num_prompts: int
+) -> list[SamplingParams]:
+    """Expands parameters for all prompts, or for each prompt, to one for each.
+
+    Raises:
+        InvalidRequest: They are of another number, or something else.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    given: Sequence[object] = params if isinstance(params, list | tuple) else [params]
+    listed = [each for each in given if isinstance(each, SamplingParams)]
+    if len(listed) < len(given):
+        raise InvalidRequest(
+            f"sampling_params={params!r}: must be a SamplingParams, or one for each prompt"
+        )
+    if len(listed) != num_prompts:
+        raise InvalidRequest(
+            f"{num_prompts} prompts and {len(listed)} sampling_params: give one for all or one "
+            "for each"
+        )
+    return listed
+
+
+def _biases(given: Mapping[Any, Any]) -> dict[int, float] | None:
+    """By token id; ``None`` where there is none."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias={given!r} is out of range: token ids and their biases")
+    if len(given) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"logit_bias has {len(given)} tokens: at most {MAX_LOGIT_BIASES}")
+    for token, bias in given.items():
+        is_id = token.isdecimal() if isinstance(token, str) else _is_int(token) and token >= 0
+        _require(is_id and int(token) < 2**31, "logit_bias", token, "token ids, 0 or more")
+        is_bias = _in_range(bias, -100, 100)
+        _require(is_bias, "logit_bias", {token: bias}, "biases from -100 to 100")
+    return {int(token): float(bias) for token, bias in given.items()} or None
+
+
+def _listed(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value or ())
+    except TypeError:
+        raise InvalidRequest(f"{name}={value!r} is out of range: {allowed}") from None
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}…"
+        raise InvalidRequest(f"{name}={shown} is out of range: {allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _in_range(value: object, low: float, high: float) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= value <= high
+    )

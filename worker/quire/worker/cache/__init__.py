@@ -1,0 +1,1 @@
+"""Blocks of KV cache and which of them make room for others."""

@@ -1,0 +1,215 @@
+"""Blocks of KV cache: which are free, which are shared, which are cached for later requests.
+
+    free    nobody holds it and its contents mean nothing
+    held    ``refs > 0`` sequences read it
+    cached  nobody holds it, but its contents are a known prefix
+
+``held + cached + free == num_blocks`` after every call.
+
+A full block can be *registered* under its hash; no two blocks bear the same one. A sequence that
+holds a registered block also holds the registered block before it (its *parent*), and only blocks
+without children are evicted. So a chain is evicted from its end and never has holes.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+from quire.worker.api.errors import NoFreeBlocks
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash
+from quire.worker.cache.eviction import LowestUtility, PolicyFactory
+
+BlockId = NewType("BlockId", int)
+
+_NO_PARENT = -1
+
+
+class BlockPool:
+    """All blocks of one group's KV cache. Every operation is O(log n) per block or better."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        log: EventLog,
+        policy: PolicyFactory = LowestUtility,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._log = log
+        self._policy = policy(num_blocks)
+
+        # Flat arrays by block id: a pool may have millions of blocks.
+        self._refs = array("i", bytes(4 * num_blocks))
+        self._index = array("i", bytes(4 * num_blocks))  # In its chain, as are the next two.
+        self._parent = array("i", bytes(4 * num_blocks))
+        self._num_children = array("i", bytes(4 * num_blocks))
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, BlockId] = {}
+
+        self._returned: list[BlockId] = []  # Free, and used before.
+        self._num_ever_used = 0  # Blocks from here on were never taken.
+        self._num_cached = 0
+        self._clock = 0  # Ticks once per block allocated.
+
+    @property
+    def num_free(self) -> int:
+        return len(self._returned) + self.num_blocks - self._num_ever_used
+
+    @property
+    def num_cached(self) -> int:
+        return self._num_cached
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free - self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: those that nobody holds."""
+        return self.num_free + self._num_cached
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
+        """The blocks of the longest registered prefix of a chain. Takes nothing."""
+        block_ids: list[BlockId] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
+        """How many of these registered blocks `acquire` would take from those available."""
+        refs = self._refs
+        return sum(refs[block_id] == 0 for block_id in block_ids)
+
+    def acquire(self, block_ids: Iterable[BlockId]) -> None:
+        """Adds a reference to each block of a match, and counts a hit.
+
+        A caller that needs new blocks too acquires first: then `allocate` cannot evict the hits.
+        """
+        for block_id in block_ids:
+            self._hold(block_id)
+            self._policy.hit(block_id)
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Takes blocks for one holder to write: free ones first, then evicted ones.
+
+        Raises:
+            NoFreeBlocks: Fewer are available. Nothing was taken.
+        """
+        if num_blocks > self.num_available:
+            raise NoFreeBlocks(needed=num_blocks, available=self.num_available)
+        taken = [self._take_free() for _ in range(min(num_blocks, self.num_free))]
+        evicted: list[BlockHash] = []
+        while len(taken) < num_blocks:
+            block_id, block_hash = self._evict()
+            taken.append(block_id)
+            evicted.append(block_hash)
+        self._log.removed(evicted)
+        for block_id in taken:
+            self._refs[block_id] = 1
+        self._clock += num_blocks
+        return taken
+
+    def register(
+        self,
+        block_ids: Iterable[BlockId],
+        hashes: Sequence[BlockHash],
+        *,
+        parent: BlockId | None,
+    ) -> list[BlockId]:
+        """Names full blocks of one holder, in chain order, so that others can find them.
+
+        ``parent`` is the registered block before the first one. Returns the block that bears
+        each hash: where that is another one, which came first, the caller's stays nameless and
+        the caller now holds both. It keeps the returned one, and releases its own when no step
+        writes there any more.
+        """
+        named: list[BlockId] = []
+        stored: list[BlockHash] = []
+        for own, block_hash in zip(block_ids, hashes, strict=True):
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                block_id = own
+                self._name(block_id, block_hash, parent)
+                stored.append(block_hash)
+            else:
+                self._hold(block_id)
+            named.append(block_id)
+            parent = block_id
+        self._log.stored(stored)
+        return named
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """Gives back one reference to each block, given in chain order.
+
+        A registered block that nobody holds any more is cached, any other is free.
+        """
+        for block_id in reversed(block_ids):
+            self._refs[block_id] -= 1
+            if self._refs[block_id] > 0:
+                continue
+            assert self._refs[block_id] == 0, f"block {block_id} was released too often"
+            if self._hash_of[block_id] is None:
+                self._returned.append(block_id)
+                continue
+            self._num_cached += 1
+            self._policy.released(block_id, now=self._clock)
+            if self._num_children[block_id] == 0:
+                self._policy.offer(block_id, now=self._clock)
+
+    def reset(self) -> bool:
+        """Forgets every cached block. Refused (false, nothing done) while any block is held."""
+        if self.num_held:
+            return False
+        evicted = [self._evict() for _ in range(self._num_cached)]
+        self._returned.extend(block_id for block_id, _ in evicted)
+        self._log.removed(block_hash for _, block_hash in evicted)
+        return True
+
+    def _hold(self, block_id: BlockId) -> None:
+        """Adds a reference to a registered block."""
+        if self._refs[block_id] == 0:
+            self._num_cached -= 1
+            self._policy.held(block_id, now=self._clock)
+        self._refs[block_id] += 1
+
+    def _name(self, block_id: BlockId, block_hash: BlockHash, parent: BlockId | None) -> None:
+        assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        if parent is None:
+            self._parent[block_id] = _NO_PARENT
+            self._index[block_id] = 0
+        else:
+            assert self._refs[parent] > 0, f"parent {parent} of block {block_id} is not held"
+            self._parent[block_id] = parent
+            self._index[block_id] = self._index[parent] + 1
+            self._num_children[parent] += 1
+        position = self._index[block_id] * self.block_size
+        self._policy.stored(block_id, block_hash, position=position, now=self._clock)
+
+    def _take_free(self) -> BlockId:
+        if self._returned:
+            return self._returned.pop()
+        self._num_ever_used += 1
+        return BlockId(self._num_ever_used - 1)
+
+    def _evict(self) -> tuple[BlockId, BlockHash]:
+        """Evicts the cached block that the policy chooses."""
+        block_id = BlockId(self._policy.evict(now=self._clock))
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        self._hash_of[block_id] = None
+        del self._block_of[block_hash]
+        self._num_cached -= 1
+        parent = self._parent[block_id]
+        if parent != _NO_PARENT:
+            self._num_children[parent] -= 1
+            if self._num_children[parent] == 0 and self._refs[parent] == 0:
+                self._policy.offer(parent, now=self._clock)
+        return block_id, block_hash

@@ -1,0 +1,249 @@
+"""Which cached block is evicted when a new one is needed.
+
+A *policy* observes the events of one pool's registered blocks and chooses the block to evict. It
+only chooses among blocks that the pool offers, those that nobody holds and that have no children,
+so that no policy can cut a chain in its middle or keep its end longer than its beginning. A policy
+sees neither clock nor randomness: the same events give the same choices.
+
+`now` is the pool's clock: it ticks once per block allocated. An *age* is the ticks since the last
+holder released it; after as many ticks as the pool has blocks, plain LRU would have evicted it.
+"""
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from quire.worker.api.hashing import BlockHash
+
+
+class EvictionPolicy(Protocol):
+    """Block ids are below the pool's ``num_blocks``, and stand for a block while it has a name."""
+
+    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+        """The block has got its name. ``position`` is its first token's index in the sequence."""
+
+    def hit(self, block_id: int) -> None:
+        """A request found the block, cached or held by others."""
+
+    def held(self, block_id: int, *, now: int) -> None:
+        """The cached block is held again and cannot be evicted."""
+
+    def released(self, block_id: int, *, now: int) -> None:
+        """Its last holder released it: the block is cached."""
+
+    def offer(self, block_id: int, *, now: int) -> None:
+        """The cached block has no children, or lost the last one: it may be evicted."""
+
+    def evict(self, *, now: int) -> int:
+        """Takes one of the blocks on offer, of which there is one at least: it loses its name."""
+
+
+PolicyFactory = Callable[[int], EvictionPolicy]
+"""From a pool's number of blocks to a policy of its own."""
+
+_NUM_CLASSES = 7
+"""By hits: 0, 1, 2–3, 4–7, 8–15, 16–31, more. More of them would learn more slowly."""
+_MAX_HITS = 255
+_BUCKETS_PER_POOL = 16
+"""The youngest bucket of ages is this part of the pool wide; each next one is twice as wide."""
+_NUM_BUCKETS = 8
+"""The last begins at 8 turnovers of the pool. Hardly a ghost is remembered for so long: a block
+that has waited longer than any that came back is worth nothing."""
+_GHOSTS_PER_BLOCK = 4
+_MAX_GHOSTS = 2_000_000
+_DECAY = 0.93
+"""Share of earlier counts that remains after half a turnover of the pool."""
+_CHOICES_PER_POOL = 64
+"""Worths are compared again at the latest after this part of the pool was allocated."""
+
+
+class LowestUtility:
+    """Evicts the block with the fewest expected hits per tick of residence.
+
+    Blocks with the same number of hits form a class. Of each class it learns how many blocks come
+    back at which age, also after they were evicted: *ghosts* are the names of evicted blocks, with
+    their hits. From that follows the worth of a block of some age: hits per block and tick if kept
+    for the best time from now on (its Gittins index; the same quantity, without the choice of time,
+    is the hit density of LHD, NSDI'18). The oldest block of the class and age with the least worth
+    is evicted: the oldest of all where worth falls with age, and one of the newest where it rises,
+    as with blocks that return after a fixed period.
+
+    O(log n) per event; remembers `_GHOSTS_PER_BLOCK` evicted blocks for each block of the pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._hits = bytearray(num_blocks)
+        self._class_of = bytearray(num_blocks)
+        self._since = array("q", bytes(8 * num_blocks))
+        # Blocks on offer by class and age. Blocks move to the next age when worths are compared.
+        self._queues = [
+            [EvictionQueue[int]() for _ in range(_NUM_BUCKETS)] for _ in range(_NUM_CLASSES)
+        ]
+        self._queue_of = bytearray(num_blocks)
+        # Evicted blocks, oldest first: hits, class and the tick at which they were released.
+        self._ghosts: OrderedDict[BlockHash, tuple[int, int, int]] = OrderedDict()
+        self._max_ghosts = min(_GHOSTS_PER_BLOCK * num_blocks, _MAX_GHOSTS)
+        self._released = [0.0] * _NUM_CLASSES
+        self._returned = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
+        self._worth = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
+        self._next_learning = 0
+        self._choice = self._queues[0][0]  # Of the class and age worth least.
+        self._next_choice = 0
+
+    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+        self._hash_of[block_id] = block_hash
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is None:
+            self._hits[block_id] = 0
+        else:
+            hits, class_id, since = ghost
+            self._returned[class_id][self._bucket(now - since)] += 1
+            self._hits[block_id] = min(hits + 1, _MAX_HITS)
+
+    def hit(self, block_id: int) -> None:
+        self._hits[block_id] = min(self._hits[block_id] + 1, _MAX_HITS)
+
+    def held(self, block_id: int, *, now: int) -> None:
+        class_id = self._class_of[block_id]
+        self._returned[class_id][self._bucket(now - self._since[block_id])] += 1
+        self._queues[class_id][self._queue_of[block_id]].remove(block_id)
+
+    def released(self, block_id: int, *, now: int) -> None:
+        class_id = min(self._hits[block_id].bit_length(), _NUM_CLASSES - 1)
+        self._class_of[block_id] = class_id
+        self._since[block_id] = now
+        self._released[class_id] += 1
+
+    def offer(self, block_id: int, *, now: int) -> None:
+        since = self._since[block_id]
+        self._queue_of[block_id] = bucket = self._bucket(now - since)
+        self._queues[self._class_of[block_id]][bucket].push(block_id, since)
+
+    def evict(self, *, now: int) -> int:
+        if now >= self._next_choice or self._choice.lowest() is None:
+            self._choose(now)
+        block_id = self._choice.pop()
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        self._hash_of[block_id] = None
+        self._ghosts[block_hash] = (
+            self._hits[block_id],
+            self._class_of[block_id],
+            self._since[block_id],
+        )
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        return block_id
+
+    def _choose(self, now: int) -> None:
+        """Finds the class and age worth least; of equals, those whose oldest waits longest."""
+        if now >= self._next_learning:
+            self._learn()
+            self._next_learning = now + max(self._num_blocks // 2, 64)
+        least: tuple[float, int] | None = None
+        for queues, worths in zip(self._queues, self._worth, strict=True):
+            for bucket, (queue, worth) in enumerate(zip(queues, worths, strict=True)):
+                oldest = self._oldest(queues, bucket, now)
+                if oldest is not None and (least is None or (worth, oldest) < least):
+                    least = worth, oldest
+                    self._choice = queue
+        self._next_choice = now + self._num_blocks // _CHOICES_PER_POOL + 1
+
+    def _oldest(self, queues: list["EvictionQueue[int]"], bucket: int, now: int) -> int | None:
+        """Since when the oldest block of a bucket waits, after those too old for it moved on."""
+        queue = queues[bucket]
+        while (since := queue.lowest()) is not None and self._bucket(now - since) > bucket:
+            block_id = queue.pop()
+            self._queue_of[block_id] = bucket + 1
+            queues[bucket + 1].push(block_id, since)
+        return since
+
+    def _bucket(self, age: int) -> int:
+        bucket = (age * _BUCKETS_PER_POOL // self._num_blocks + 1).bit_length() - 1
+        return bucket if bucket < _NUM_BUCKETS else _NUM_BUCKETS - 1
+
+    def _learn(self) -> None:
+        """Computes the worth of blocks from the counts, and decays the counts.
+
+        Blocks released and blocks returned fade alike, so that in a steady state their ratio is
+        the share that returns, without waiting for the fate of those still out. Until then a
+        class looks worse than it is, and one of many hits fills last: so more hits are never worth
+        less.
+        """
+        floor = [0.0] * _NUM_BUCKETS
+        for class_id, returned in enumerate(self._returned):
+            worth = _worth_by_age(self._released[class_id], returned)
+            self._worth[class_id] = floor = [max(pair) for pair in zip(worth, floor, strict=True)]
+            self._released[class_id] *= _DECAY
+            self._returned[class_id] = [_DECAY * count for count in returned]
+
+
+def _worth_by_age(num_released: float, returned: list[float]) -> list[float]:
+    """Per bucket of ages, the hits per block and tick of a block that has got so old.
+
+    A block is kept until the end of whichever later bucket makes that ratio the largest: hits
+    that come late count only as far as they pay for the wait.
+    """
+    hits: list[float] = []
+    ticks: list[float] = []
+    num_left = num_released + 1  # One that never comes back: few samples promise nothing.
+    for bucket, count in enumerate(returned):
+        # Counts have faded since the releases that they are of: more may return than are left.
+        num_left = max(num_left, count)
+        hits.append(count)
+        ticks.append((num_left - count / 2) * 2**bucket)
+        num_left = max(num_left - count, 1.0)
+    return [
+        max(
+            sum(hits[bucket:end]) / sum(ticks[bucket:end])
+            for end in range(bucket + 1, len(hits) + 1)
+        )
+        for bucket in range(len(hits))
+    ]
+
+
+Score = TypeVar("Score", int, float)
+
+
+class EvictionQueue(Generic[Score]):
+    """Blocks by score. Each operation is O(log n); removing marks, popping skips what is marked."""
+
+    def __init__(self) -> None:
+        self._scores: dict[int, Score] = {}
+        self._heap: list[tuple[Score, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def push(self, block_id: int, score: Score) -> None:
+        self._scores[block_id] = score
+        heapq.heappush(self._heap, (score, block_id))
+        if len(self._heap) > 2 * len(self._scores) + 64:
+            self._heap = [(score, block_id) for block_id, score in self._scores.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, block_id: int) -> None:
+        """Takes ``block_id`` out of the queue, if it is there."""
+        self._scores.pop(block_id, None)
+
+    def lowest(self) -> Score | None:
+        """The lowest score; ``None`` for an empty queue."""
+        heap, scores = self._heap, self._scores
+        while heap:
+            score, block_id = heap[0]
+            if scores.get(block_id) == score:
+                return score
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> int:
+        """Takes out the block of lowest score. The queue must not be empty."""
+        while True:
+            score, block_id = heapq.heappop(self._heap)
+            if self._scores.get(block_id) == score:
+                del self._scores[block_id]
+                return block_id

@@ -1,0 +1,186 @@
+"""The contents of a checkpoint directory: the tensors of its safetensors files, by name.
+
+Only headers are read here, so a checkpoint of any size is checked in milliseconds: every file
+that the index names is there, and is as long as its header says. Knows no torch.
+"""
+
+import json
+import reprlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from quire.worker.api.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format itself."""
+_MAX_NAME = 200
+"""Characters of a file's name; file systems take 255 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorInfo:
+    """Where a tensor is, and its shape."""
+
+    file: Path
+    dtype: str
+    """As safetensors calls it: F32, BF16, F16, …"""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """The weight files of a model, in the order of their names, and every tensor in them."""
+
+    path: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+
+    def find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        """The tensor ``name``, which must have exactly ``shape``.
+
+        Raises:
+            CheckpointError: It is missing or has another shape.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} {list(shape)} is in none of "
+                f"{', '.join(file.name for file in self.files)}"
+            )
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has shape {list(info.shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
+        return info
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads the headers of the safetensors files in ``path``.
+
+    Raises:
+        CheckpointError: No weights, a missing or truncated file, or a header that is none.
+    """
+    files = _weight_files(path)
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(_read_tensors(file))
+    return Checkpoint(path=path, files=files, tensors=tensors)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not a JSON object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON that can be read ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: a JSON {type(value).__name__} instead of an object")
+    return value
+
+
+def read_header(file: Path) -> bytes:
+    """The JSON header of a safetensors file, undecoded.
+
+    Raises:
+        CheckpointError: The file cannot be read or ends before its header does.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 0 < length <= _MAX_HEADER_BYTES or size < 8 + length:
+                raise CheckpointError(
+                    f"{file}: truncated or not safetensors ({size} bytes, header of {length})"
+                )
+            return stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    if (path / INDEX_NAME).is_file():
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path / INDEX_NAME}: has no weight_map")
+        files = tuple(path / name for name in sorted(set(_file_names(weight_map, path))))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{path}: {INDEX_NAME} names {len(files)} files, {len(missing)} of them missing: "
+                f"{', '.join(missing)}"
+            )
+        return files
+    if (path / SINGLE_NAME).is_file():
+        return (path / SINGLE_NAME,)
+    others = sorted(file.name for file in path.glob("*.bin")) + sorted(
+        file.name for file in path.glob("*.gguf")
+    )
+    found = f"; found {', '.join(others)}, of a format that is not read" if others else ""
+    raise CheckpointError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME}{found}")
+
+
+def _file_names(weight_map: dict[str, Any], path: Path) -> Iterator[str]:
+    """The files of an index. What it names must lie beside it."""
+    for tensor, name in weight_map.items():
+        is_plain = isinstance(name, str) and name not in ("", ".", "..")
+        if not is_plain or len(name) > _MAX_NAME or set(name) & {"/", "\\", "\0"}:
+            raise CheckpointError(
+                f"{path / INDEX_NAME}: weight_map has {reprlib.repr(name)} for {tensor!r}; it must "
+                "be the name of a file in the same directory"
+            )
+        yield name
+
+
+def _read_tensors(file: Path) -> dict[str, TensorInfo]:
+    header = read_header(file)
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: its safetensors header cannot be read: {error}") from error
+    if not isinstance(entries, dict):
+        kind = type(entries).__name__
+        raise CheckpointError(f"{file}: its safetensors header is a JSON {kind}, not an object")
+    entries.pop("__metadata__", None)
+    tensors = {}
+    data_bytes = 0
+    for name, entry in entries.items():
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape = fields.get("dtype"), fields.get("shape")
+        offsets = fields.get("data_offsets")
+        if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets, count=2)):
+            raise CheckpointError(
+                f"{file}: its safetensors header has {reprlib.repr(entry)} for {name!r}; it must "
+                "have dtype, shape and data_offsets: the file is damaged, get it again"
+            )
+        tensors[name] = TensorInfo(file=file, dtype=dtype, shape=tuple(shape))
+        data_bytes = max(data_bytes, offsets[1])
+    expected = 8 + len(header) + data_bytes
+    actual = file.stat().st_size
+    if actual != expected:
+        raise CheckpointError(
+            f"{file}: {actual} bytes, but its header says {expected}: truncated or damaged"
+        )
+    return tensors
+
+
+def _are_sizes(value: Any, *, count: int | None = None) -> TypeGuard[list[int]]:
+    """Whether it is a list of integers of 0 or more, ``count`` of them."""
+    return (
+        isinstance(value, list)
+        and count in (None, len(value))
+        and all(type(size) is int and size >= 0 for size in value)
+    )

@@ -1,0 +1,131 @@
+"""A checkpoint's description, read from its ``config.json`` and checked, and what an engine's
+settings make of it. Knows no torch, so that a gateway can use it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.model.checkpoint import read_json
+from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import Attention, ModelSpec
+from quire.worker.model.support import check_runnable
+
+_NO_GGUF = "GGUF files are not read"
+WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """Reads ``config.json`` (and the end tokens of ``generation_config.json``) in ``path``.
+
+    Raises:
+        CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: {_what_instead(path)}; model must be a checkpoint directory"
+            f"{_which_files(path)}"
+        )
+    file = path / "config.json"
+    if not file.is_file():
+        gguf = any(path.glob("*.gguf"))
+        raise CheckpointError(
+            f"{path}: has no config.json; is it a Hugging Face checkpoint?"
+            + (f" {_NO_GGUF}, and it has such" if gguf else "")
+        )
+    config = Fields(read_json(file), file)
+    # The model's type where no architecture is named.
+    architecture = [*config.names("architectures"), config.raw.get("model_type", "unknown")][0]
+    family = FAMILIES.get(str(architecture))
+    if family is None:
+        raise CheckpointError(
+            f"{file}: architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
+    if config.raw.get("quantization_config"):
+        method = config.section("quantization_config").raw.get("quant_method", "unknown")
+        raise CheckpointError(f"{file}: quantized weights ({method!r}) are not supported")
+    spec = replace(family(config), eos_token_ids=_eos_token_ids(path, config))
+    check_runnable(spec, file)
+    return spec
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    """The type of weights, activations and KV: "float32", "bfloat16" or "float16"."""
+    return spec.dtype if config.dtype == "auto" else config.dtype
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest prompt + output.
+
+    Raises:
+        ConfigError: More was asked for than the checkpoint was trained for.
+    """
+    trained = spec.max_positions
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: the checkpoint was trained for {trained} "
+            f"positions; set at most {trained}"
+        )
+    return config.max_model_len or trained
+
+
+def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:
+    """Checks that the heads can be shared among ``tensor_parallel_size`` ranks.
+
+    Query heads must divide. KV heads divide too, or each is replicated on as many ranks.
+
+    Raises:
+        ConfigError: They cannot; the message says which sizes can.
+    """
+    for attention in dict.fromkeys(layer.attention for layer in spec.layers):
+        if attention.qk_norm == "whole" and tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={tensor_parallel_size}: the model has norms over all heads "
+                "of Q and of K together, which no rank has; possible: 1"
+            )
+        if _divides(attention, tensor_parallel_size):
+            continue
+        heads = attention.num_heads
+        sizes = [size for size in range(1, heads + 1) if _divides(attention, size)]
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size}: cannot share {heads} attention heads "
+            f"and {attention.num_kv_heads} KV heads; possible: {', '.join(map(str, sizes))}"
+        )
+
+
+def _divides(attention: Attention, size: int) -> bool:
+    kv_heads = attention.num_kv_heads
+    return attention.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
+    """Those of ``generation_config.json``, if it has any: chat models end turns by its list."""
+    fields, generation = config, path / "generation_config.json"
+    if generation.is_file():
+        from_generation = Fields(read_json(generation), generation)
+        if from_generation.raw.get("eos_token_id") is not None:
+            fields = from_generation
+    eos = fields.raw.get("eos_token_id")
+    vocab_size = config.count("vocab_size")
+    token_ids = []
+    for value in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+        token_id = Fields({"eos_token_id": value}, fields.file).token_id("eos_token_id")
+        if token_id is None or not 0 <= token_id < vocab_size:
+            # No text would ever end.
+            raise fields.wrong("eos_token_id", value, f"a token of the vocabulary of {vocab_size}")
+        token_ids.append(token_id)
+    return tuple(token_ids)
+
+
+def _what_instead(path: Path) -> str:
+    is_there = "a file, not a directory" if path.exists() else "no such directory"
+    return f"{is_there}, and {_NO_GGUF}" if path.suffix == ".gguf" else is_there
+
+
+def _which_files(path: Path) -> str:
+    """What the directory holds, where one of its files was named."""
+    if path.suffix not in WEIGHT_SUFFIXES:
+        return ""
+    return " with config.json, safetensors files and a tokenizer, as Hugging Face has them"

@@ -1,0 +1,77 @@
+"""Facts about a model that scheduling, validation and block hashes need."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import read_model_spec, resolve_dtype, resolve_max_model_len
+from quire.worker.model.hub import model_name
+from quire.worker.model.spec import ModelSpec
+from quire.worker.model.weights_digest import weight_digests
+
+_NOT_IN_KV = ("bos_token_id", "eos_token_ids", "tied", "dtype", "names")
+"""Fields of the model that its KV does not depend on; the KV's own type is hashed beside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """The facts of one checkpoint that shape scheduling, validation and block hashes."""
+
+    name: str
+    """As users call it."""
+    fingerprint: str
+    """Differs whenever the weights do, or what is made of them; the block hashes begin from it.
+    Empty where names of blocks never leave the process."""
+    vocab_size: int
+    """Token ids are below this."""
+    max_model_len: int
+    """Prompt + output, in tokens, that the model was trained for."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a text."""
+    kv_dtype: str
+    """Type of the KV cache: KV of another type is not the same KV."""
+    numerics: str = ""
+    """Everything else that decides the bits of outputs (`quire.worker.model.numerics`), known once
+    ranks run."""
+
+
+def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> ModelFacts:
+    """The facts of the checkpoint ``config.model``. Needs no torch.
+
+    The first fingerprint of a checkpoint on a node reads all its weights (`weights_digest`).
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
+    """
+    spec = read_model_spec(config.model)
+    dtype = resolve_dtype(config, spec)
+    files = open_checkpoint(config.model).files
+    return ModelFacts(
+        name=model_name(config.model),
+        fingerprint=_fingerprint(config, spec, files) if with_fingerprint else "",
+        vocab_size=spec.vocab_size,
+        max_model_len=resolve_max_model_len(config, spec),
+        eos_token_ids=spec.eos_token_ids,
+        # KV computed in another type is not the same either once it is rounded.
+        kv_dtype=dtype
+        if config.kv_cache_dtype == "auto"
+        else f"{config.kv_cache_dtype} of {dtype}",
+    )
+
+
+def _fingerprint(config: EngineConfig, spec: ModelSpec, files: tuple[Path, ...]) -> str:
+    """SHA-256 over the model's description and every byte of its weights.
+
+    A fine-tuned copy may differ in a few values only: samples of the files would not tell.
+    """
+    shape = {name: value for name, value in asdict(spec).items() if name not in _NOT_IN_KV}
+    if config.quantization is not None:
+        shape["quantization"] = config.quantization
+    state = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    for file, digest in weight_digests(config.model, files).items():
+        state.update(f"{file.name} {digest} ".encode())
+    return state.hexdigest()

@@ -1,0 +1,1 @@
+"""One function per family: what its ``config.json`` says, as a `ModelSpec`."""

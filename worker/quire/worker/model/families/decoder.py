@@ -1,0 +1,142 @@
+"""The parts that most families' configurations share, under transformers' names of fields."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.worker.model.families.rotary import rope
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import Activation, Attention, Experts, Layer, Mlp, ModelSpec, Norm
+
+Windows = tuple[int | None, ...]
+"""The window of each layer."""
+_DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MULTIPLIERS = (
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+    *("logits_scaling", "logit_scale"),
+)
+_OTHERS = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    *("no_rope_layers", "clip_qkv", "use_qk_norm", "use_bidirectional_attention"),
+)
+"""Fields that change what a model computes, and that few families know."""
+
+
+def decoder(
+    config: Fields,
+    *,
+    attention: Attention | tuple[Attention, ...],
+    mlp: Mlp | Experts,
+    norm: Norm | None = None,
+    layer: Mapping[str, Any] | None = None,
+    knows: tuple[str, ...] = (),
+    **model: Any,
+) -> ModelSpec:
+    """A model whose layers are alike but for attention.
+
+    ``layer`` and ``model`` are more fields of `Layer` and `ModelSpec`. A field that changes what is
+    computed is refused, unless the family ``knows`` it.
+    """
+    for name in _MULTIPLIERS:
+        if name not in knows and config.raw.get(name) not in (None, 1):
+            raise config.refused(name, config.raw[name])
+    for name in _OTHERS:
+        if name not in knows and config.raw.get(name) not in (None, False):
+            raise config.refused(name, config.raw[name])
+    dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise config.refused("dtype", dtype, f"; one of {_DTYPES}")
+    norm = norm or Norm(eps=config.number("rms_norm_eps", default=1e-6))
+    if isinstance(attention, Attention):
+        attention = (attention,) * config.count("num_hidden_layers")
+    layers = {
+        each: Layer(attention=each, mlp=mlp, norm=norm, **(layer or {}))
+        for each in dict.fromkeys(attention)
+    }
+    if "ropes" not in model:
+        model["ropes"] = (rope(config, head_size=attention[0].key_size),)
+    if "tied" not in model:
+        model["tied"] = config.flag("tie_word_embeddings")
+    return ModelSpec(
+        hidden_size=config.count("hidden_size"),
+        layers=tuple(layers[each] for each in attention),
+        final_norm=norm,
+        vocab_size=config.count("vocab_size"),
+        max_positions=config.count("max_position_embeddings"),
+        dtype=dtype,
+        bos_token_id=config.token_id("bos_token_id"),
+        eos_token_ids=(),
+        **model,
+    )
+
+
+def with_windows(attention: Attention, windows: Windows) -> tuple[Attention, ...]:
+    """Each layer's attention."""
+    return tuple(replace(attention, window=window) for window in windows)
+
+
+def attention(config: Fields, *, head_size: int | None = None, **options: Any) -> Attention:
+    """Heads of one size that are rotated; ``options`` are more fields of `Attention`.
+
+    ``head_size`` is what a configuration means that does not say.
+    """
+    num_heads = config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", default=num_heads)
+    hidden_size = config.count("hidden_size")
+    default = head_size or max(1, hidden_size // num_heads)
+    head_size = config.count("head_dim", default=default)
+    if num_heads % num_kv_heads:
+        raise config.broken(
+            f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads"
+        )
+    if head_size < 2 or head_size % 2:
+        raise config.broken(f"head size {head_size} must be even")
+    shape = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "key_size": head_size,
+        "value_size": head_size,
+        "scale": head_size**-0.5,
+        "rope": 0,
+    }
+    return Attention(**(shape | options))
+
+
+def mlp(
+    config: Fields, *, field: str = "hidden_act", activation: str = "silu", **options: Any
+) -> Mlp:
+    """``field`` names the activation; ``activation`` is what a configuration means without it."""
+    return Mlp(
+        size=config.count("intermediate_size"),
+        activation=config.choice(field, _ACTIVATIONS, default=activation),
+        **options,
+    )
+
+
+def windows(config: Fields) -> Windows:
+    """As Qwen's configurations say it: ``use_sliding_window``, and then which layers."""
+    num_layers = config.count("num_hidden_layers")
+    if not config.flag("use_sliding_window") or config.raw.get("sliding_window", 0) is None:
+        return (None,) * num_layers
+    window = config.count("sliding_window", default=4096)
+    if not config.names("layer_types"):
+        first = config.raw.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise config.wrong("max_window_layers", first, "an integer of 0 or more")
+        full = min(first, num_layers)
+        return (None,) * full + (window,) * (num_layers - full)
+    return windows_by_type(config, window)
+
+
+def windows_by_type(config: Fields, window: int | None, *, every: int | None = None) -> Windows:
+    """By ``layer_types``; a file without them means that ``every`` so many layers one sees all."""
+    num_layers = config.count("num_hidden_layers")
+    kinds = config.names("layer_types")
+    if not kinds and every is not None:
+        return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+    meanings = {"full_attention": None, "sliding_attention": window}
+    if len(kinds) != num_layers or set(kinds) - set(meanings):
+        raise config.wrong("layer_types", kinds, f"{num_layers} of {', '.join(meanings)}")
+    return tuple(meanings[kind] for kind in kinds)

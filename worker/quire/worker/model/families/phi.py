@@ -1,0 +1,29 @@
+"""Phi-3 and 4: tensors that hold several projections, and rotation of a part of each head."""
+
+from quire.worker.model.families.decoder import attention, decoder, mlp
+from quire.worker.model.families.rotary import rope, rope_section
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import ModelSpec, Norm, TensorNames
+
+QKV = "self_attn.qkv_proj"
+GATE_UP = "mlp.gate_up_proj"
+_OLD_LONGROPE = ("su", "yarn")
+"""What the first files called it."""
+
+
+def phi3(config: Fields) -> ModelSpec:
+    window = config.raw.get("sliding_window") and config.count("sliding_window")
+    one = attention(config, window=window)
+    section = rope_section(config)
+    kind = section.raw.get("rope_type", section.raw.get("type"))
+    if kind in _OLD_LONGROPE:
+        section = Fields(section.raw | {"rope_type": "longrope"}, section.file)
+    table = rope(config, head_size=one.key_size, section=section, partial=1.0)
+    return decoder(
+        config,
+        attention=one,
+        mlp=mlp(config),
+        norm=Norm(eps=config.number("rms_norm_eps", default=1e-5)),
+        ropes=(table,),
+        names=TensorNames(q=QKV, k=QKV, v=QKV, gate=GATE_UP, up=GATE_UP),
+    )

@@ -1,0 +1,23 @@
+"""Qwen2, whose Q, K and V have biases, and Qwen3, whose heads of Q and K have norms."""
+
+from quire.worker.model.families.decoder import attention, decoder, mlp, windows, with_windows
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import ModelSpec
+
+
+def qwen2(config: Fields) -> ModelSpec:
+    return decoder(
+        config,
+        attention=with_windows(attention(config, qkv_bias=True), windows(config)),
+        mlp=mlp(config),
+    )
+
+
+def qwen3(config: Fields) -> ModelSpec:
+    bias = config.flag("attention_bias")
+    one = attention(config, head_size=128, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    return decoder(
+        config,
+        attention=with_windows(one, windows(config)),
+        mlp=mlp(config),
+    )

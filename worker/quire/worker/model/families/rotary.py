@@ -1,0 +1,125 @@
+"""Rotary tables as most families' configurations say them."""
+
+import math
+
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import Rope
+
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+_KNOWN = {
+    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "max_position_embeddings", "partial_rotary_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "finetuned"),
+}
+_POSITIONS = "original_max_position_embeddings"
+
+
+def rope_section(config: Fields) -> Fields:
+    """Both ways of writing it are read: ``rope_theta`` + ``rope_scaling`` (transformers 4) and
+    ``rope_parameters`` (transformers 5)."""
+    names = ("rope_parameters", "rope_scaling")
+    return config.section(next((name for name in names if config.raw.get(name)), names[0]))
+
+
+def rope(
+    config: Fields,
+    *,
+    head_size: int,
+    section: Fields | None = None,
+    partial: float | None = None,
+    theta: float = 10_000.0,
+    interleaved: bool = False,
+    knows: tuple[str, ...] = (),
+) -> Rope:
+    """The table of ``section``; without one, of the configuration.
+
+    ``partial`` and ``theta`` are what a configuration means that does not say; where ``partial`` is
+    ``None`` the family rotates whole heads. ``knows`` names fields of the family's own.
+    """
+    fields = rope_section(config) if section is None else section
+    kind = fields.raw.get("rope_type", fields.raw.get("type", "default"))
+    if kind not in _REQUIRED:
+        raise config.refused("rope_type", kind, f"; one of {', '.join(_REQUIRED)}")
+    fields.refuse(*(set(fields.raw) - _KNOWN - set(knows)))
+    size = head_size
+    for each in (fields, config):
+        part = each.number("partial_rotary_factor", default=1.0)
+        if partial is None and part != 1.0:
+            raise config.refused("partial_rotary_factor", part)
+    if partial is not None:
+        part = config.number("partial_rotary_factor", default=partial)
+        size = int(head_size * fields.number("partial_rotary_factor", default=part))
+        if not 2 <= size <= head_size or size % 2:
+            raise config.broken(f"{size} channels of {head_size} cannot be rotated")
+    has_own_theta = fields.raw.get("rope_theta") is not None
+    theta = (fields if has_own_theta else config).number("rope_theta", default=theta)
+    if kind == "default":
+        return Rope(size=size, theta=theta, interleaved=interleaved)
+    missing = [name for name in _REQUIRED[kind] if fields.raw.get(name) is None]
+    if missing:
+        raise config.broken(f"rope_type={kind!r} lacks {', '.join(missing)}")
+    low = fields.number("low_freq_factor", default=1.0)
+    high = fields.number("high_freq_factor", default=4.0)
+    if high <= low:
+        raise config.wrong("high_freq_factor", high, f"more than low_freq_factor={low!r}")
+    trained = config.count("max_position_embeddings")
+    original = config.count(_POSITIONS, default=fields.count(_POSITIONS, default=trained))
+    factor = fields.number("factor", default=trained / original)
+    is_long = kind == "longrope"
+    return Rope(
+        size=size,
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=original,
+        beta_fast=fields.number("beta_fast", default=32.0),
+        beta_slow=fields.number("beta_slow", default=1.0),
+        truncate=fields.flag("truncate", default=True),
+        attention_factor=_attention_factor(kind, fields, factor=factor, original=original),
+        short_factors=fields.numbers("short_factor", count=size // 2) if is_long else (),
+        long_factors=fields.numbers("long_factor", count=size // 2) if is_long else (),
+        interleaved=interleaved,
+    )
+
+
+def ropes_by_type(
+    config: Fields, *, head_size: int, theta: float, sliding_theta: float
+) -> tuple[Rope, Rope]:
+    """The tables of layers that see all and of those that have a window; the latter are stretched
+    only where the configuration has a section for them."""
+    section = rope_section(config)
+    full, sliding = section, Fields({"rope_theta": sliding_theta}, config.file)
+    if "full_attention" in section.raw or "sliding_attention" in section.raw:
+        full, sliding = section.section("full_attention"), section.section("sliding_attention")
+    return (
+        rope(config, head_size=head_size, section=full, theta=theta),
+        rope(config, head_size=head_size, section=sliding, theta=sliding_theta),
+    )
+
+
+def _attention_factor(kind: str, fields: Fields, *, factor: float, original: int) -> float:
+    """Where it is not given, the two papers' functions of the factor."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if fields.raw.get("attention_factor") is not None or factor <= 1.0:
+        return fields.number("attention_factor", default=1.0)
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    scales = [fields.raw.get(name) for name in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return 0.1 * math.log(factor) + 1.0
+    above, below = (
+        0.1 * fields.number(name, default=1.0) * math.log(factor) + 1.0
+        for name in ("mscale", "mscale_all_dim")
+    )
+    return above / below

@@ -1,0 +1,208 @@
+"""The weights of one rank, read from safetensors: each rank reads its own shard and no more."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.kernels.native_linear import NativeLinear
+from quire.kernels.ops import LinearLayer
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import Checkpoint
+
+SUM_PARTS = 4
+"""Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which part of each tensor a rank holds."""
+
+    rank: int = 0
+    size: int = 1
+
+    def range_of(self, total: int) -> tuple[int, int]:
+        """This rank's part of ``total`` rows; parts differ by one row at most."""
+        return total * self.rank // self.size, total * (self.rank + 1) // self.size
+
+    def num_parts(self, total: int) -> int:
+        """Into how many parts this rank's ``total / size`` units are cut, to be summed alone.
+
+        All ranks together have `SUM_PARTS` where that divides ``total``, whatever their number,
+        so that the order of a sum over all does not depend on it.
+        """
+        parts = math.gcd(total, SUM_PARTS)
+        return parts // self.size if parts % self.size == 0 else 1
+
+    def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
+        """This rank's KV heads: its share, or the one that its query heads read."""
+        first = num_kv_heads * self.rank // self.size
+        return first, first + max(1, num_kv_heads // self.size)
+
+
+Part = tuple[str, int, tuple[int, int]]
+"""A projection's name, its output size and the rows of that which a rank holds."""
+
+
+class _Read(NamedTuple):
+    """A tensor, or a rank's part of it, as it is in the file and as it was read."""
+
+    file: Path
+    name: str
+    part: Tensor
+    out: Tensor
+
+    def check(self) -> None:
+        """Raises CheckpointError: a value is NaN or infinite."""
+        if _is_finite(self.out):
+            return
+        remedy = "the file is damaged, or its training diverged: get a sound copy"
+        if _is_finite(self.part):
+            remedy = f"they are beyond the range of {self.out.dtype}: set dtype='bfloat16'"
+        raise CheckpointError(
+            f"{self.file}: tensor {self.name!r} has values that are NaN or infinite as "
+            f"{self.out.dtype}; {remedy}"
+        )
+
+
+class Weights:
+    """The open files of a checkpoint, read in ``dtype`` onto ``device``.
+
+    Raises CheckpointError: a tensor is missing, misshapen, cannot be read or is NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        files: dict[Path, Any],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._files = files
+        self.dtype = dtype
+        self.device = device
+        self._unchecked: list[_Read] = []
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+    ) -> "Iterator[Weights]":
+        """For as long as the context lasts."""
+        with ExitStack() as stack:
+            files = {}
+            for file in checkpoint.files:
+                try:
+                    files[file] = stack.enter_context(safe_open(str(file), framework="pt"))
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{file}: {error}") from error
+            yield cls(checkpoint, files, dtype=dtype, device=device)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """A tensor that is ``shape`` in the file, or some rows or columns of it."""
+        out_shape = list(shape)
+        for axis, bounds in enumerate((rows, columns)):
+            if bounds is not None:
+                out_shape[axis] = bounds[1] - bounds[0]
+        out = torch.empty(out_shape, dtype=self.dtype, device=self.device)
+        self.read_into(out, name, shape, rows=rows, columns=columns)
+        return out
+
+    def read_fused(self, parts: list[Part], in_size: int) -> Tensor:
+        """The rows of several projections, one below the other."""
+        out = torch.empty(
+            sum(last - first for _, _, (first, last) in parts),
+            in_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        start = 0
+        for name, out_size, (first, last) in parts:
+            end = start + last - first
+            self.read_into(
+                out[start:end], f"{name}.weight", (out_size, in_size), rows=(first, last)
+            )
+            start = end
+        return out
+
+    def read_fused_bias(self, parts: list[Part]) -> Tensor:
+        return torch.cat(
+            [self.read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts]
+        )
+
+    def read_into(
+        self,
+        out: Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        """`read`, into ``out``."""
+        info = self._checkpoint.find(name, shape)
+        try:
+            view = self._files[info.file].get_slice(name)
+            if columns is not None:
+                part = view[:, columns[0] : columns[1]]
+            else:
+                first, last = rows or (0, shape[0])
+                part = view[first:last]
+        except SafetensorError as error:
+            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+        if not part.is_floating_point():
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be F32, BF16 or "
+                "F16"
+            )
+        out.copy_(part)
+        read = _Read(info.file, name, part, out)
+        if len(shape) == 1:
+            read.check()
+        else:
+            self._unchecked.append(read)
+
+    def check(self) -> None:
+        """Looks at the matrices that were read and not packed yet. Raises as `_Read.check`."""
+        unchecked, self._unchecked = self._unchecked, []
+        for read in unchecked:
+            read.check()
+
+    def pack(
+        self, pack: Callable[..., LinearLayer], weight: Tensor, bias: Tensor | None, **options: int
+    ) -> LinearLayer:
+        """The layer that ``pack`` makes of what was read since the last call.
+
+        The native library looks at the weights while it packs them, for next to nothing; weights
+        that it does not pack are looked at here. Raises as `check`.
+        """
+        layer = pack(weight, bias, **options)
+        if isinstance(layer, NativeLinear) and layer.is_finite:
+            self._unchecked = []
+        self.check()
+        return layer
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether ``x`` has no NaN and no infinity.
+
+    In one pass at the speed of memory, where ``isfinite`` takes twenty times as long: a sum with
+    either of them is not finite. It may also overflow, so a suspect is looked at value by value.
+    """
+    total = x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None)
+    return bool(total.isfinite()) or bool(x.isfinite().all())

@@ -1,0 +1,54 @@
+"""A rank's share of a model, and the other ranks' part in its logits."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.ops import Batch, KvCache, Program
+from quire.worker.api.arrays import Longs
+from quire.worker.model.tensor_parallel import TensorParallel
+
+# S rows that are sampled   G of these that are greedy   V vocabulary
+
+
+class Model:
+    """A program of one rank of ``tp.size``, made ready by ``backend``."""
+
+    def __init__(
+        self, program: Program, *, vocab_size: int, backend: AttentionBackend, tp: TensorParallel
+    ) -> None:
+        self._runner = backend.prepare(program)
+        self._vocab_size = vocab_size
+        self._tp = tp
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `forward_and_choose` is there."""
+        return self._runner.chooses
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KvCache) -> Tensor | None:
+        """Computes the step's tokens and writes their KV.
+
+        Returns the logits ``[S, V]`` on rank 0, ``None`` on the others: float32 on a CPU, on a GPU
+        of the model's type, which holds all that was computed.
+        """
+        logits = self._runner.forward(batch, kv, all_reduce=self._tp.all_reduce)
+        return self._tp.gather_columns(logits, num_columns=self._vocab_size)
+
+    @torch.inference_mode()
+    def forward_and_choose(
+        self, batch: Batch, kv: KvCache, *, num_greedy: int
+    ) -> tuple[Tensor, Longs] | None:
+        """As `forward`, but the last ``num_greedy`` rows of S get no logits.
+
+        Returns the others' logits and these rows' tokens: the first of the greatest, -1 where all
+        are NaN. 128 rows of a vocabulary of 32,000 would be 16 MB to write and to read again.
+        """
+        greatest_G2 = torch.empty(num_greedy, 2)
+        logits = self._runner.forward(
+            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2
+        )
+        token_ids = self._tp.gather_greatest(greatest_G2, num_columns=self._vocab_size)
+        gathered = self._tp.gather_columns(logits, num_columns=self._vocab_size)
+        return None if gathered is None or token_ids is None else (gathered, token_ids)

@@ -1,0 +1,288 @@
+"""A model's description as the operations of one rank, with their weights.
+
+Split as in Megatron-LM (Shoeybi et al. 2019): Q, K, V, gate and up by their output, o and down by
+their input, the LM head by the vocabulary. The embedding is whole on every rank: that costs
+``vocab_size * hidden_size`` values and saves an all-reduce in every step; a tied LM head is a
+view of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.ops import (
+    Activate,
+    Add,
+    AllReduce,
+    Attend,
+    Embed,
+    GatedLinear,
+    Gather,
+    Linear,
+    Logits,
+    Norm,
+    Op,
+    Program,
+    RotaryTable,
+    RotateAndWrite,
+    Value,
+)
+from quire.worker.model import spec as described
+from quire.worker.model.loader import Part, Shard, Weights
+from quire.worker.model.rope import channel_order, query_scale, rotary_table
+from quire.worker.model.spec import Attention, Mlp, ModelSpec, Rope
+from quire.worker.model.support import check_runnable
+
+
+def make_program(
+    spec: ModelSpec,
+    weights: Weights,
+    *,
+    shard: Shard,
+    backend: AttentionBackend,
+    max_model_len: int,
+) -> Program:
+    """The operations of ``shard``, whose weights are read here.
+
+    ``backend`` packs each matrix as soon as it is read, so that there are two copies of one at
+    most.
+
+    Raises:
+        CheckpointError: No backend runs such a model, or as `Weights` says.
+    """
+    check_runnable(spec)
+    maker = _Maker(spec, weights, shard=shard, backend=backend, max_model_len=max_model_len)
+    return tuple(maker.ops())
+
+
+def attention_options(attention: Attention, max_model_len: int) -> AttentionOptions:
+    """What a layer asks of attention: a window that no sequence outgrows is none."""
+    window = attention.window
+    return AttentionOptions(
+        window=window if window and window < max_model_len else None,
+        soft_cap=attention.score_cap,
+    )
+
+
+class _Maker:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        *,
+        shard: Shard,
+        backend: AttentionBackend,
+        max_model_len: int,
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._shard = shard
+        self._backend = backend
+        self._max_model_len = max_model_len
+
+    def ops(self) -> Iterator[Op]:
+        spec, weights, names = self._spec, self._weights, self._spec.names
+        used = dict.fromkeys(layer.attention.rope for layer in spec.layers)
+        tables = {each: self._table(each) for each in used}
+        shape = (spec.vocab_size, spec.hidden_size)
+        embedding_VC = weights.read(f"{names.embedding}.weight", shape)
+        weights.check()
+        scaled_VC = embedding_VC
+        if spec.embedding_scale != 1.0:
+            scaled_VC = embedding_VC * embedding_VC.new_tensor(spec.embedding_scale)
+        yield Embed(weight_VC=scaled_VC, out="residual")
+        for number in range(len(spec.layers)):
+            yield from self._attention(number, tables)
+            yield from self._mlp(number)
+        vocab = self._shard.range_of(spec.vocab_size)
+        if spec.tied:
+            lm_head_VC = embedding_VC[slice(*vocab)]
+        else:
+            lm_head_VC = weights.read(f"{names.lm_head}.weight", shape, rows=vocab)
+        lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None)
+        yield Gather(x="residual")
+        yield self._norm(names.final_norm, spec.final_norm, x="residual", out="normed")
+        yield Logits(
+            name="lm_head", layer=lm_head, x="normed", scale=spec.logit_scale, cap=spec.logit_cap
+        )
+
+    def _attention(self, number: int, tables: dict[int | None, RotaryTable]) -> Iterator[Op]:
+        layer, names, hidden = (
+            self._spec.layers[number],
+            self._spec.names,
+            self._spec.hidden_size,
+        )
+        attention = layer.attention
+        prefix, head = f"{names.layer.format(number)}.", attention.key_size
+        q_size, kv_size = attention.num_heads * head, attention.num_kv_heads * head
+        q_heads = self._shard.range_of(attention.num_heads)
+        kv_heads = self._shard.kv_heads(attention.num_kv_heads)
+        q_range, kv_range = ((first * head, last * head) for first, last in (q_heads, kv_heads))
+        qkv = [
+            (prefix + names.q, q_size, q_range),
+            (prefix + names.k, kv_size, kv_range),
+            (prefix + names.v, kv_size, kv_range),
+        ]
+        qkv = _stacked(qkv)
+        weights, order_D = self._weights, channel_order(self._rope(attention.rope), head)
+        x: Value = "residual"
+        if "attention_in" in layer.norms:
+            x = "normed"
+            yield self._norm(prefix + names.attention_in, layer.norm, x="residual", out=x)
+        weight_OI = weights.read_fused(qkv, hidden)
+        bias_O = weights.read_fused_bias(qkv) if attention.qkv_bias else None
+        qk_size = q_range[1] - q_range[0] + kv_range[1] - kv_range[0]
+        for rows in (weight_OI, bias_O):
+            if rows is not None:
+                _reorder(rows[:qk_size], order_D, head)
+        packed = weights.pack(self._backend.pack_linear, weight_OI, bias_O)
+        yield Linear(name=f"layers.{number}.qkv", layer=packed, x=x, out="qkv")
+        norms: dict[str, Any] = {}
+        if attention.qk_norm != "none":
+            sizes = (head, head) if attention.qk_norm == "head" else (q_size, kv_size)
+            q_norm, k_norm = (
+                self._norm_fields(prefix + name, layer.norm, size)
+                for name, size in zip((names.q_norm, names.k_norm), sizes, strict=True)
+            )
+            for norm in (q_norm, k_norm):
+                _reorder(norm["weight_C"], order_D, head)
+            norms = {
+                "q_norm_D": q_norm["weight_C"],
+                "k_norm_D": k_norm["weight_C"],
+                "eps": q_norm["eps"],
+                "kind": q_norm["kind"],
+            }
+        options = attention_options(attention, self._max_model_len)
+        yield RotateAndWrite(
+            kv=number,
+            num_heads=q_heads[1] - q_heads[0],
+            num_kv_heads=kv_heads[1] - kv_heads[0],
+            head_size=head,
+            table=tables[attention.rope],
+            options=options,
+            x="qkv",
+            out="queries",
+            q_scale_P=self._query_scale(attention),
+            **norms,
+        )
+        yield Attend(kv=number, scale=attention.scale, options=options, x="queries", out="attended")
+        o_OI = weights.read(f"{prefix}{names.o}.weight", (hidden, q_size), columns=q_range)
+        o_bias = self._whole_bias(prefix + names.o) if attention.o_bias else None
+        o = weights.pack(
+            self._backend.pack_linear,
+            o_OI,
+            o_bias,
+            num_parts=self._shard.num_parts(attention.num_heads),
+        )
+        yield Linear(name=f"layers.{number}.o", layer=o, x="attended", out="branch")
+        yield from self._add_branch(number, "attention_out", names.attention_out)
+
+    def _mlp(self, number: int) -> Iterator[Op]:
+        layer, names, hidden = (
+            self._spec.layers[number],
+            self._spec.names,
+            self._spec.hidden_size,
+        )
+        mlp = layer.mlp
+        assert isinstance(mlp, Mlp), "`check_runnable`"
+        prefix, mine = f"{names.layer.format(number)}.", self._shard.range_of(mlp.size)
+        inputs = (names.gate, names.up) if mlp.gated else (names.up,)
+        gate_up = _stacked([(prefix + name, mlp.size, mine) for name in inputs])
+        weights = self._weights
+        x: Value = "normed" if layer.parallel else "residual"
+        if "mlp_in" in layer.norms:
+            x = "normed"
+            yield self._norm(prefix + names.mlp_in, layer.norm, x="residual", out=x)
+        is_silu = mlp.activation == "silu"
+        packed = weights.pack(
+            self._backend.pack_gated_linear if is_silu else self._backend.pack_linear,
+            weights.read_fused(gate_up, hidden),
+            weights.read_fused_bias(gate_up) if mlp.bias else None,
+        )
+        name = f"layers.{number}.{'gate_up' if mlp.gated else 'up'}"
+        if is_silu:
+            yield GatedLinear(name=name, layer=packed, x=x, out="hidden")
+        else:
+            yield Linear(name=name, layer=packed, x=x, out="hidden")
+            yield Activate(x="hidden", gated=mlp.gated)
+        down_OI = weights.read(f"{prefix}{names.down}.weight", (hidden, mlp.size), columns=mine)
+        down_bias = self._whole_bias(prefix + names.down) if mlp.bias else None
+        down = weights.pack(
+            self._backend.pack_linear,
+            down_OI,
+            down_bias,
+            num_parts=self._shard.num_parts(mlp.size // 2),
+        )
+        yield Linear(name=f"layers.{number}.down", layer=down, x="hidden", out="branch")
+        yield from self._add_branch(number, "mlp_out", names.mlp_out)
+
+    def _rope(self, number: int | None) -> Rope | None:
+        return None if number is None else self._spec.ropes[number]
+
+    def _table(self, rope: int | None) -> RotaryTable:
+        return rotary_table(
+            self._rope(rope),
+            self._max_model_len,
+            head_size=self._spec.layers[0].attention.key_size,
+            device=self._weights.device,
+        )
+
+    def _query_scale(self, attention: Attention) -> Tensor | None:
+        scale_P = query_scale(attention, self._max_model_len)
+        return None if scale_P is None else scale_P.to(self._weights.device, self._weights.dtype)
+
+    def _norm(self, name: str, norm: described.Norm, *, x: Value, out: Value) -> Norm:
+        return Norm(x=x, out=out, **self._norm_fields(name, norm, self._spec.hidden_size))
+
+    def _norm_fields(self, name: str, norm: described.Norm, size: int) -> dict[str, Any]:
+        """The fields of an operation. In float32 a wide norm is rounded as any RMS norm is."""
+        weight_C = self._weights.read(f"{name}.weight", (size,))
+        bias_C = self._weights.read(f"{name}.bias", (size,)) if norm.bias else None
+        is_layer = norm.kind == "layer"
+        is_wide = is_layer or (norm.wide and weight_C.dtype != torch.float32)
+        if is_wide or norm.unit_offset:
+            weight_C = weight_C.float() + norm.unit_offset
+        return {
+            "weight_C": weight_C,
+            "bias_C": bias_C,
+            "eps": norm.eps,
+            "kind": "layer" if is_layer else "wide" if is_wide else "rms",
+        }
+
+    def _whole_bias(self, name: str) -> Tensor | None:
+        """A layer's whose input is split: rank 0 adds it."""
+        if self._shard.rank != 0:
+            return None
+        return self._weights.read(f"{name}.bias", (self._spec.hidden_size,))
+
+    def _add_branch(self, number: int, place: described.NormPlace, name: str) -> Iterator[Op]:
+        layer, prefix = self._spec.layers[number], self._spec.names.layer.format(number)
+        if self._shard.size > 1:
+            yield AllReduce(x="branch")
+        if place in layer.norms:
+            yield self._norm(f"{prefix}.{name}", layer.norm, x="branch", out="branch")
+        yield Add(x="branch", to="residual", scale=layer.residual_scale)
+
+
+def _stacked(parts: list[Part]) -> list[Part]:
+    """Parts of one name are rows of one tensor, one below the other."""
+    sizes, starts = Counter[str](), Counter[str]()
+    for name, size, _ in parts:
+        sizes[name] += size
+    placed = []
+    for name, size, (first, last) in parts:
+        placed.append((name, sizes[name], (starts[name] + first, starts[name] + last)))
+        starts[name] += size
+    return placed
+
+
+def _reorder(rows: Tensor, order_D: Tensor | None, head_size: int) -> None:
+    """Puts each head's rows in another order, in place."""
+    if order_D is not None:
+        heads = rows.view(-1, head_size, *rows.shape[1:])
+        heads.copy_(heads[:, order_D.to(rows.device)])

@@ -1,0 +1,194 @@
+"""A model as a description: what its layers are made of, not how that is computed.
+
+Knows no torch, so that a gateway can use it. It can say more than any backend runs;
+`quire.worker.model.support` names what none does.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_silu"]
+NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """One table of rotary position embeddings."""
+
+    size: int
+    """Channels of a head that are rotated: the first ones."""
+    theta: float
+    kind: Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"] = "default"
+    """"linear" is Chen et al. 2023, "llama3" Llama 3.1's; the others are transformers'."""
+    factor: float = 1.0
+    """By how much the context was stretched: all kinds but "default"."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    """The context before it was stretched: "llama3", as are the two factors, and later kinds."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Channels between ``beta_fast`` and ``beta_slow`` are whole ones: "yarn", as are these."""
+    attention_factor: float = 1.0
+    """Multiplies cosines and sines: "yarn" and "longrope"."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """One per pair of channels: "longrope". A sequence that may outgrow ``original_max_positions``
+    has the long ones from its start."""
+    interleaved: bool = False
+    """Channel 2 i turns with 2 i + 1, rather than i with i + size / 2."""
+    sections: tuple[int, ...] = ()
+    """Pairs of channels that turn by time, height and width (mrope)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek V2): the cache holds what K and V are made from."""
+
+    q_rank: int | None
+    kv_rank: int
+    rope_size: int
+    """Channels that are rotated, beside the latent ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    """Query head h reads KV head ``h // (num_heads // num_kv_heads)``."""
+    key_size: int
+    value_size: int
+    scale: float
+    rope: int | None
+    """Which of `ModelSpec.ropes`; ``None`` is no position."""
+    window: int | None = None
+    """Tokens that each query sees at most, itself the last; ``None`` is all."""
+    chunk: int | None = None
+    """Queries see their own chunk of so many positions."""
+    score_cap: float | None = None
+    sinks: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    """The layer's norm of Q and K before they are rotated: each head's, or all heads' together."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    output_gate: bool = False
+    kv_of: int | None = None
+    """The layer whose KV this one reads; ``None`` is its own."""
+    value_is_key: bool = False
+    position_scale: float = 0.0
+    """Queries times ``1 + position_scale * log(1 + floor(position / position_period))``."""
+    position_period: int = 0
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    size: int
+    activation: Activation = "silu"
+    gated: bool = True
+    """``activation(gate) * up``, rather than ``activation(up)``."""
+    bias: bool = False
+    alpha: float = 1.0
+    """A parameter of "clamped_silu", as is ``limit``."""
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    mlp: Mlp
+    """Each expert's."""
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    correction_bias: bool = False
+    """Added to the scores for the choice only."""
+    router_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    renormalise: bool = False
+    scale: float = 1.0
+    shared: Mlp | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    unit_offset: bool = False
+    """Weights are stored less one."""
+    wide: bool = False
+    """The product with the weights is rounded, and not what is multiplied: RMS norms."""
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    attention: Attention
+    mlp: Mlp | Experts
+    norm: Norm
+    """The norm in all places."""
+    norms: tuple[NormPlace, ...] = ("attention_in", "mlp_in")
+    parallel: bool = False
+    """Attention and MLP read the same input."""
+    residual_scale: float = 1.0
+    """The factor on what attention and MLP add to the residual."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorNames:
+    """What a checkpoint calls a model's tensors, without ``.weight`` and ``.bias``.
+
+    Q, K and V that have one name are one tensor, one below the other, and so are gate and up.
+    """
+
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    layer: str = "model.layers.{}"
+    """Before what follows; the braces are the layer's number."""
+    attention_in: str = "input_layernorm"
+    attention_out: str = "post_attention_layernorm"
+    mlp_in: str = "post_attention_layernorm"
+    mlp_out: str = "post_feedforward_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A decoder. Its parts are compared and hashed by value."""
+
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    final_norm: Norm
+    vocab_size: int
+    max_positions: int
+    """That the model was trained for."""
+    tied: bool
+    """The LM head is the embedding."""
+    dtype: str
+    """In which the checkpoint wants to be computed."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    """Rounded to the type that is computed in."""
+    layer_embedding_size: int | None = None
+    """Channels that the token adds to each layer (Gemma 3n and 4)."""
+    lm_head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
+    names: TensorNames = field(default_factory=TensorNames)

@@ -1,0 +1,1 @@
+"""The processes of a tensor-parallel group and how the engine reaches them."""

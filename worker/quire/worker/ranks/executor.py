@@ -1,0 +1,123 @@
+"""The ranks of one group, as the engine sees them: in this process, or one process each."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import RankFailure
+from quire.worker.model.config import check_parallel, read_model_spec
+from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.step.messages import Executor, StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from quire.worker.step.late_tokens import Pending
+
+
+def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
+    """Starts the ranks of ``config.model`` and waits until they are ready.
+
+    The facts come without a fingerprint, which only processes that compare names of blocks need.
+
+    Raises:
+        CheckpointError: The model's files cannot be read.
+        ConfigError: The model cannot be run like this.
+        RankFailure: A rank died or raised while starting. No process is left.
+    """
+    facts = model_facts(config, with_fingerprint=False)
+    check_parallel(read_model_spec(config.model), config.tensor_parallel_size)
+    if config.tensor_parallel_size == 1:
+        return InProcessExecutor(config), facts
+    return ProcessExecutor(config), facts
+
+
+class DirectExecutor(ABC):
+    """An executor that runs a step when it is asked for its result. Subclasses say how."""
+
+    num_ahead = 0
+    numerics = ""
+
+    def __init__(self) -> None:
+        self._submitted: deque[StepInput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        self._submitted.append(step)
+
+    def result(self) -> StepOutput:
+        return self.execute(self._submitted.popleft())
+
+    @abstractmethod
+    def execute(self, step: StepInput) -> StepOutput:
+        """Runs the model once."""
+
+    def close(self) -> None:  # noqa: B027  # Most of them have nothing to free.
+        """Frees what the executor holds."""
+
+
+class InProcessExecutor:
+    """The only rank of a group, in this process. ``step_timeout_s`` has no effect."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        # Not above: with rank processes, this one needs no torch, whose import takes a second.
+        import torch
+
+        from quire.worker.model.tensor_parallel import TensorParallel
+        from quire.worker.runner.model_runner import ModelRunner, pick_device
+
+        if config.num_threads is not None:  # else as this process has it
+            torch.set_num_threads(config.num_threads)
+        device = pick_device(config, rank=0)
+        runner = ModelRunner(config, device=device, tp=TensorParallel())
+        self._num_blocks = runner.num_blocks_that_fit()
+        runner.allocate(self._num_blocks)
+        self.numerics = runner.numerics
+        self._runner: ModelRunner | None = runner
+        self.num_ahead = config.num_ahead(is_gpu=device.type == "cuda")
+        self._thread = None
+        if self.num_ahead:
+            # A thread has a number of its own for what it computes with.
+            self._thread = ThreadPoolExecutor(
+                1, "quire-rank", torch.set_num_threads, (torch.get_num_threads(),)
+            )
+        self._results: deque[Callable[[], StepOutput | None]] = deque()
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def submit(self, step: StepInput) -> None:
+        if self._runner is None:
+            raise RankFailure("the executor is closed")
+        if self._thread is None:
+            self._results.append(partial(self._runner.execute, step))
+            return
+        # The thread launches the next step while the device runs this one; who takes the result
+        # waits for it.
+        launched = self._thread.submit(self._runner.launch, step)
+        self._results.append(lambda: _output(launched))
+
+    def result(self) -> StepOutput:
+        if self._runner is None:
+            raise RankFailure("the executor is closed")
+        try:
+            output = self._results.popleft()()
+        except Exception as error:
+            self.close()
+            raise RankFailure(f"rank 0 raised {type(error).__name__}: {error}") from error
+        assert output is not None, "rank 0 samples"
+        return output
+
+    def close(self) -> None:
+        self._runner = None
+        self._results.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _output(launched: "Future[Pending | None]") -> StepOutput | None:
+    pending = launched.result()
+    return None if pending is None else pending.wait()

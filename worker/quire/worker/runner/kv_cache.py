@@ -1,0 +1,157 @@
+"""How many blocks of KV fit, and the tensors that hold them.
+
+``num_blocks`` is the same on every rank: each says how many it has room for, the group takes the
+fewest. Where memory is committed on first touch (CPU), a block costs nothing until it is used.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.kernels.ops import KvCache
+from quire.kernels.quantization import SCALE_BYTES
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.spec import ModelSpec
+
+CPU_SHARE = 0.4
+CPU_MAX_BYTES = 4 << 30
+"""Limit of the default share, which should leave a laptop usable."""
+GPU_SHARE = 0.9
+
+_STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvLayout:
+    """The shape of one rank's KV cache, without the number of blocks."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    """KV heads of this rank."""
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Elements of one token and head: its values and, in int8, the bytes of their scale."""
+        return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.num_kv_heads * self.width * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of one block in all layers."""
+        return self.num_layers * self.block_size * self.layer_token_bytes
+
+
+def kv_layout(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> KvLayout:
+    """``dtype`` is the model's; the cache's may be another."""
+    attention = spec.layers[0].attention  # as in all layers: `check_runnable`
+    return KvLayout(
+        num_layers=len(spec.layers),
+        block_size=config.block_size,
+        num_kv_heads=max(1, attention.num_kv_heads // config.tensor_parallel_size),
+        head_size=attention.key_size,
+        dtype=_STORED.get(config.kv_cache_dtype, dtype),
+    )
+
+
+def plan_num_blocks(config: EngineConfig, layout: KvLayout, *, share_bytes: int) -> int:
+    """Blocks for one rank: as configured, or as many as fit in its share of the memory."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory_bytes is not None:
+        share_bytes = config.kv_cache_memory_bytes // config.tensor_parallel_size
+    return max(0, share_bytes) // layout.block_bytes
+
+
+def check_room(
+    config: EngineConfig, layout: KvLayout, *, num_blocks: int, max_model_len: int
+) -> None:
+    """Checks that at least one sequence of the greatest length fits.
+
+    Raises:
+        ConfigError: It does not, so that a request could wait for ever.
+    """
+    needed = -(-max_model_len // layout.block_size)
+    if num_blocks >= needed:
+        return
+    room = f"the KV cache holds {num_blocks} blocks of {layout.block_size} tokens"
+    if config.num_blocks is not None:
+        remedy = f"set num_blocks={needed} or more"
+    else:
+        needed_bytes = needed * layout.block_bytes * config.tensor_parallel_size
+        remedy = f"set kv_cache_memory_bytes={needed_bytes} or more"
+        if config.kv_cache_memory_bytes is None:
+            share = config.gpu_memory_utilization or "its default"
+            remedy += f", raise gpu_memory_utilization (now {share})"
+    if num_blocks:
+        remedy += f", or lower max_model_len to at most {num_blocks * layout.block_size}"
+    raise ConfigError(
+        f"{room}, but one sequence of max_model_len={max_model_len} needs {needed}: {remedy}"
+    )
+
+
+def cpu_share_bytes(config: EngineConfig) -> int:
+    """The part of the free RAM that one rank may use for KV."""
+    share = config.gpu_memory_utilization
+    free = available_ram_bytes()
+    total = min(int(free * CPU_SHARE), CPU_MAX_BYTES) if share is None else int(free * share)
+    return total // config.tensor_parallel_size
+
+
+def gpu_share_bytes(config: EngineConfig, device: torch.device, *, peak_bytes: int) -> int:
+    """Device memory left for KV besides ``peak_bytes``, the most that a step allocates, weights
+    included, and besides memory outside this process's allocator."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * (config.gpu_memory_utilization or GPU_SHARE)) - others - peak_bytes
+
+
+def available_ram_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Free RAM: of the machine or, where that is less, of this process's container."""
+    available = _meminfo_available(meminfo)
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = _read_int(cgroup / limit_name), _read_int(cgroup / used_name)
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used))
+    return available
+
+
+def allocate(layout: KvLayout, *, num_blocks: int, device: torch.device) -> KvCache:
+    """Uninitialised K and V of every layer. Slots hold anything until they are written."""
+    shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.width)
+    return [
+        (
+            torch.empty(shape, dtype=layout.dtype, device=device),
+            torch.empty(shape, dtype=layout.dtype, device=device),
+        )
+        for _ in range(layout.num_layers)
+    ]
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"{meminfo} does not say MemAvailable: set kv_cache_memory_bytes")
+
+
+def _read_int(file: Path) -> int | None:
+    """``None`` where there is no such file, or it says "max"."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

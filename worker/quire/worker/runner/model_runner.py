@@ -1,0 +1,322 @@
+"""One rank's model, KV cache and sampler: turns a `StepInput` into a `StepOutput`.
+
+Made in two steps, as the number of blocks must be agreed on in between: first the weights, which
+show how much memory is left, then the KV cache.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import backend_for
+from quire.kernels.ops import Batch, KvCache
+from quire.kernels.products import make_batch_invariant
+from quire.kernels.shared_prefix import (
+    MIN_SAVED_BYTES,
+    SharedArrays,
+    SharedSplits,
+    find_shared,
+)
+from quire.worker.api.arrays import Longs
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import (
+    check_parallel,
+    read_model_spec,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from quire.worker.model.loader import Shard, Weights
+from quire.worker.model.model import Model
+from quire.worker.model.numerics import numerics
+from quire.worker.model.program import attention_options, make_program
+from quire.worker.model.tensor_parallel import TensorParallel
+from quire.worker.runner import kv_cache
+from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_buckets
+from quire.worker.runner.gpu_profile import graph_bytes, largest_steps, peak_bytes, warm_up_steps
+from quire.worker.sampling.device import DeviceSampler
+from quire.worker.sampling.draw import sample
+from quire.worker.sampling.greedy import MIN_GREEDY_ROWS, greedy_rows, sample_beside
+from quire.worker.step.late_tokens import Done, LateTokens, Pending
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.staging import Array, stage
+
+
+class ModelRunner:
+    """A rank. Call `num_blocks_that_fit`, then `allocate`, then `execute` for each step."""
+
+    def __init__(self, config: EngineConfig, *, device: torch.device, tp: TensorParallel) -> None:
+        """Loads this rank's share of the weights.
+
+        Raises:
+            CheckpointError: The model's files cannot be read.
+            ConfigError: The model cannot be run like this.
+        """
+        spec = read_model_spec(config.model)
+        check_parallel(spec, config.tensor_parallel_size)
+        self._max_model_len = resolve_max_model_len(config, spec)
+        self._config = config
+        self._device = device
+        dtype = self._dtype = getattr(torch, resolve_dtype(config, spec))
+        if config.kv_cache_dtype == "fp8" and dtype == torch.float32:
+            raise ConfigError(
+                "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit "
+                "queries; use dtype='bfloat16', or kv_cache_dtype='auto'"
+            )
+        attentions = dict.fromkeys(layer.attention for layer in spec.layers)
+        options = {attention_options(each, self._max_model_len) for each in attentions}
+        backend = backend_for(device, quantization=config.quantization, options=options)
+        checkpoint = open_checkpoint(config.model)
+        with Weights.open(checkpoint, dtype=dtype, device=device) as weights:
+            program = make_program(
+                spec,
+                weights,
+                shard=Shard(rank=tp.rank, size=tp.size),
+                backend=backend,
+                max_model_len=self._max_model_len,
+            )
+        self._model = Model(program, vocab_size=spec.vocab_size, backend=backend, tp=tp)
+        self._sees_all = not any(each.window for each in options)
+        """Whether a query in any layer sees all tokens before it."""
+        self._layout = kv_cache.kv_layout(config, spec, dtype=dtype)
+        self._group = spec.layers[0].attention.num_heads // tp.size // self._layout.num_kv_heads
+        self._min_saved_tokens = MIN_SAVED_BYTES // self._layout.layer_token_bytes
+        self.numerics = numerics(
+            config, spec, device=device, num_ranks=tp.size, is_native=self._model.chooses
+        )
+        """What decides the bits of outputs besides the weights."""
+        self._vocab_size = spec.vocab_size if tp.rank == 0 else None
+        self._kv: KvCache = []
+        self._graphs: DecodeGraphs | None = None
+        self._buckets: list[Bucket] = []
+        self._device_sampler: DeviceSampler | None = None
+        if device.type == "cuda":
+            self._device_sampler = DeviceSampler(device)
+            if not config.enforce_eager:
+                self._buckets = make_buckets(
+                    max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
+                )
+        self._tp = tp
+        self._sampled_S = torch.empty(0, dtype=torch.int64)
+        """The tokens of the last step, 0 where this rank does not know them."""
+
+    def num_blocks_that_fit(self) -> int:
+        """Blocks of KV for which this rank has room. On a GPU this runs the largest steps."""
+        config = self._config
+        share_bytes = 0
+        if config.num_blocks is None and config.kv_cache_memory_bytes is None:
+            if self._device.type == "cuda":
+                share_bytes = kv_cache.gpu_share_bytes(
+                    config, self._device, peak_bytes=self._bytes_beside_kv()
+                )
+            else:
+                share_bytes = kv_cache.cpu_share_bytes(config)
+        return kv_cache.plan_num_blocks(config, self._layout, share_bytes=share_bytes)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV cache.
+
+        Raises:
+            ConfigError: It could not hold one sequence of the greatest length.
+        """
+        kv_cache.check_room(
+            self._config, self._layout, num_blocks=num_blocks, max_model_len=self._max_model_len
+        )
+        # One block more, for the rows that fill a graph's batch up.
+        self._kv = kv_cache.allocate(
+            self._layout, num_blocks=num_blocks + bool(self._buckets), device=self._device
+        )
+        if self._buckets:
+            self._graphs = self._decode_graphs(self._kv)
+            for bucket in reversed(self._graphs.buckets):
+                self._graphs.capture(bucket)
+        if self._device.type == "cuda":
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Launches every kernel that serving may need, so that none is compiled while requests
+        wait: chunks and decodes call by call, decodes that share a prefix, tokens of the step
+        before, penalties, bans, all limits of sampling, log-probabilities."""
+        *chunks, decodes = warm_up_steps(
+            self._config, block_size=self._layout.block_size, max_model_len=self._max_model_len
+        )
+        graphs, self._graphs = self._graphs, None
+        for step in (*chunks, decodes):
+            self.execute(step)
+        self._graphs = graphs
+        self.execute(decodes)
+        shared = self._find_shared(decodes, min_saved_tokens=1)
+        if shared is not None:
+            self._model.forward(self._to_device(decodes, shared), self._kv)
+
+    def launch(self, step: StepInput) -> Pending | None:
+        """Runs the model once. Rank 0 returns the tokens to come, the others ``None``.
+
+        On a GPU this returns while the device works; the next step may be launched before this
+        one's tokens are waited for. On a CPU they are there.
+        """
+        pending = self._launch(step)
+        if pending is None:
+            count = len(step.samples_S)
+            self._sampled_S = torch.zeros(count, dtype=torch.int64, device=self._device)
+        else:
+            self._sampled_S = pending.token_ids_S
+        return pending
+
+    def execute(self, step: StepInput) -> StepOutput | None:
+        """`launch`, and the wait for its tokens."""
+        pending = self.launch(step)
+        return None if pending is None else pending.wait()
+
+    def forward(self, step: StepInput) -> Tensor | None:
+        """Computes the step's tokens; logits ``[S, V]`` on rank 0, ``None`` elsewhere: float32 on
+        a CPU; on a GPU of the model's type, and valid until the next step.
+        """
+        late = self._late_tokens(step)
+        shared = self._find_shared(step)
+        if shared is None and self._graphs is not None:
+            bucket = self._graphs.bucket_of(step)
+            if bucket is not None:
+                return self._graphs.run(step, bucket, late)
+        return self._model.forward(self._to_device(step, shared, late), self._kv)
+
+    def _launch(self, step: StepInput) -> Pending | None:
+        greedy_S = greedy_rows(step.sampling)
+        if self._model.chooses and greedy_S.sum() >= MIN_GREEDY_ROWS:
+            chosen = self._forward_and_choose(step, greedy_S)
+            return None if chosen is None else Done(sample_beside(chosen, step.sampling, greedy_S))
+        logits_SV = self.forward(step)
+        if logits_SV is None:
+            return None
+        if self._device_sampler is not None:
+            return self._device_sampler.sample(logits_SV, step.sampling)
+        return Done(sample(logits_SV, step.sampling))
+
+    def _forward_and_choose(
+        self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
+    ) -> tuple[Tensor, Longs] | None:
+        """The logits of the rows that are not greedy, and the tokens of those that are."""
+        batch = self._to_device(step, late=self._late_tokens(step))
+        greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
+        batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
+        return self._model.forward_and_choose(batch, self._kv, num_greedy=int(greedy_S.sum()))
+
+    def _late_tokens(self, step: StepInput) -> LateTokens | None:
+        """What the step before this one sampled, where this one needs it. Only rank 0 knows."""
+        if not len(step.late_tokens_L):
+            return None
+        return LateTokens(
+            sampled_S=self._tp.all_reduce(self._sampled_S),
+            tokens_L=step.late_tokens_L,
+            rows_L=step.late_rows_L,
+        )
+
+    def _find_shared(
+        self, step: StepInput, *, min_saved_tokens: int | None = None
+    ) -> SharedArrays | None:
+        """The context of several decodes that is worth reading once for all of them."""
+        if self._device.type == "cpu" or not self._sees_all:
+            return None
+        return find_shared(
+            step.block_tables_BM[: step.num_decodes],
+            step.seq_lens_B[: step.num_decodes],
+            block_size=self._layout.block_size,
+            group=self._group,
+            min_saved_tokens=self._min_saved_tokens
+            if min_saved_tokens is None
+            else min_saved_tokens,
+        )
+
+    def _to_device(
+        self,
+        step: StepInput,
+        shared: SharedArrays | None = None,
+        late: LateTokens | None = None,
+    ) -> Batch:
+        query_lens_B = np.diff(step.query_starts_B1)
+        arrays: dict[str, Array] = {
+            "token_ids_T": step.token_ids_T,
+            "positions_T": step.positions_T,
+            "slot_mapping_T": step.slot_mapping_T,
+            "block_tables_BM": step.block_tables_BM,
+            "seq_lens_B": step.seq_lens_B,
+            "query_starts_B1": step.query_starts_B1,
+            "last_tokens_S": step.samples_S,
+        }
+        if late is not None:
+            arrays |= {"late_tokens_L": late.tokens_L, "late_rows_L": late.rows_L}
+        if shared is not None:
+            arrays |= {name: getattr(shared, name) for name in shared.__slots__}
+        staged = dict(zip(arrays, stage(list(arrays.values()), self._device), strict=True))
+        splits = None
+        if shared is not None:
+            splits = SharedSplits(**{name: staged.pop(name) for name in shared.__slots__})
+        if late is not None:
+            tokens_L, rows_L = staged.pop("late_tokens_L"), staged.pop("late_rows_L")
+            staged["token_ids_T"] = late.put(staged["token_ids_T"].clone(), tokens_L, rows_L)
+        return Batch(
+            **staged,
+            shared=splits,
+            num_decodes=step.num_decodes,
+            max_query_len=int(query_lens_B.max()),
+            max_seq_len=int(step.seq_lens_B.max()),
+        )
+
+    def _decode_graphs(self, kv: KvCache) -> DecodeGraphs:
+        """The graphs over this cache, whose last block is the spare one; none captured yet."""
+        return DecodeGraphs(
+            lambda batch: self._model.forward(batch, kv),
+            buckets=self._buckets,
+            block_size=self._layout.block_size,
+            spare_block=len(kv[0][0]) - 1,
+            vocab_size=self._vocab_size,
+            dtype=self._dtype,
+            device=self._device,
+            capture=CudaCapture(),
+        )
+
+    def _bytes_beside_kv(self) -> int:
+        """What a GPU holds at most, without the KV cache."""
+        kv = kv_cache.allocate(self._layout, num_blocks=1, device=self._device)
+
+        def run(step: StepInput) -> None:
+            logits_SV = self._model.forward(self._to_device(step), kv)
+            if logits_SV is not None and self._device_sampler is not None:
+                self._device_sampler.sample(logits_SV, step.sampling).wait()
+
+        steps = largest_steps(
+            self._config, block_size=self._layout.block_size, max_model_len=self._max_model_len
+        )
+        peak = peak_bytes(run, steps)
+        return peak + (graph_bytes(lambda: self._decode_graphs(kv)) if self._buckets else 0)
+
+
+def pick_device(config: EngineConfig, *, rank: int, num_ranks: int | None = None) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU that all share.
+
+    ``num_ranks`` choose among the GPUs that this process sees, ``rank`` being this one's place
+    among them; ``None`` is all ranks of the group.
+
+    Raises:
+        ConfigError: A GPU was asked for and there is none for this rank, or there is one and what
+            was asked for runs on CPUs only.
+    """
+    num_gpus = torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):
+        config.check_device("cpu")
+        return torch.device("cpu")
+    if num_gpus < (num_ranks or config.tensor_parallel_size):
+        raise ConfigError(
+            f"device={config.device!r}, tensor_parallel_size={config.tensor_parallel_size}: each "
+            f"rank needs a GPU of its own, {num_gpus} found; set device='cpu' to run without"
+        )
+    config.check_device("cuda")
+    if config.deterministic:
+        make_batch_invariant()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device

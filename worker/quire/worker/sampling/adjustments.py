@@ -1,0 +1,124 @@
+"""One request's changes to its logits, updated token by token."""
+
+from typing import Any
+
+import numpy as np
+
+from quire.worker.api.arrays import Floats, Ints, Longs
+from quire.worker.api.hashing import TokenIds
+from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.step.sampling_batch import MASK_BITS, Edits
+
+# A biased tokens   E seen tokens
+
+
+class RequestEdits:
+    """The `Edits` of each token that a request samples.
+
+    Three kinds, from ``params``: penalties, which follow the output; tokens banned until
+    ``min_tokens``; and what is the same for every token.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_ids: TokenIds,
+        output_ids: TokenIds,
+        end_ids: frozenset[int],
+    ) -> None:
+        """``end_ids``: tokens that must not be sampled before ``params.min_tokens``."""
+        self._params = params
+        self._seen = _Seen(params, prompt_ids, output_ids) if params.has_penalties else None
+        always = dict(params.logit_bias or {})
+        self._bias = _bias(always)
+        # A ban outweighs any bias.
+        self._early = _bias(always | dict.fromkeys(end_ids, -np.inf)) if params.min_tokens else None
+
+        allowed = params.allowed_token_ids
+        self._mask_W = _mask(np.array(allowed, np.int64)) if allowed else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no logit is ever changed."""
+        kinds = (self._seen, self._early, self._bias, self._mask_W)
+        return all(kind is None for kind in kinds)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether all tokens before the one to be sampled must be known."""
+        return self._seen is not None
+
+    def add_output(self, token_id: int) -> None:
+        """The output's next token is known."""
+        if self._seen is not None:
+            self._seen.add(token_id)
+
+    def at(self, num_output: int) -> Edits | None:
+        """The changes for the token behind ``num_output`` others; ``None`` where there are none.
+
+        Its arrays are views, valid until the next `add_output`.
+        """
+        bias = self._early if num_output < self._params.min_tokens else self._bias
+        if self._seen is None and bias is None and self._mask_W is None:
+            return None
+        values: dict[str, Any] = {"mask_W": self._mask_W}
+        if bias is not None:
+            values["biased_ids_A"], values["bias_A"] = bias
+        if self._seen is None:
+            return Edits(**values)
+        return Edits(
+            **values,
+            seen_ids_E=self._seen.ids_E,
+            seen_counts_E=self._seen.counts_E,
+            presence=self._params.presence_penalty,
+            frequency=self._params.frequency_penalty,
+            repetition=self._params.repetition_penalty,
+        )
+
+
+class _Seen:
+    """The distinct tokens that the penalties apply to, and how often the output holds each."""
+
+    def __init__(self, params: SamplingParams, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
+        # Only the repetition penalty applies to tokens of the prompt.
+        counted = [output_ids] if params.repetition_penalty == 1 else [prompt_ids, output_ids]
+        ids, index = np.unique(np.concatenate(counted), return_inverse=True)
+        self._num = len(ids)
+        self._ids: Longs = ids.astype(np.int64)
+        self._counts: Ints = np.zeros(self._num, np.int32)
+        np.add.at(self._counts, index[len(index) - len(output_ids) :], 1)
+        self._index_of = {token_id: index for index, token_id in enumerate(ids.tolist())}
+
+    @property
+    def ids_E(self) -> Longs:
+        return self._ids[: self._num]
+
+    @property
+    def counts_E(self) -> Ints:
+        return self._counts[: self._num]
+
+    def add(self, token_id: int) -> None:
+        index = self._index_of.setdefault(token_id, self._num)
+        if index == self._num:
+            if index == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * index + 16)
+                self._counts = np.resize(self._counts, 2 * index + 16)
+            self._ids[index], self._counts[index] = token_id, 0
+            self._num += 1
+        self._counts[index] += 1
+
+
+def _mask(token_ids: Longs) -> Ints:
+    """Words of bits, up to the greatest of ``token_ids``."""
+    bits = np.zeros((int(token_ids.max()) // MASK_BITS + 1) * MASK_BITS, np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _bias(bias_of: dict[int, float]) -> tuple[Longs, Floats] | None:
+    """``None`` where there is no token."""
+    if not bias_of:
+        return None
+    ids = sorted(bias_of)
+    return np.array(ids, np.int64), np.array([bias_of[token] for token in ids], np.float32)

@@ -1,0 +1,141 @@
+"""Sampling where the logits are: the tokens of `quire.worker.sampling.draw`, without waiting for
+the device.
+
+Parameters and adjustments go up in one copy; tokens and requested log-probabilities come down in
+another, for which only the reader of the result waits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import reference_sampling
+from quire.worker.api.arrays import Ints
+from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.step.messages import StepOutput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
+from quire.worker.step.staging import Array, stage
+
+# S samples   V vocabulary   R samples with log-probabilities
+# K tokens of the longest list asked for
+
+
+class DeviceSampler:
+    """The sampler of a rank whose logits are on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sample: Callable[..., Tensor] = reference_sampling.sample
+        self._adjust: Callable[..., None] = reference_sampling.adjust_logits
+        if device.type == "cuda":
+            from quire.kernels import triton_logits, triton_sample
+
+            self._sample = triton_sample.sample
+            self._adjust = triton_logits.adjust_logits
+
+    @torch.inference_mode()
+    def sample(self, logits_SV: Tensor, batch: SamplingBatch) -> "Sampled":
+        """Chooses a token for each row of logits, of any float type.
+
+        Adjustments change them in place where they are float32, else in a copy that is.
+        """
+        drawn_by = [name for name in SAMPLE_TYPES if name != "num_logprobs_S"]
+        adjusted_by = [each.name for each in fields(Adjustments)] if batch.adjustments else []
+        arrays: dict[str, Array] = {
+            "rows_R": np.flatnonzero(batch.num_logprobs_S >= 0),
+            **{name: getattr(batch, name) for name in drawn_by},
+            **{name: getattr(batch.adjustments, name) for name in adjusted_by},
+        }
+        staged = dict(zip(arrays, stage(list(arrays.values()), self._device), strict=True))
+        rows_R = staged["rows_R"]
+        # Log-probabilities are the model's, so its logits are taken before they are adjusted.
+        plain_RV = logits_SV[rows_R] if len(rows_R) else None
+        if adjusted_by:
+            logits_SV = logits_SV.float()
+            self._adjust(logits_SV, **{name: staged[name] for name in adjusted_by})
+        token_ids_S = self._sample(logits_SV, **{name: staged[name] for name in drawn_by})
+        # Looked at by the host, which waits for the tokens anyway.
+        chosen_S = logits_SV.gather(1, token_ids_S[:, None])[:, 0]
+        pieces = [token_ids_S, chosen_S.double()]
+        if plain_RV is not None:
+            num_top = min(int(batch.num_logprobs_S.max()), logits_SV.shape[1])
+            pieces += _logprobs(plain_RV, token_ids_S[rows_R], num_top=num_top)
+        return Sampled(pieces, batch.num_logprobs_S)
+
+
+_ROWS_AT_ONCE = 16
+"""Bounds the memory for log-probabilities: 16 rows of 128k take five times 16 MiB in float64."""
+
+
+class Sampled:
+    """The tokens of a step, on their way to the host."""
+
+    def __init__(self, pieces: Sequence[Tensor], num_logprobs_S: Ints) -> None:
+        """``pieces``: token ids, their logits and, of the R rows that want them, log-probabilities
+        and ranks of these tokens, ids and log-probabilities of the best; all of 8 bytes."""
+        self.token_ids_S = pieces[0]
+        """On the device: tokens from which the next step can be made before this one has ended."""
+        self._num_logprobs_S = num_logprobs_S
+        self._shapes = [piece.shape for piece in pieces]
+        flat = torch.cat([piece.flatten().view(torch.int64) for piece in pieces])
+        self._event: torch.cuda.Event | None = None
+        if flat.device.type == "cuda":
+            host = torch.empty(flat.shape, dtype=torch.int64, pin_memory=True)
+            self._flat = host.copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._flat = flat
+
+    def wait(self) -> StepOutput:
+        """The step's output; waits until the device has come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = [
+            part.reshape(shape)
+            for part, shape in zip(
+                np.split(self._flat.numpy(), np.cumsum(sizes)[:-1]), self._shapes, strict=True
+            )
+        ]
+        token_ids_S = parts[0].copy()
+        is_broken_S = ~(parts[1].view(np.float64) < np.inf)
+        broken_rows = tuple(np.flatnonzero(is_broken_S).tolist()) if is_broken_S.any() else ()
+        if len(parts) == 2:
+            return StepOutput(token_ids_S, broken_rows=broken_rows)
+        own_R, rank_R, top_ids_RK, top_RK = parts[2:]
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids_S)
+        for index, row in enumerate(np.flatnonzero(self._num_logprobs_S >= 0).tolist()):
+            count = int(self._num_logprobs_S[row])
+            top = zip(
+                top_ids_RK[index, :count].tolist(),
+                top_RK[index, :count].view(np.float64).tolist(),
+                strict=True,
+            )
+            logprobs[row] = TokenLogprobs(
+                token_id=int(token_ids_S[row]),
+                logprob=float(own_R.view(np.float64)[index]),
+                rank=int(rank_R[index]),
+                top=tuple(top),
+            )
+        return StepOutput(token_ids_S, tuple(logprobs), broken_rows)
+
+
+def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, *, num_top: int) -> list[Tensor]:
+    """`quire.worker.sampling.logprobs.token_logprobs` of several samples: own, rank, best ids,
+    best."""
+    columns: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(logits_RV), _ROWS_AT_ONCE):
+        some_RV = logits_RV[start : start + _ROWS_AT_ONCE].double()
+        ids_R = token_ids_R[start : start + _ROWS_AT_ONCE]
+        logprobs_RV = some_RV - torch.logsumexp(some_RV, dim=-1, keepdim=True)
+        own_R1 = logprobs_RV.gather(1, ids_R[:, None])
+        rank_R = (logprobs_RV > own_R1).sum(dim=-1) + 1
+        # Stable, as lower ids come first among equals.
+        top_RV, ids_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
+        best = (ids_RV[:, :num_top].clone(), top_RV[:, :num_top].clone())
+        columns.append((own_R1[:, 0], rank_R, *best))
+    return [torch.cat(pieces) for pieces in zip(*columns, strict=True)]

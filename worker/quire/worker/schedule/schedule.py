@@ -1,0 +1,37 @@
+"""One step, as the scheduler chose it."""
+
+from dataclasses import dataclass
+
+from quire.worker.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: how many tokens of which sequences, from each one's ``num_computed`` on."""
+
+    sequences: list[Sequence]
+    num_tokens: list[int]
+    num_decodes: int
+    """Sequences at the beginning that compute exactly one token; it may be the last of a prompt."""
+    num_samples: list[int]
+    """Behind how many of its last tokens each sequence samples one."""
+
+
+NOTHING = Schedule([], [], 0, [])
+
+
+def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
+    """The step that computes the given number of tokens of each sequence."""
+    decodes = [seq for seq, num_tokens in chosen if num_tokens == 1]
+    chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
+    sequences = decodes + [seq for seq, _ in chunks]
+    num_tokens_B = [1] * len(decodes) + [num_tokens for _, num_tokens in chunks]
+    return Schedule(
+        sequences=sequences,
+        num_tokens=num_tokens_B,
+        num_decodes=len(decodes),
+        num_samples=[
+            int(num_tokens == seq.num_uncomputed)
+            for seq, num_tokens in zip(sequences, num_tokens_B, strict=True)
+        ],
+    )

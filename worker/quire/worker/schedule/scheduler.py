@@ -1,0 +1,304 @@
+"""Chooses the next step: decodes first, then prompts in chunks, in the order of their turns.
+
+`quire.worker.schedule.waiting` defines turns: a short prompt may overtake a long one that has
+begun, which keeps its blocks. Preemption follows another order, the *rank*: priority, then arrival.
+A running sequence preempts only sequences of lower rank.
+
+Always true: the blocks that a begun prompt still lacks are not promised to another one. If a step
+can be chosen at all, some sequence proceeds: the first in rank can take every block.
+"""
+
+from bisect import bisect_left, insort
+
+from quire.worker.api.config import SchedulingPolicy
+from quire.worker.api.hashing import BlockHash
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.schedule.pending import PendingPrefill
+from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
+from quire.worker.schedule.sequence import Sequence, Status
+from quire.worker.schedule.tables import BlockTables
+from quire.worker.schedule.waiting import Turn, WaitingQueue, turn_of
+
+
+class Scheduler:
+    """Running and waiting sequences, and their blocks. Decides, and executes nothing."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulingPolicy = "fcfs",
+    ) -> None:
+        self._tables = BlockTables(pool)
+        self._block_size = pool.block_size
+        self._policy: SchedulingPolicy = policy
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.running: list[Sequence] = []
+        """By rank."""
+        self.waiting = WaitingQueue()
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Prompt tokens of requests that began to run, each counted once; hits count the same."""
+        self.num_hit_tokens = 0
+        self._pending = PendingPrefill(block_size=pool.block_size)
+        self._num_added = 0
+        self._num_computed = 0  # Tokens of all requests together, in the steps so far.
+
+    @property
+    def num_pending_prefill_tokens(self) -> int:
+        """Tokens to compute before all requests decode, shared ones once; an estimate."""
+        return self._pending.num_tokens(self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a new request. The pool must be large enough for all of its tokens."""
+        self._num_added += 1
+        seq.number = self._num_added
+        seq.arrived_at_token = self._num_computed
+        self._queue(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a request out, finished or not, and gives its blocks back: now, or when the last
+        step that uses them has run."""
+        if seq.status is Status.WAITING:
+            self._unqueue(seq)
+        elif seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        self._release(seq)
+        seq.status = Status.FINISHED
+
+    def schedule(self) -> Schedule:
+        """Chooses the next step and takes its blocks; `submitted` must follow.
+
+        Every running decode has its token of the budget set aside; prompts, running and waiting,
+        share the rest in their turns. A sequence that lacks blocks preempts the lowest-ranked one.
+        The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its blocks.
+
+        While steps are under way nobody is preempted. Where that would be necessary, nothing is
+        chosen: take a step's tokens and try again. A sequence whose tokens in flight must be known
+        before its next one sits the step out.
+        """
+        if self._tables.num_finished < self._tables.num_submitted and self._must_wait():
+            return NOTHING
+        chosen: list[tuple[Sequence, int]] = []
+        begun: list[Sequence] = []
+        num_ready = sum([seq.num_uncomputed == 1 and not seq.is_held_back for seq in self.running])
+        budget = self._max_num_batched_tokens - num_ready
+        enough_blocks = True
+        for seq in self.running.copy():
+            if seq.status is not Status.RUNNING:
+                break  # Preempted by one before it, as is every sequence behind it.
+            if seq.num_uncomputed > 1:
+                begun.append(seq)
+                continue
+            if seq.is_held_back:
+                continue
+            # Most decodes neither need a block nor fill one.
+            if seq.num_slots - seq.num_computed <= 1:
+                if self._tables.are_lacking(seq, 1):
+                    enough_blocks = False
+                    if not self._make_room(seq, 1, chosen):
+                        break
+                self._extend(seq, 1)
+            chosen.append((seq, 1))
+        if begun or self.waiting:
+            self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
+        return in_row_order(chosen)
+
+    def submitted(self, schedule: Schedule) -> None:
+        """The step is under way, and the next one may build on what it computes."""
+        self._tables.submitted()
+        for seq, num_tokens in zip(schedule.sequences, schedule.num_tokens, strict=True):
+            seq.num_computed += num_tokens
+            seq.last_step = self._tables.num_submitted
+            self._num_computed += num_tokens
+        num_leaving = num_samples = 0
+        for seq, num_sampled in zip(schedule.sequences, schedule.num_samples, strict=True):
+            if not num_sampled:
+                continue
+            num_samples += num_sampled
+            seq.num_in_flight += num_sampled
+            seq.last_sample = num_samples - 1
+            if seq.is_last_in_flight:
+                seq.status = Status.LEAVING
+                num_leaving += 1
+        if num_leaving:
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        self._tables.settle_duplicates()
+
+    def finished(self) -> None:
+        """The oldest step under way has run: blocks that only it still used can be let go."""
+        self._tables.finished()
+
+    def append_token(self, seq: Sequence, token_id: int) -> None:
+        """Takes the oldest token in flight of ``seq``, which must not have been removed."""
+        seq.append_token(token_id)
+        self._tables.token_came(seq)
+
+    def _choose_prompts(
+        self,
+        begun: list[Sequence],
+        budget: int,
+        chosen: list[tuple[Sequence, int]],
+        *,
+        may_admit: bool,
+    ) -> None:
+        """Gives the budget to the prompts that have ``begun`` and to those that wait, in their
+        turns. Where one of those lacks blocks, or one of these finds no room, nobody is let in."""
+        started = begun.copy()
+        begun.sort(key=self._turn)
+        while budget > 0:
+            seq = begun[0] if begun else None
+            if may_admit and self.waiting:
+                turn, head = self.waiting.head()
+                if seq is None or turn < self._turn(seq):
+                    hits = self._tables.find_prefix(head)
+                    gone = head.hashes[len(hits) : head.num_queued_hits]
+                    if gone:
+                        self._pending.lost(gone)
+                        self._push(head, len(hits))
+                        continue
+                    seq = self._leader(head, len(hits), begun)
+                    if seq is None:
+                        may_admit = self._admit(head, hits, started)
+                        if not may_admit:
+                            continue
+                        started.append(head)
+                        begun.insert(0, head)
+                        seq = head
+            if seq is None:
+                break
+            begun.remove(seq)
+            if seq.status is not Status.RUNNING:
+                continue  # Preempted a moment ago.
+            num_tokens = min(seq.num_uncomputed, budget)
+            if self._tables.are_lacking(seq, num_tokens):
+                may_admit = False
+                if not self._make_room(seq, num_tokens, chosen):
+                    continue
+            budget -= num_tokens
+            self._extend(seq, num_tokens)
+            chosen.append((seq, num_tokens))
+
+    def _turn(self, seq: Sequence) -> Turn:
+        lacks = self._first_missing(seq, seq.num_registered)
+        num_followers = self.waiting.num_lacking(lacks)
+        return turn_of(seq, seq.num_uncomputed, self._policy, num_followers=num_followers)
+
+    def _first_missing(self, seq: Sequence, num_hits: int) -> BlockHash | None:
+        """The first block that somebody else might compute for ``seq``."""
+        return seq.hashes[num_hits] if num_hits < seq.num_shareable else None
+
+    def _extend(self, seq: Sequence, num_tokens: int) -> None:
+        """Gives ``seq`` the blocks for its next tokens. Who waits for one that they fill has less
+        to compute."""
+        begin = seq.num_registered
+        self._tables.extend(seq, num_tokens)
+        if seq.num_registered == begin:
+            return
+        self._pending.computed(seq.hashes[begin : seq.num_registered])
+        for other in self.waiting.take_lacking(seq.hashes[begin]):
+            both = range(begin, min(seq.num_registered, other.num_shareable))
+            num_same = bisect_left(both, True, key=lambda i: other.hashes[i] != seq.hashes[i])
+            self._push(other, begin + num_same)
+
+    def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
+        """The sequence in ``begun`` whose next block is also the first that ``seq`` lacks.
+
+        It goes on in the place of ``seq``, which then finds the block, instead of both computing
+        it.
+        """
+        missing = self._first_missing(seq, num_hits)
+        if missing is None:
+            return None
+        for other in begun:
+            if other.hashes[other.num_registered : other.num_registered + 1] == [missing]:
+                return other
+        return None
+
+    def _admit(self, seq: Sequence, hits: list[BlockId], started: list[Sequence]) -> bool:
+        """Starts a waiting request on the cached prefix ``hits`` if all of its tokens so far then
+        find room.
+
+        All of them, though only a chunk may run now: a prompt that is let in by its first chunk
+        ends up waiting for blocks, or preempted, with blocks in hand. What those ``started`` still
+        lack stays free too, and one block for each running sequence, or the next decodes would
+        preempt what was just admitted.
+        """
+        if len(self.running) >= self._max_num_seqs:
+            return False
+        num_blocks = -(-seq.num_tokens // self._block_size) - len(hits)
+        num_promised = sum(
+            self._tables.num_missing(other, other.num_uncomputed) for other in started
+        )
+        pool = self._tables.pool
+        num_available = pool.num_available - pool.num_unheld(hits)
+        if num_blocks + num_promised + len(self.running) > num_available:
+            return False
+        self._unqueue(seq)
+        self._pending.computed(seq.hashes[seq.num_queued_hits : len(hits)])
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=_rank)
+        self._tables.acquire(seq, hits)
+        if seq.num_cached is None:
+            seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_hit_tokens += seq.num_cached
+        return True
+
+    def _must_wait(self) -> bool:
+        """Whether the steps under way must be over before the next one can be chosen."""
+        budget = self._max_num_batched_tokens
+        num_missing = sum(
+            max(0, self._tables.num_missing(seq, min(seq.num_uncomputed, budget)))
+            for seq in self.running
+            if seq.num_computed + seq.num_uncomputed > seq.num_slots
+        )
+        return num_missing > self._tables.pool.num_available
+
+    def _make_room(
+        self, seq: Sequence, num_tokens: int, chosen: list[tuple[Sequence, int]]
+    ) -> bool:
+        """Preempts sequences behind ``seq`` in rank, the last first, until its tokens find room.
+
+        What the step computes already is not undone: then the step goes on without ``seq``.
+        """
+        while self._tables.are_lacking(seq, num_tokens):
+            victim = self.running[-1]
+            if victim is seq or any(victim is other for other, _ in chosen):
+                return False
+            self.running.pop()
+            # Its full blocks stay cached: it may find them again when its turn comes.
+            self._release(victim)
+            victim.status = Status.WAITING
+            self._queue(victim)
+            self.num_preemptions += 1
+        return True
+
+    def _queue(self, seq: Sequence) -> None:
+        self._push(seq, len(self._tables.find_prefix(seq)))
+        self._pending.queued(seq)
+
+    def _push(self, seq: Sequence, num_hits: int) -> None:
+        seq.num_queued = seq.num_tokens - num_hits * self._block_size
+        lacks = self._first_missing(seq, num_hits)
+        self.waiting.push(seq, turn_of(seq, seq.num_queued, self._policy), lacks=lacks)
+        first = self.waiting.first_lacking(lacks)
+        if first is not None and first is not seq and self._policy != "fcfs":
+            num_followers = self.waiting.num_lacking(lacks) - 1
+            turn = turn_of(first, first.num_queued, self._policy, num_followers=num_followers)
+            self.waiting.push(first, turn, lacks=lacks)
+
+    def _unqueue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self._pending.unqueued(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self._pending.gone(seq)
+        self._tables.release(seq)
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.request.priority, seq.number

@@ -1,0 +1,234 @@
+"""One request as the engine sees it: its tokens, how many have KV, and the blocks that hold it.
+
+    0 ≤ num_computed < num_tokens + num_in_flight ≤ prompt + max_tokens
+    tokens[:num_computed] have their KV in blocks[: ceil(num_computed / block_size)], or will have
+    it once the steps that are submitted have run; these sample the tokens in flight, which stand
+    behind those that are known
+
+Prefill, decode, resume and recomputation after a preemption are the same here: tokens whose KV is
+missing. Once only the last token's KV is missing, the next token can be sampled, even if the last
+token is still in flight.
+"""
+
+import enum
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.api.arrays import Ints
+from quire.worker.api.hashing import BlockHash, HashChain, TokenIds
+from quire.worker.api.outputs import FinishReason
+from quire.worker.api.request import Prepared
+from quire.worker.cache.blocks import BlockId
+from quire.worker.sampling.adjustments import RequestEdits
+from quire.worker.step.sampling_batch import Edits
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    """In the queue, for the first time or preempted. Holds no blocks."""
+    RUNNING = enum.auto()
+    LEAVING = enum.auto()
+    """The last token that it may have is in flight. Still holds its blocks."""
+    FINISHED = enum.auto()
+    """Ended or aborted. Holds no blocks."""
+
+
+class Sequence:
+    """The progress of one request.
+
+    ``root`` is the hash its chain begins from, or ``None`` where blocks are not to be shared.
+    ``seed`` and ``max_tokens`` are those of ``request.sampling``, resolved.
+    """
+
+    def __init__(
+        self,
+        request: Prepared,
+        *,
+        seed: int,
+        max_tokens: int,
+        eos_token_ids: Items[int],
+        block_size: int,
+        root: BlockHash | None,
+        arrival_s: float,
+    ) -> None:
+        sampling, prompt_token_ids = request.sampling, request.prompt_token_ids
+        self.request = request
+        self.seed = seed
+        self.arrival_s = arrival_s
+        """On the engine's clock."""
+        self.number = 0
+        """Its place in the order of arrival at the scheduler."""
+        self.arrived_at_token = 0
+        """How many tokens the engine had computed by then."""
+        self.status = Status.WAITING
+        self.num_cached: int | None = None
+        """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.num_queued = 0
+        """Tokens it will have to compute, as it seemed when it was queued."""
+
+        # The prompt's own array, which is copied before anything is written: see `append_token`.
+        self._tokens = prompt_token_ids
+        if len(request.resumed_token_ids):
+            self._tokens = np.concatenate([prompt_token_ids, request.resumed_token_ids])
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(self._tokens)
+        """Those that are known."""
+        self.num_in_flight = 0
+        self.num_computed = 0
+        self.last_step = 0
+        """Number of the newest submitted step that it has a part in."""
+        self.last_sample = 0
+        """Which sample of that step is its newest."""
+
+        self._block_size = block_size
+        self._blocks: Ints = np.empty(self.num_tokens // block_size + 2, dtype=np.int32)
+        self.num_blocks = 0
+        self.num_slots = 0
+        """``num_blocks * block_size``"""
+        self.num_registered = 0
+        """Blocks at the beginning that bear their hash in the pool."""
+        self._chain = None if root is None else HashChain(root, block_size=block_size)
+        self.row: int | None = None
+        """Where step input keeps its block table, and how many blocks of it are there."""
+        self.num_blocks_in_row = 0
+        self.hashes: list[BlockHash] = []
+        """Hash of every block that known tokens fill, computed or not; empty without a root."""
+        self._extend_hashes()
+
+        stop_ids = sampling.stop_token_ids or ()
+        self._last_end = len(prompt_token_ids) + max_tokens
+        self._end_ids = frozenset(stop_ids if sampling.ignore_eos else (*stop_ids, *eos_token_ids))
+        edits = RequestEdits(
+            sampling,
+            prompt_ids=prompt_token_ids,
+            output_ids=request.resumed_token_ids,
+            # As in vLLM, min_tokens keeps the end token away even where it would be ignored.
+            end_ids=frozenset((*stop_ids, *eos_token_ids)),
+        )
+        self._edits = None if edits.is_empty else edits
+        self._needs_tokens = edits.needs_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Resumed ones counted, and those in flight not."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV is missing. 1 means: ready to sample the next token."""
+        return self.num_tokens + self.num_in_flight - self.num_computed
+
+    @property
+    def num_queued_hits(self) -> int:
+        """Blocks that were cached for it, as it seemed when it was queued."""
+        return (self.num_tokens - self.num_queued) // self._block_size
+
+    @property
+    def num_shareable(self) -> int:
+        """Blocks that others may compute for it. Its last token it computes in any case: the next
+        one comes of it."""
+        return min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
+
+    @property
+    def num_end_tokens(self) -> int:
+        """Tokens behind those."""
+        return self.num_tokens - self.num_shareable * self._block_size
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that it or another one has to compute, behind those found or computed so far."""
+        return max(self.num_shareable - self._num_found, 0)
+
+    @property
+    def missing_blocks(self) -> list[BlockHash]:
+        return self.hashes[self._num_found : self.num_shareable]
+
+    @property
+    def _num_found(self) -> int:
+        return self.num_queued_hits if self.status is Status.WAITING else self.num_registered
+
+    @property
+    def is_last_in_flight(self) -> bool:
+        """Whether no token may follow those in flight."""
+        return self.num_tokens + self.num_in_flight >= self._last_end
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt and output. A view, as are all arrays here."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def block_ids(self) -> Ints:
+        return self._blocks[: self.num_blocks]
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether its tokens in flight must be known before its next one can be asked for."""
+        return self._needs_tokens and self.num_in_flight > 0
+
+    @property
+    def edits(self) -> Edits | None:
+        """Changes to the logits of the token that follows those in flight."""
+        if self._edits is None:
+            return None
+        return self._edits.at(self.num_output_tokens + self.num_in_flight)
+
+    def token_at(self, position: int) -> int:
+        """A token that is known."""
+        return int(self._tokens[position])
+
+    def append_token(self, token_id: int) -> None:
+        """Takes the oldest token in flight."""
+        self.num_in_flight -= 1
+        if self.num_tokens == len(self._tokens):
+            self._tokens = _grown(self._tokens, self.num_tokens + 1)
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self.num_tokens % self._block_size == 0:
+            self._extend_hashes()
+        if self._edits is not None:
+            self._edits.add_output(token_id)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why no token follows the present ones: "stop", "length" or ``None``."""
+        if self.num_output_tokens == 0:
+            return None
+        if int(self._tokens[self.num_tokens - 1]) in self._end_ids:
+            return "stop"
+        return "length" if self.num_tokens >= self._last_end else None
+
+    def append_blocks(self, block_ids: Items[BlockId]) -> None:
+        end = self.num_blocks + len(block_ids)
+        if end > len(self._blocks):
+            self._blocks = _grown(self._blocks, end)
+        self._blocks[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+        self.num_slots = end * self._block_size
+
+    def replace_block(self, index: int, block_id: BlockId) -> BlockId:
+        """Puts ``block_id``, of the same contents, at ``index``; returns the one it replaces."""
+        old = BlockId(int(self._blocks[index]))
+        self._blocks[index] = block_id
+        self.num_blocks_in_row = min(self.num_blocks_in_row, index)
+        return old
+
+    def take_blocks(self) -> list[BlockId]:
+        """Empties the block table, for the pool to release: no KV is left."""
+        block_ids: list[BlockId] = self.block_ids.tolist()
+        self.num_blocks = self.num_slots = self.num_registered = self.num_computed = 0
+        self.num_blocks_in_row = 0
+        return block_ids
+
+    def _extend_hashes(self) -> None:
+        if self._chain is not None:
+            self.hashes += self._chain.extend(self.token_ids)
+
+
+def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """A copy with room for ``size`` items at least, the new ones 0; doubles."""
+    grown = np.zeros(max(size, 2 * len(array), 16), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown

@@ -1,0 +1,157 @@
+"""Writes a schedule down as the arrays that the ranks work from.
+
+A sequence's slowly changing parts, its block table and its sampling parameters, are kept in a row
+of arrays as long as the sequence runs: a step writes only the new entries and picks its rows.
+"""
+
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.api.arrays import Ints, Longs
+from quire.worker.schedule.schedule import Schedule
+from quire.worker.schedule.sequence import Sequence
+from quire.worker.step.messages import StepInput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
+
+# T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
+# S samples                      L tokens that are not known yet   R rows that are kept
+
+_PARAMS = {
+    name: attrgetter(f"request.sampling.{name.removesuffix('_S')}")
+    for name in SAMPLE_TYPES
+    if name != "position_S"  # It is another one in each step.
+} | {"seed_S": attrgetter("seed")}  # The engine's own where the request has none.
+"""A sequence's entries in the arrays of sampling parameters."""
+
+
+class StepInputs:
+    """Builds the inputs of an engine's steps, from rows for the sequences that have begun."""
+
+    def __init__(self, *, block_size: int) -> None:
+        self._block_size = block_size
+        self._free_rows: list[int] = []
+        self._tables_RM: Ints = np.zeros((0, 16), np.int32)
+        self._params_R: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(0, SAMPLE_TYPES[name]) for name in _PARAMS
+        }
+
+    def build(self, schedule: Schedule) -> StepInput:
+        """``schedule`` must not be submitted yet, and must not be empty.
+
+        The arrays belong to the caller.
+        """
+        sequences, num_decodes = schedule.sequences, schedule.num_decodes
+        for seq in sequences:
+            if seq.num_blocks_in_row != seq.num_blocks:
+                self._write_table(seq)
+        num_tokens_B = np.array(schedule.num_tokens, dtype=np.int64)
+        starts_B = np.array([seq.num_computed for seq in sequences], dtype=np.int64)
+        query_starts_B1 = np.zeros(len(sequences) + 1, dtype=np.int64)
+        np.cumsum(num_tokens_B, out=query_starts_B1[1:])
+        row_T = np.arange(len(sequences)).repeat(num_tokens_B)
+        positions_T = np.arange(len(row_T)) + (starts_B - query_starts_B1[:-1])[row_T]
+
+        rows_B = np.array([seq.row for seq in sequences], dtype=np.int64)
+        max_blocks = max([seq.num_blocks for seq in sequences])
+        block_tables_BM = self._tables_RM[:, :max_blocks].take(rows_B, axis=0)
+        index_T, offset_T = np.divmod(positions_T, self._block_size)
+        num_samples_B = np.array(schedule.num_samples)
+        sampled_B = np.flatnonzero(num_samples_B)
+        samples_S = _last_tokens(query_starts_B1[1:][sampled_B], num_samples_B[sampled_B])
+        late = [
+            (row, seq.last_sample)
+            for row, seq in enumerate(sequences[:num_decodes])
+            if seq.num_computed == seq.num_tokens
+        ]
+        late_2L = np.array(late, dtype=np.int32).reshape(-1, 2).T.copy()
+        return StepInput(
+            token_ids_T=_token_ids(schedule),
+            positions_T=positions_T,
+            slot_mapping_T=block_tables_BM[row_T, index_T] * np.int64(self._block_size) + offset_T,
+            block_tables_BM=block_tables_BM,
+            seq_lens_B=(starts_B + num_tokens_B).astype(np.int32),
+            query_starts_B1=query_starts_B1.astype(np.int32),
+            num_decodes=num_decodes,
+            samples_S=samples_S,
+            sampling=self._sampling(schedule, positions_T[samples_S]),
+            late_tokens_L=late_2L[0],
+            late_rows_L=late_2L[1],
+        )
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` has ended: another one can have its row."""
+        if seq.row is not None:
+            self._free_rows.append(seq.row)
+            seq.row = None
+
+    def _write_table(self, seq: Sequence) -> None:
+        """Copies new entries of the block table of ``seq`` to its row."""
+        if seq.row is None:
+            self._take_row(seq)
+        if seq.num_blocks > self._tables_RM.shape[1]:
+            self._tables_RM = _grown(self._tables_RM, num_columns=2 * seq.num_blocks)
+        begin, end = seq.num_blocks_in_row, seq.num_blocks
+        self._tables_RM[seq.row, begin:end] = seq.block_ids[begin:]
+        seq.num_blocks_in_row = end
+
+    def _take_row(self, seq: Sequence) -> None:
+        if not self._free_rows:
+            begin, end = len(self._tables_RM), 2 * len(self._tables_RM) + 16
+            self._tables_RM = _grown(self._tables_RM, num_rows=end)
+            self._params_R = {
+                name: _grown(values_R, num_rows=end) for name, values_R in self._params_R.items()
+            }
+            self._free_rows += range(begin, end)
+        row = seq.row = self._free_rows.pop()
+        for name, value_of in _PARAMS.items():
+            self._params_R[name][row] = value_of(seq)
+
+    def _sampling(self, schedule: Schedule, positions_S: Longs) -> SamplingBatch:
+        """``positions_S``: of the tokens behind which one is sampled."""
+        sampled = [
+            seq
+            for seq, num_samples in zip(schedule.sequences, schedule.num_samples, strict=True)
+            for _ in range(num_samples)
+        ]
+        edits = [(sample, each) for sample, seq in enumerate(sampled) if (each := seq.edits)]
+        rows_S = np.array([seq.row for seq in sampled], dtype=np.int64)
+        columns = {name: values_R.take(rows_S) for name, values_R in self._params_R.items()}
+        columns["position_S"] = positions_S + 1
+        adjustments = Adjustments.of(edits, num_samples=len(sampled)) if edits else None
+        return SamplingBatch(**columns, adjustments=adjustments)
+
+
+def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
+    """The last ``counts`` tokens before each of ``ends``, one sequence's after the other's."""
+    before_B = counts_B.cumsum() - counts_B
+    place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
+    return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
+
+
+def _token_ids(schedule: Schedule) -> Longs:
+    """The tokens of the step; 0 for those in flight."""
+    singles = [
+        seq.token_at(seq.num_computed) if seq.num_computed < seq.num_tokens else 0
+        for seq in schedule.sequences[: schedule.num_decodes]
+    ]
+    token_ids: list[npt.NDArray[Any]] = [np.array(singles, dtype=np.int64)]
+    token_ids += [
+        seq.token_ids[seq.num_computed : seq.num_computed + num_tokens]
+        for seq, num_tokens in zip(
+            schedule.sequences[schedule.num_decodes :],
+            schedule.num_tokens[schedule.num_decodes :],
+            strict=True,
+        )
+    ]
+    return np.concatenate(token_ids, dtype=np.int64)
+
+
+def _grown(array: npt.NDArray[Any], *, num_rows: int = 0, num_columns: int = 0) -> npt.NDArray[Any]:
+    """A copy with at least that many rows and columns; new entries are 0."""
+    more = [(0, max(0, num_rows - array.shape[0]))]
+    if array.ndim == 2:
+        more.append((0, max(0, num_columns - array.shape[1])))
+    return np.pad(array, more)

@@ -1,0 +1,105 @@
+"""The blocks of sequences: found in the cache, taken, named when they are full, given back.
+
+Always true: a full block has one writer, and no block is let go before the last step that uses it
+has run.
+
+A full block is registered when the step that fills it is scheduled, not when it has run: the
+forward pass writes the KV of all its rows before any of them attends, so that requests of one
+step share the prefix that one of them computes. A block with a token in flight has no name yet:
+it is registered when the token comes.
+"""
+
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.schedule.sequence import Sequence
+
+
+class BlockTables:
+    """Changes the tables of sequences and the pool together. Decides nothing."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.num_submitted = 0
+        """Steps, as is the next."""
+        self.num_finished = 0
+        # Blocks whose hash another one bears: (sequence, index in its table, the other block).
+        self._duplicates: list[tuple[Sequence, int, BlockId]] = []
+        # Blocks that nobody will use any more, by the last step that does.
+        self._parting: list[tuple[int, list[BlockId]]] = []
+
+    def find_prefix(self, seq: Sequence) -> list[BlockId]:
+        """Cached blocks to begin with, less the last token's: its logits must be computed."""
+        return self.pool.match(seq.hashes[: seq.num_shareable])
+
+    def acquire(self, seq: Sequence, hits: list[BlockId]) -> None:
+        """Begins the empty table of ``seq`` with cached blocks."""
+        self.pool.acquire(hits)
+        seq.append_blocks(hits)
+        seq.num_registered = len(hits)
+        seq.num_computed = len(hits) * self.pool.block_size
+
+    def num_missing(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that ``seq`` lacks for its next tokens; below 0 where it has some to spare."""
+        return -(-(seq.num_computed + num_tokens) // self.pool.block_size) - seq.num_blocks
+
+    def are_lacking(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether those are more than the pool has."""
+        num_missing = self.num_missing(seq, num_tokens)
+        return num_missing > 0 and num_missing > self.pool.num_available
+
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
+        """Gives ``seq`` the blocks for its next tokens, and registers those that they fill."""
+        num_missing = self.num_missing(seq, num_tokens)
+        if num_missing > 0:
+            seq.append_blocks(self.pool.allocate(num_missing))
+        self._register(seq, seq.num_computed + num_tokens)
+
+    def submitted(self) -> None:
+        """A step is under way, with the tables as they are."""
+        self.num_submitted += 1
+
+    def finished(self) -> None:
+        """The oldest step under way has run: blocks that only it still used can be let go."""
+        self.num_finished += 1
+        parting, self._parting = self._parting, []
+        for step, block_ids in parting:
+            self._release_after(block_ids, step)
+
+    def token_came(self, seq: Sequence) -> None:
+        """A step ahead may have computed more than was known."""
+        if seq.num_computed // self.pool.block_size > seq.num_registered:
+            self._register(seq, seq.num_computed)
+            self.settle_duplicates()
+
+    def release(self, seq: Sequence) -> None:
+        """Empties the table of ``seq``: now, or when the last step that uses it has run."""
+        self._release_after(seq.take_blocks(), seq.last_step)
+
+    def settle_duplicates(self) -> None:
+        """Lets tables point to the blocks that bear the hashes, where those are others."""
+        for seq, index, block_id in self._duplicates:
+            self._release_after([seq.replace_block(index, block_id)], seq.last_step)
+        self._duplicates.clear()
+
+    def _register(self, seq: Sequence, num_computed: int) -> None:
+        """Names the blocks that the first ``num_computed`` tokens fill, as far as those are known.
+
+        The table points to a duplicate's other block only after the step that is being scheduled:
+        until then the sequence writes to its own.
+        """
+        begin = seq.num_registered
+        end = min(num_computed // self.pool.block_size, len(seq.hashes))
+        if end <= begin:
+            return
+        block_ids: list[BlockId] = seq.block_ids[begin:end].tolist()
+        parent = BlockId(int(seq.block_ids[begin - 1])) if begin else None
+        named = self.pool.register(block_ids, seq.hashes[begin:end], parent=parent)
+        seq.num_registered = end
+        for index, (own, block_id) in enumerate(zip(block_ids, named, strict=True), begin):
+            if own != block_id:
+                self._duplicates.append((seq, index, block_id))
+
+    def _release_after(self, block_ids: list[BlockId], step: int) -> None:
+        if step <= self.num_finished:
+            self.pool.release(block_ids)
+        else:
+            self._parting.append((step, block_ids))

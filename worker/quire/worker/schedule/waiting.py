@@ -1,0 +1,121 @@
+"""Requests that wait, in the order in which their prompts are computed.
+
+A *turn* is (priority, key, number), and the least comes first. The number is a request's place in
+the order of arrival. With "fcfs" keys are all 0; with "shortest_prefill" a key is the remaining
+tokens plus `AGING` times the tokens that the engine had computed when the request came: the
+shortest
+first (Schrage 1968), but a request that lacks n tokens is overtaken only by those of its priority
+that come while the engine computes n / `AGING` tokens more. That is counted in tokens and not in
+seconds so that the order is the same on every machine.
+
+If other prompts wait for the same block next, the remaining work is divided by their number: a
+prefix that a hundred prompts share costs each of them a hundredth (least work per waiting request
+first, Smith 1956).
+
+Each operation takes O(log n) on average. Lazy deletion: stale heap entries are dropped when they
+reach the top, or when they are the majority.
+"""
+
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from quire.worker.api.config import SchedulingPolicy
+from quire.worker.api.hashing import BlockHash
+from quire.worker.schedule.sequence import Sequence
+
+Turn = tuple[int, float, int]
+
+AGING = 0.2
+"""Tokens of prefill that each token computed for others since the arrival offsets."""
+
+
+def turn_of(
+    seq: Sequence, num_missing: int, policy: SchedulingPolicy, *, num_followers: int = 0
+) -> Turn:
+    """The place in the order of a request of which ``num_missing`` tokens are to be computed, and
+    whose next block ``num_followers`` others wait for."""
+    if policy == "fcfs":
+        return seq.request.priority, 0.0, seq.number
+    left = num_missing / (1 + num_followers)
+    return seq.request.priority, left + AGING * seq.arrived_at_token, seq.number
+
+
+class WaitingQueue:
+    """Holds sequences with status ``WAITING``. One that has left may come back."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Sequence, Turn] = {}
+        # Lazy deletion: stale heap entries are dropped when popped. The numbers in the
+        # middle are there because sequences have no order, and one may be in twice.
+        self._in_turn: list[tuple[Turn, int, Sequence]] = []
+        self._by_arrival: list[tuple[float, int, Sequence]] = []
+        self._entries = count()
+        self._lacks: dict[Sequence, BlockHash] = {}
+        # By the block that they lack first, in the order in which they were put in.
+        self._lacking: dict[BlockHash, dict[Sequence, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def push(self, seq: Sequence, turn: Turn, *, lacks: BlockHash | None = None) -> None:
+        """Puts in ``seq``, or gives it another turn; ``lacks`` is the first block that it would
+        have to compute and others may, if there is one."""
+        if seq not in self._turns:
+            heappush(self._by_arrival, (seq.arrival_s, next(self._entries), seq))
+        self._turns[seq] = turn
+        heappush(self._in_turn, (turn, next(self._entries), seq))
+        if self._lacks.get(seq) != lacks:
+            self._forget_lack(seq)
+            if lacks is not None:
+                self._lacks[seq] = lacks
+                self._lacking.setdefault(lacks, {})[seq] = None
+        self._tidy()
+
+    def head(self) -> tuple[Turn, Sequence]:
+        """Whose turn it is. There must be one."""
+        while True:
+            turn, _, seq = self._in_turn[0]
+            if self._turns.get(seq) == turn:
+                return turn, seq
+            heappop(self._in_turn)
+
+    def num_lacking(self, block: BlockHash | None) -> int:
+        """How many lack ``block`` first."""
+        return len(self._lacking[block]) if block in self._lacking else 0
+
+    def first_lacking(self, block: BlockHash | None) -> Sequence | None:
+        """The sequence among them that was put in first."""
+        return next(iter(self._lacking[block])) if block in self._lacking else None
+
+    def take_lacking(self, block: BlockHash) -> list[Sequence]:
+        """All of those. They stay, and count as lacking nothing until they are put in again."""
+        found = list(self._lacking.pop(block, ()))
+        for seq in found:
+            del self._lacks[seq]
+        return found
+
+    def remove(self, seq: Sequence) -> None:
+        del self._turns[seq]
+        self._forget_lack(seq)
+        self._tidy()
+
+    def _forget_lack(self, seq: Sequence) -> None:
+        block = self._lacks.pop(seq, None)
+        if block is not None:
+            del self._lacking[block][seq]
+            if not self._lacking[block]:
+                del self._lacking[block]
+
+    def _tidy(self) -> None:
+        if len(self._in_turn) > 2 * len(self._turns) + 16:
+            self._in_turn = [(turn, next(self._entries), seq) for seq, turn in self._turns.items()]
+            heapify(self._in_turn)
+        if len(self._by_arrival) > 2 * len(self._turns) + 16:
+            self._by_arrival = [(seq.arrival_s, next(self._entries), seq) for seq in self._turns]
+            heapify(self._by_arrival)
+
+    def oldest_arrival_s(self) -> float | None:
+        """When the one came that has waited longest; None where nobody waits."""
+        while self._by_arrival and self._by_arrival[0][2] not in self._turns:
+            heappop(self._by_arrival)
+        return self._by_arrival[0][0] if self._by_arrival else None

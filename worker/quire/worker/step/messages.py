@@ -1,0 +1,94 @@
+"""The messages between the engine and its ranks: one `StepInput` down, one `StepOutput` up.
+
+Ranks keep no per-request state: each step contains everything that it needs, except tokens that the
+step right before it samples, which ranks remember for that long. So every rank of a group does the
+same work and holds nothing that could be lost. Decodes (rows of one query token) come first.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quire.worker.api.arrays import Ints, Longs
+from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.step.sampling_batch import SamplingBatch
+
+# T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
+# S samples                      L tokens that are not known yet
+
+
+def _no_rows() -> Ints:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The input of all ranks for one step. The arrays belong to the step and never change."""
+
+    token_ids_T: Longs
+    positions_T: Longs
+    slot_mapping_T: Longs
+    """Where the token's K and V go: ``block id * block_size + offset in the block``."""
+    block_tables_BM: Ints
+    """Block ids, padded with 0."""
+    seq_lens_B: Ints
+    """Tokens whose KV each row attends to, those of this step included."""
+    query_starts_B1: Ints
+    """Row b's tokens are ``query_starts[b]:query_starts[b + 1]`` of T. Length B + 1."""
+    num_decodes: int
+    """Rows ``0:num_decodes`` have exactly one token; later rows are prefill chunks."""
+    samples_S: Ints
+    """The tokens of T behind which one is sampled, in ascending order. A chunk in the middle of a
+    prompt has none, a decode its one token; a sequence may have several."""
+    sampling: SamplingBatch
+    late_tokens_L: Ints = field(default_factory=_no_rows)
+    """Where T has tokens that the step before this one samples: ranks put them in."""
+    late_rows_L: Ints = field(default_factory=_no_rows)
+    """Which of that step's S samples is each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The tokens that rank 0 sampled in one step."""
+
+    token_ids_S: Longs
+    """In the order of `StepInput.samples_S`."""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """One per sample, or empty where none was asked for."""
+    broken_rows: tuple[int, ...] = ()
+    """Samples whose logits were NaN or infinite: their tokens mean nothing."""
+
+
+class Executor(Protocol):
+    """The ranks of one group, as the engine sees them. Steps run in the order of `submit`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every rank's KV cache holds."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps to submit before the result of the one before them: 0, or 1 where that pays."""
+
+    @property
+    def numerics(self) -> str:
+        """Everything that decides the bits of outputs besides the weights; see
+        `quire.worker.model.numerics`."""
+
+    def submit(self, step: StepInput) -> None:
+        """Gives all ranks a step to run. At most ``1 + num_ahead`` are under way.
+
+        Raises:
+            RankFailure: A rank died or does not take it. The executor is closed.
+        """
+
+    def result(self) -> StepOutput:
+        """Waits for the oldest step whose result was not taken yet.
+
+        Raises:
+            RankFailure: A rank died, raised or missed its deadline. The executor is closed.
+        """
+
+    def close(self) -> None:
+        """Stops every rank and frees what it held. Can be called again."""

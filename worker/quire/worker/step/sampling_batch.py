@@ -1,0 +1,148 @@
+"""Sampling parameters and logit changes of a step's samples, as arrays from the engine to its
+ranks.
+
+A sampling parameter that is one number for each sample is a field of `SamplingBatch`. A change to
+the logits of some tokens is part of `Adjustments`, whose meaning is
+`quire.kernels.reference_sampling.adjust_logits`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.worker.api.arrays import Floats, Ints, Longs
+
+# S samples of the step   A biased and E seen pairs of a sample and a token   K masked samples
+# W words of 32 tokens
+
+MASK_BITS = 32
+"""Tokens of one word of a mask."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edits:
+    """Changes to the logits of one sample. Each list names distinct tokens."""
+
+    biased_ids_A: Longs = field(default_factory=lambda: _NO_LONGS)
+    bias_A: Floats = field(default_factory=lambda: _NO_FLOATS)
+    """Added to the logit; minus infinity bans the token."""
+    seen_ids_E: Longs = field(default_factory=lambda: _NO_LONGS)
+    seen_counts_E: Ints = field(default_factory=lambda: _NO_INTS)
+    """How often the output holds each; 0 for a token that only the prompt holds."""
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    mask_W: Ints | None = None
+    """Bit ``t % 32`` of word ``t // 32`` allows token ``t``; tokens behind the last word are not
+    allowed. ``None`` allows all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adjustments:
+    """The `Edits` of several samples as arrays, in the order in which they are applied."""
+
+    biased_rows_A: Ints
+    biased_ids_A: Ints
+    bias_A: Floats
+    seen_rows_E: Ints
+    seen_ids_E: Ints
+    seen_counts_E: Ints
+    presence_S: Floats
+    frequency_S: Floats
+    repetition_S: Floats
+    masked_rows_K: Ints
+    mask_KW: Ints
+
+    @classmethod
+    def of(cls, edits: Sequence[tuple[int, Edits]], *, num_samples: int) -> "Adjustments":
+        """``edits``: samples and what is changed in their logits, at most once for each."""
+        penalties = np.zeros((3, num_samples), np.float32)
+        penalties[2] = 1
+        for row, each in edits:
+            penalties[:, row] = each.presence, each.frequency, each.repetition
+        masks = [(row, each.mask_W) for row, each in edits if each.mask_W is not None]
+        mask_KW = np.zeros((len(masks), max((len(m) for _, m in masks), default=0)), np.int32)
+        for index, (_, mask_W) in enumerate(masks):
+            mask_KW[index, : len(mask_W)] = mask_W
+        return cls(
+            biased_rows_A=_repeated([(row, len(each.biased_ids_A)) for row, each in edits]),
+            biased_ids_A=_joined([each.biased_ids_A for _, each in edits], np.int32),
+            bias_A=_joined([each.bias_A for _, each in edits], np.float32),
+            seen_rows_E=_repeated([(row, len(each.seen_ids_E)) for row, each in edits]),
+            seen_ids_E=_joined([each.seen_ids_E for _, each in edits], np.int32),
+            seen_counts_E=_joined([each.seen_counts_E for _, each in edits], np.int32),
+            presence_S=penalties[0],
+            frequency_S=penalties[1],
+            repetition_S=penalties[2],
+            masked_rows_K=np.array([row for row, _ in masks], np.int32),
+            mask_KW=mask_KW,
+        )
+
+    @property
+    def rows(self) -> Ints:
+        """The samples whose logits are changed."""
+        return np.unique(np.concatenate([self.biased_rows_A, self.seen_rows_E, self.masked_rows_K]))
+
+    def take(self, rows_L: npt.NDArray[np.intp]) -> "Adjustments":
+        """Those of some samples, every changed one among them, numbered by their place there."""
+        place_S = np.zeros(len(self.presence_S), np.int32)
+        place_S[rows_L] = np.arange(len(rows_L))
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("biased_rows_A", "seen_rows_E", "masked_rows_K"):
+            values[name] = place_S[values[name]]
+        for name in ("presence_S", "frequency_S", "repetition_S"):
+            values[name] = values[name][rows_L]
+        return Adjustments(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of the S samples of a step."""
+
+    temperature_S: Floats
+    top_p_S: Floats
+    top_k_S: Ints
+    """0 keeps all tokens."""
+    min_p_S: Floats
+    seed_S: Longs
+    position_S: Longs
+    """Index of the token to be sampled in prompt + output: with the seed, the whole state of
+    the sample's random generator."""
+    num_logprobs_S: Ints
+    """-1: none; 0: of the sampled token only; k: of the k most probable too."""
+    adjustments: Adjustments | None = None
+
+    @property
+    def adjusted_rows(self) -> Ints:
+        """The samples whose logits are changed before a token is drawn."""
+        return _NO_INTS if self.adjustments is None else self.adjustments.rows
+
+    def take(self, rows_L: npt.NDArray[np.intp]) -> "SamplingBatch":
+        """Some of the samples, every adjusted one among them."""
+        adjustments = None if self.adjustments is None else self.adjustments.take(rows_L)
+        columns = {name: getattr(self, name)[rows_L] for name in SAMPLE_TYPES}
+        return SamplingBatch(**columns, adjustments=adjustments)
+
+
+SAMPLE_TYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(get_args(get_args(kind)[1])[0])
+    for name, kind in get_type_hints(SamplingBatch).items()
+    if get_origin(kind) is np.ndarray
+}
+"""The arrays of a `SamplingBatch` by name, and the type of their numbers."""
+
+_NO_INTS: Ints = np.zeros(0, np.int32)
+_NO_LONGS: Longs = np.zeros(0, np.int64)
+_NO_FLOATS: Floats = np.zeros(0, np.float32)
+
+
+def _repeated(counts: list[tuple[int, int]]) -> Ints:
+    rows, repeats = np.array(counts, np.int32).reshape(-1, 2).T
+    return rows.repeat(repeats)
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    return np.concatenate([*parts, np.zeros(0, dtype)], dtype=dtype, casting="unsafe")

@@ -1,0 +1,121 @@
+"""A checkpoint's chat template: messages to the text that the model was trained on.
+
+Renders what transformers renders. Apart from `quire.worker.text.tokenizer`, as importing Jinja
+takes longer than loading a small model's weights, and plain completions need none."""
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+import jinja2.compiler
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from quire.worker.api.errors import CheckpointError, InvalidRequest
+
+if TYPE_CHECKING:  # The process that renders for a gateway needs no tokenizer.
+    from quire.worker.text.tokenizer import Message
+
+_MAX_REASON_CHARS = 500
+
+
+class ChatTemplate:
+    """A template that knows the model's special tokens by their names.
+
+    Raises:
+        CheckpointError: It is no Jinja template.
+    """
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+        self._template = _compile(source)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+
+    def render(self, messages: "Sequence[Message]", *, add_generation_prompt: bool) -> str:
+        """The text of a chat. What OpenAI's clients send as several parts of text is one text.
+
+        Takes as long and as much memory as the template makes it: `TemplateProcess` has limits.
+
+        Raises:
+            InvalidRequest: The template refuses the messages or fails on them, or they are none.
+        """
+        plain = [_plain(message) for message in messages]
+        try:
+            return self._template.render(
+                messages=plain,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except Exception as error:  # A template is a program: it may divide by zero.
+            reason = _reason(error)
+            raise InvalidRequest(f"the chat template refuses these messages: {reason}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The error message for the sender of the messages, or the author of the template."""
+    reason = str(error)
+    if not isinstance(error, jinja2.TemplateError | TypeError):
+        reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}…"
+
+
+def _plain(message: "Message") -> "Message":
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f"messages: must be mappings with role and content, not {reprlib.repr(message)}"
+        )
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        fields = part if isinstance(part, Mapping) else {"type": part}
+        kind, text = fields.get("type"), fields.get("text")
+        if kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(
+                f"messages: a content part of type {reprlib.repr(kind)} is not supported: this "
+                "model reads text, send parts of type 'text'"
+            )
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
+
+
+def _compile(source: str) -> jinja2.Template:
+    # The settings and helpers that chat templates are written for.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols],
+        optimized=False,
+    )
+    environment.code_generator_class = _Unfolded
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    try:
+        return environment.from_string(source)
+    except Exception as error:  # It is compiled to Python, whose parser has limits of its own.
+        raise CheckpointError(f"the chat template cannot be read: {_reason(error)}") from error
+
+
+class _Unfolded(jinja2.compiler.CodeGenerator):
+    """Computes nothing of a template while it is compiled, which no limit bounds: a constant
+    such as ``'x' * 10**10`` would take its 10 GB in the process that only wants to know whether
+    the template is one."""
+
+    def _output_child_to_const(
+        self, node: jinja2.nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,161 @@
+"""Completions of the offline API on their way: from the engine's tokens to what users get."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.worker.api.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    TokenDelta,
+    TokenLogprobs,
+)
+from quire.worker.api.request import Prepared
+from quire.worker.text.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+class OfflineCompletion:
+    """One completion on its way: the engine's tokens, and their text."""
+
+    def __init__(
+        self, request: Prepared, *, prompt: str | None, index: int, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.index = index
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        # Only a stop string must be seen when it comes; other text is decoded once, at the end.
+        watched = tokenizer if request.sampling.stop_strings else None
+        self._stream = TextStream(watched, request.sampling) if watched else None
+        self._streamed = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def receive(self, delta: TokenDelta) -> None:
+        """Takes a step's tokens; ``finish_reason`` is set after the last ones.
+
+        Raises:
+            BrokenLogits: The model cannot go on with it.
+        """
+        if delta.error is not None:
+            raise delta.error
+        if not self._token_ids:
+            self.num_cached_tokens = delta.num_cached_tokens
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        if self._stream is None:
+            return
+        text, stopped = self._stream.push(self._shown(delta.token_ids, delta.finish_reason))
+        self._streamed += text
+        if stopped:
+            self.finish_reason = "stop"
+        elif delta.finish_reason is not None:
+            self._streamed += self._stream.finish()
+            if self._stream.stop_string is not None:
+                self.finish_reason = "stop"
+
+    def output(self) -> CompletionOutput:
+        """The completion, once it has ended."""
+        assert self.finish_reason is not None
+        logprobs = None
+        if self.request.sampling.logprobs is not None:
+            logprobs = [self._readable(token) for token in self._logprobs]
+        return CompletionOutput(
+            index=self.index,
+            text=self._text(),
+            token_ids=self._token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(token.logprob for token in self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason(),
+        )
+
+    def _text(self) -> str:
+        if self._tokenizer is None or self._stream is not None:
+            return self._streamed
+        return self._tokenizer.decode(
+            self._shown(self._token_ids, self.finish_reason),
+            skip_special_tokens=self.request.sampling.skip_special_tokens,
+        )
+
+    def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
+        """As in vLLM, the token that ends the text is not part of it."""
+        hidden = reason == "stop" and not self.request.sampling.include_stop_str_in_output
+        return token_ids[:-1] if hidden else token_ids
+
+    def _stop_reason(self) -> str | int | None:
+        if self._stream is not None and self._stream.stop_string is not None:
+            return self._stream.stop_string
+        stop_ids = self.request.sampling.stop_token_ids or ()
+        by_token = self.finish_reason == "stop" and self._token_ids[-1] in stop_ids
+        return self._token_ids[-1] if by_token else None
+
+    def _readable(self, token: TokenLogprobs) -> dict[int, Logprob]:
+        ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(token.top, 1)]
+        ranked.append((token.token_id, token.logprob, token.rank))
+        return {
+            token_id: Logprob(
+                logprob=value,
+                rank=rank,
+                decoded_token=self._tokenizer.token_text(token_id) if self._tokenizer else "",
+            )
+            for token_id, value, rank in ranked
+        }
+
+
+class Progress:
+    """A bar that counts completions, with tokens per second and the share of cached prompt."""
+
+    def __init__(self, *, num_completions: int, shown: bool) -> None:
+        self._bar = _bar(num_completions) if shown else None
+        self._began_s = time.monotonic()
+        self._num_output = self._num_prompt = self._num_cached = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, delta: TokenDelta, completion: OfflineCompletion) -> None:
+        self._num_output += len(delta.token_ids)
+        if completion.finish_reason is None or self._bar is None:
+            return
+        self._num_prompt += len(completion.request.prompt_token_ids)
+        self._num_cached += completion.num_cached_tokens
+        took_s = max(time.monotonic() - self._began_s, 1e-9)
+        self._bar.set_postfix_str(
+            f"{self._num_output / took_s:.0f} output tokens/s, "
+            f"{self._num_cached / self._num_prompt:.0%} of prompt cached",
+            refresh=False,
+        )
+        self._bar.update()
+
+
+def _bar(num_completions: int) -> "tqdm[Any]":
+    from tqdm import tqdm  # Slow to import, and not needed where nothing is shown.
+
+    return tqdm(total=num_completions, desc="Completions", dynamic_ncols=True)
+
+
+def request_output(completions: Sequence[OfflineCompletion]) -> RequestOutput:
+    """The return value of `LLM.generate` for the completions of one prompt."""
+    first = completions[0]
+    return RequestOutput(
+        request_id=first.request.request_id.partition("-")[0],
+        prompt=first.prompt,
+        prompt_token_ids=first.request.prompt_token_ids.tolist(),
+        num_cached_tokens=first.num_cached_tokens,
+        outputs=[completion.output() for completion in completions],
+    )
