@@ -60,7 +60,7 @@ def scaled_down(stage: Stage) -> Outcome:
 def overloaded(stage: Stage) -> Outcome:
     """Three times what the cluster can serve, by `bench.overload`, with admission's own bounds.
 
-    Of a model that makes the groups the limit, and not the gateway and the client beside them.
+    The model makes the groups the limit, and not the gateway and the client beside them.
     """
     outcome = Outcome()
     cluster = stage.cluster

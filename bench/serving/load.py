@@ -170,7 +170,7 @@ async def run_chats(
 def differences(streams: Iterable[Stream], reference: Mapping[str, Sequence[int]]) -> list[str]:
     """A line for each stream whose tokens are not those of ``reference``, by request's name.
 
-    Of a stream that did not run to its end, the tokens that came are compared. Requests that the
+    Where a stream did not run to its end, the tokens that came are compared. Requests that the
     reference lacks are passed over.
     """
     lines = []

@@ -182,7 +182,7 @@ def _warm_up(case: Case) -> Sequence[Request]:
 def _forecasts(address: str, streams: Sequence[Stream]) -> list[Forecast]:
     """As `quire explain` shows them, of the ``streams`` that the gateway remembers, in their order.
 
-    Of several gateways one is asked.
+    Where there are several gateways, one is asked.
     """
     with grpc.insecure_channel(address) as channel:
         request = pb.ExplainRoutingRequest(limit=MAX_LIMIT)

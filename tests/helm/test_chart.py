@@ -103,7 +103,7 @@ def test_every_container_is_confined(manifests: list[Manifest]) -> None:
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+        for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -117,7 +117,7 @@ def test_every_container_is_confined(manifests: list[Manifest]) -> None:
 def test_what_is_mounted_is_there(manifests: list[Manifest]) -> None:
     for pod in pods(manifests).values():
         volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]:
+        for container in pod["spec"]["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
 
 
@@ -126,6 +126,27 @@ def test_the_model_is_where_the_engine_looks(manifests: list[Manifest]) -> None:
     for name, pod in pods(manifests).items():
         mounts = [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]]
         assert ("/models" in mounts) is (model is not None and name != "test")
+
+
+@pytest.mark.parametrize("claim", ["", "models"])
+def test_a_model_of_the_hub_is_fetched_by_every_pod_of_ray(claim: str) -> None:
+    hub = {"repository": "example/llama", "revision": "v1", "tokenSecret": "hub"}
+    manifests = render({"model": {"source": "hub", "hub": hub | {"cacheClaimName": claim}}})
+    assert settings(manifests)["engine"]["model"] == "example/llama@v1"
+    for name, pod in pods(manifests).items():
+        (container,) = pod["spec"]["containers"]
+        mounts = {
+            each["mountPath"]: each.get("readOnly", False) for each in container["volumeMounts"]
+        }
+        environment = {each["name"]: each for each in container.get("env", [])}
+        if name == "test":
+            assert "HF_HOME" not in environment
+            continue
+        home = environment["HF_HOME"]["value"]
+        assert any(home.startswith(path) and not read_only for path, read_only in mounts.items())
+        assert ("/models" in mounts) is bool(claim)
+        token = {"secretKeyRef": {"name": "hub", "key": "token"}}
+        assert environment["HF_TOKEN"]["valueFrom"] == token
 
 
 def test_the_kubelet_waits_for_the_drain(manifests: list[Manifest]) -> None:

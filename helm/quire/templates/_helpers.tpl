@@ -75,20 +75,40 @@ capabilities: {drop: [ALL]}
 - {name: RAY_health_check_timeout_ms, value: "3000"}
 - {name: RAY_health_check_failure_threshold, value: {{ max 1 (div .Values.ray.lostNodeSeconds 4) | quote }}}
 - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ .Values.ray.headLossSeconds | quote }}}
+{{- if eq .Values.model.source "hub" }}
+- {name: HF_HOME, value: {{ ternary "/models" "/tmp/huggingface" (ne (include "quire.modelClaim" .) "") }}}
+{{- with .Values.model.hub.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ . }}, key: {{ $.Values.model.hub.tokenKey }}}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "quire.modelPath" -}}
-{{- if ne .Values.model.source "demo" -}}
+{{- if eq .Values.model.source "hub" -}}
+{{- printf "%s@%s" (required "model.hub.repository is needed where model.source is hub" .Values.model.hub.repository) .Values.model.hub.revision -}}
+{{- else if ne .Values.model.source "demo" -}}
 {{- printf "/models/%s" .Values.model.path | trimSuffix "/" -}}
 {{- end -}}
 {{- end -}}
 
+{{/* The claim that holds checkpoints, where there is one. */}}
+{{- define "quire.modelClaim" -}}
+{{- if eq .Values.model.source "pvc" -}}
+{{- required "model.pvc.claimName is needed where model.source is pvc" .Values.model.pvc.claimName -}}
+{{- else if eq .Values.model.source "hub" -}}
+{{- .Values.model.hub.cacheClaimName -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "quire.modelVolume" -}}
-{{- if eq .Values.model.source "pvc" }}
+{{- with include "quire.modelClaim" . }}
 - name: model
   persistentVolumeClaim:
-    claimName: {{ required "model.pvc.claimName is needed where model.source is pvc" .Values.model.pvc.claimName }}
-{{- else if eq .Values.model.source "hostPath" }}
+    claimName: {{ . }}
+{{- end }}
+{{- if eq .Values.model.source "hostPath" }}
 - name: model
   hostPath:
     path: {{ required "model.hostPath.path is needed where model.source is hostPath" .Values.model.hostPath.path }}
@@ -97,35 +117,8 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{- define "quire.modelMount" -}}
-{{- if ne .Values.model.source "demo" }}
-- {name: model, mountPath: /models, readOnly: true}
-{{- end }}
-{{- end -}}
-
-{{/* Fetches the checkpoint before the first of the pod's containers, where it is not there. */}}
-{{- define "quire.download" -}}
-{{- with .Values.model.download }}
-{{- if .repository }}
-- name: download
-  image: {{ include "quire.image" $ }}
-  imagePullPolicy: {{ $.Values.image.pullPolicy }}
-  command: [hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ include "quire.modelPath" $ | quote }}]
-  env:
-    - {name: HOME, value: /tmp}
-    {{- if .tokenSecret }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef: {name: {{ .tokenSecret }}, key: {{ .tokenKey }}}
-    {{- end }}
-  securityContext:
-    {{- include "quire.containerSecurity" $ | nindent 4 }}
-  resources:
-    requests: {cpu: "1", memory: 2Gi}
-    limits: {memory: 2Gi}
-  volumeMounts:
-    - {name: scratch, mountPath: /tmp}
-    - {name: model, mountPath: /models}
-{{- end }}
+{{- if or (include "quire.modelClaim" .) (eq .Values.model.source "hostPath") }}
+- {name: model, mountPath: /models, readOnly: {{ ne .Values.model.source "hub" }}}
 {{- end }}
 {{- end -}}
 
