@@ -144,6 +144,42 @@ async def test_a_chat_is_rendered_with_the_models_template(start_cluster: Any) -
     assert tokens(chunks) == cluster.model.continuation(prompt, seed=1, max_tokens=16)
 
 
+async def test_a_chat_can_go_on_with_its_last_message(start_cluster: Any) -> None:
+    turns = [pb.ChatMessage(role="user", content="the mat")]
+    start = "<|user|>the mat"
+    async with start_cluster(num_groups=1) as cluster:
+        for chat, rendered in (
+            (pb.Chat(messages=turns, continue_final_message=True), start),
+            (pb.Chat(messages=turns, no_generation_prompt=True), f"{start}<|end|>"),
+            (
+                pb.Chat(messages=turns, template_kwargs_json='{"unknown": 1}'),
+                f"{start}<|end|><|assistant|>",
+            ),
+        ):
+            tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+            assert list(tokenized.token_ids) == cluster.model.tokenizer.encode(rendered)
+        for bad, words in (
+            ("[]", "must be a JSON object"),
+            ("{", "is not JSON"),
+            (" " * 2**17, "at"),
+        ):
+            chat = pb.Chat(messages=turns, template_kwargs_json=bad)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert words in str(raised.value.details())
+
+
+async def test_what_ended_an_answer_is_said(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        expected = cluster.model.continuation([9, 8], seed=1, max_tokens=20)
+        by_id = request([9, 8], seed=1, ignore_eos=True, stop_token_ids=[expected[3]])
+        chunks = await collect(cluster.inference.Generate(by_id))
+        assert chunks[-1].stop_token_id == expected[3]
+        chunks = await collect(cluster.inference.Generate(request([9, 8], seed=1, max_tokens=2)))
+        assert chunks[-1].WhichOneof("stop_reason") is None
+
+
 async def test_tokens_and_text_convert_both_ways(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
         tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(text="the cat über"))

@@ -6,7 +6,14 @@ import httpx
 import openai
 import pytest
 
+from quire.cluster.edge.openai_http import build_http_app
+
 pytestmark = pytest.mark.anyio
+
+ASKED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "x"},
+    "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
 
 
 @pytest.mark.parametrize(
@@ -17,23 +24,69 @@ pytestmark = pytest.mark.anyio
         ("completions", "structured_outputs", {"choice": ["a", "b"]}),
         ("chat/completions", "guided_json", {"type": "object"}),
         ("chat/completions", "bad_words", ["mat"]),
-        ("chat/completions", "continue_final_message", True),
-        ("chat/completions", "chat_template_kwargs", {"enable_thinking": False}),
+        ("chat/completions", "reasoning_effort", "high"),
+        ("completions", "regex", "[a-z]+"),
         ("chat/completions", "response_format", {"type": "json_object"}),
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(
     start_cluster: Any, path: str, field: str, value: object
 ) -> None:
-    prompt = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    given = {"max_tokens": 1, **ASKED[path]}
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         url = f"{cluster.http_url}/v1/{path}"
-        refused = await client.post(url, json=prompt | {field: value})
-        served = await client.post(url, json=prompt | {field: None, "user": "someone"})
+        refused = await client.post(url, json=given | {field: value})
+        served = await client.post(url, json=given | {field: None, "user": "someone"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == field
     assert "is not supported: leave it out" in refused.json()["error"]["message"]
     assert served.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "remedy"),
+    [
+        (
+            "completions",
+            {"max_token": 5},
+            "max_token=5 is no field of this request: did you mean max_t",
+        ),
+        ("completions", {"messages": []}, "messages=[] is no field of this request"),
+        (
+            "chat/completions",
+            {"xyzzy": None},
+            "xyzzy=None is no field of this request: leave it out",
+        ),
+        (
+            "chat/completions",
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "did you mean include_usage?",
+        ),
+    ],
+)
+async def test_a_field_that_is_not_known_is_refused_by_name_unless_told_otherwise(
+    start_cluster: Any, path: str, field: dict[str, Any], remedy: str
+) -> None:
+    given = {"max_tokens": 1, **ASKED[path], **field}
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        response = await client.post(f"{cluster.http_url}/v1/{path}", json=given)
+        app = build_http_app(cluster.gateway, ignore_unknown_fields=True)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as lenient:
+            ignored = await lenient.post(f"/v1/{path}", json=given)
+            unserved = await lenient.post(f"/v1/{path}", json=given | {"bad_words": ["x"]})
+    assert response.status_code == unserved.status_code == 400
+    assert remedy in response.json()["error"]["message"]
+    assert ignored.status_code == 200
+
+
+async def test_the_model_may_be_null_or_left_out(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
+        for model in ({}, {"model": None}, {"model": ""}):
+            response = await client.post(
+                f"{cluster.http_url}/v1/completions", json={"prompt": "x", **model}
+            )
+            assert response.json()["model"] == "hash"
 
 
 async def test_a_prompt_that_is_too_long_is_known_by_openais_code_and_words(

@@ -152,9 +152,87 @@ async def test_stop_and_vllms_extensions_reach_the_engine(start_cluster: Any) ->
         )
     assert stopped.choices[0].text == text[: text.index(text[10:13])]
     assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].stop_reason == text[10:13]
+    assert by_id.choices[0].stop_reason == expected[4]
     end = expected.index(expected[4])
     assert by_id.choices[0].text == cluster.model.tokenizer.decode(expected[:end])
     assert by_id.choices[0].finish_reason == "stop"
+
+
+async def test_token_ids_are_shown_to_those_who_ask(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        options: dict[str, Any] = {
+            "model": "hash",
+            "prompt": [[20, 21], [22]],
+            "seed": 6,
+            "max_tokens": 30,
+            "extra_body": {"ignore_eos": True, "return_token_ids": True},
+        }
+        whole = await cluster.openai.completions.create(**options)
+        stream = await cluster.openai.completions.create(**options, stream=True)
+        streamed: list[list[int]] = [[], []]
+        prompts: list[list[int]] = [[], []]
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            streamed[choice.index] += choice.token_ids
+            prompts[choice.index] += getattr(choice, "prompt_token_ids", [])
+        without = await cluster.openai.completions.create(model="hash", prompt=[20])
+    expected = [
+        cluster.model.continuation(each, seed=6, max_tokens=30) for each in ([20, 21], [22])
+    ]
+    assert streamed == expected == [choice.token_ids for choice in whole.choices]
+    assert prompts == [[20, 21], [22]] == [choice.prompt_token_ids for choice in whole.choices]
+    assert "token_ids" not in without.choices[0].model_dump()
+    assert without.system_fingerprint == whole.system_fingerprint
+    assert len(without.system_fingerprint) > 10
+
+
+async def test_each_event_can_have_the_usage_so_far(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        stream = await cluster.openai.completions.create(
+            model="hash",
+            prompt=[20, 21],
+            seed=6,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            extra_body={"ignore_eos": True},
+        )
+        usages = [chunk.usage async for chunk in stream]
+    numbers = [usage.completion_tokens for usage in usages]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 20
+    assert {usage.prompt_tokens for usage in usages} == {2}
+
+
+async def test_a_chat_can_go_on_with_its_last_message(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        options: dict[str, Any] = {
+            "model": "hash",
+            "messages": [
+                {"role": "user", "content": "the cat"},
+                {"role": "assistant", "content": "and the"},
+            ],
+            "seed": 2,
+            "max_tokens": 15,
+        }
+        answers = [
+            await cluster.openai.chat.completions.create(
+                **options, extra_body={"ignore_eos": True, **asked}
+            )
+            for asked in ({"continue_final_message": True}, {"add_generation_prompt": False})
+        ]
+    for answer, rendered in zip(
+        answers,
+        (
+            "<|user|>the cat<|end|><|assistant|>and the",
+            "<|user|>the cat<|end|><|assistant|>and the<|end|>",
+        ),
+        strict=True,
+    ):
+        prompt = cluster.model.tokenizer.encode(rendered)
+        expected = cluster.model.continuation(prompt, seed=2, max_tokens=15)
+        assert answer.choices[0].message.content == cluster.model.tokenizer.decode(expected)
 
 
 async def test_logprobs_have_the_form_of_each_endpoint(start_cluster: Any) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.text.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import TextStream, Tokenizer
 
 TEMPLATE = (
@@ -65,6 +66,31 @@ def test_a_chat_is_rendered_as_transformers_renders_it(folder: Path, tokenizer: 
         )
         assert ours == expected
     assert tokenizer.encode("the über 🌍") == theirs.encode("the über 🌍")
+
+
+@pytest.mark.parametrize("content", ["Sure, ", " the cat", "the cat and\n", "x"])
+def test_a_message_is_gone_on_with_as_in_transformers(
+    folder: Path, tokenizer: Tokenizer, content: str
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    for source in (TEMPLATE, TEMPLATE.replace(" | trim", "")):
+        theirs.chat_template = source
+        expected = theirs.apply_chat_template(chat, continue_final_message=True, tokenize=False)
+        ours = ChatTemplate(source, special_tokens={"bos_token": "<|begin|>"})
+        assert ours.render(chat, continue_final_message=True) == expected
+    with pytest.raises(InvalidRequest, match="the last message has no text"):
+        tokenizer.render_chat([{"role": "user", "content": " "}], continue_final_message=True)
+
+
+def test_a_template_may_have_more_variables() -> None:
+    template = ChatTemplate(
+        "{{ messages[0].content }}{% if thinks %}<think>{% endif %}", special_tokens={}
+    )
+    assert template.render(CHAT) == "Be brief. "
+    assert template.render(CHAT, template_kwargs={"thinks": True}) == "Be brief. <think>"
+    with pytest.raises(InvalidRequest, match="'messages': …}: the name is taken"):
+        template.render(CHAT, template_kwargs={"messages": []})
 
 
 def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:

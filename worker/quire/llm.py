@@ -184,12 +184,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one chat or a list of them, through the model's chat template."""
+        """Like `generate`, for one chat or a list of them, through the model's chat template.
+
+        ``continue_final_message`` has the model go on with the last message.
+        ``chat_template_kwargs`` are more variables for the template, such as ``enable_thinking``.
+        """
         one_chat = bool(messages) and isinstance(messages[0], Mapping)
         chats = cast("Sequence[Sequence[Message]]", [messages] if one_chat else messages)
         tokenizer = self.get_tokenizer()
-        prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(chat)} for chat in chats]
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "template_kwargs": chat_template_kwargs,
+        }
+        prompts = [
+            {"prompt_token_ids": tokenizer.apply_chat_template(chat, **options)} for chat in chats
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> None:

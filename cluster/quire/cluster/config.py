@@ -86,6 +86,9 @@ class ClusterConfig:
     allow_origins: tuple[str, ...] = ()
     """Origins whose pages browsers may call the HTTP API from, such as "https://chat.example.com";
     "*" is any. Without, pages of other origins cannot."""
+    ignore_unknown_fields: bool = False
+    """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
+    that are not served are refused all the same."""
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s; with
     ``autoscaling`` it is five times ``target_ttft_s``, because the queue beyond the target is what

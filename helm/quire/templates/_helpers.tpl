@@ -141,6 +141,7 @@ capabilities: {drop: [ALL]}
   "grpc_port" $gateway.ports.grpc
   "http_port" $gateway.ports.http
   "metrics_port" $gateway.ports.metrics
+  "ignore_unknown_fields" $gateway.ignoreUnknownFields
   "max_connections" (int $gateway.connections.max)
   "head_timeout_s" $gateway.connections.headTimeoutSeconds
   "body_timeout_s" $gateway.connections.bodyTimeoutSeconds

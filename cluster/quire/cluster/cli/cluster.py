@@ -94,6 +94,11 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         "any; can be given several times",
     )
     add(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of HTTP bodies that are not known, rather than refuse the request",
+    )
+    add(
         "--max-connections",
         type=int,
         default=ClusterConfig.max_connections,
@@ -269,6 +274,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         grpc_port=arguments.grpc_port,
         http_port=arguments.http_port,
         metrics_port=arguments.metrics_port,
+        ignore_unknown_fields=arguments.ignore_unknown_fields,
         max_connections=arguments.max_connections,
         head_timeout_s=arguments.head_timeout_s,
         body_timeout_s=arguments.body_timeout_s,

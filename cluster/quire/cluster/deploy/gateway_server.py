@@ -86,7 +86,12 @@ class GatewayServer:
         self._grpc = build_grpc_server(self.gateway, keys=keys, limits=limits)
         telemetry = self.gateway.telemetry
         self._http = HttpListener(
-            build_http_app(self.gateway, keys=keys, allow_origins=config.allow_origins),
+            build_http_app(
+                self.gateway,
+                keys=keys,
+                allow_origins=config.allow_origins,
+                ignore_unknown_fields=config.ignore_unknown_fields,
+            ),
             limits=limits,
             tls=self.tls.http_context if self.tls is not None else None,
             drain_timeout_s=config.drain_timeout_s,

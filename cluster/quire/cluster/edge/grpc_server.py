@@ -5,6 +5,7 @@ under an incident number and reaches the client as INTERNAL with that number, wi
 """
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
@@ -45,6 +46,8 @@ _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024
 """In a list among the sampling parameters."""
 _PIECE_TOKENS = 2**16
+_MAX_TEMPLATE_KWARGS = 2**16
+"""Longest JSON of a chat template's variables."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -300,10 +303,29 @@ def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     if kind is None:
         raise InvalidRequest("prompt is missing: set text, token_ids or chat")
     if kind == "chat":
-        turns = request.chat.messages
-        if len(turns) > MAX_MESSAGES:
-            raise InvalidRequest(f"chat has {len(turns)} messages: at most {MAX_MESSAGES}")
-        return (Chat([{"role": turn.role, "content": turn.content} for turn in turns]),)
+        return (_chat(request.chat),)
     if isinstance(request, pb.TokenizeRequest):
         return (Text(request.text, add_special_tokens=not request.no_special_tokens),)
     return (Tokens(request.token_ids.ids) if kind == "token_ids" else Text(request.text),)
+
+
+def _chat(chat: pb.Chat) -> Chat:
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"chat has {len(chat.messages)} messages: at most {MAX_MESSAGES}")
+    given = chat.template_kwargs_json or "{}"
+    if len(given) > _MAX_TEMPLATE_KWARGS:
+        raise InvalidRequest(
+            f"template_kwargs_json has {len(given)} characters: at most {_MAX_TEMPLATE_KWARGS}"
+        )
+    try:
+        template_kwargs = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"template_kwargs_json is not JSON: {error}") from error
+    if not isinstance(template_kwargs, dict):
+        raise InvalidRequest("template_kwargs_json must be a JSON object")
+    return Chat(
+        [{"role": turn.role, "content": turn.content} for turn in chat.messages],
+        add_generation_prompt=not chat.no_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=template_kwargs,
+    )

@@ -6,11 +6,13 @@ in which they come, and gives either the pieces of a stream or, at the end, the 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cluster.edge.openai_schema import StreamOptions
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.hashing import TokenIds
 from quire.worker.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -28,6 +30,8 @@ class _Choice:
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     text_offset: int = 0
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 class Format(ABC):
@@ -48,8 +52,18 @@ class Format(ABC):
         num_per_prompt: int,
         logprobs: bool,
         tokenizer: Tokenizer,
+        fingerprint: str,
+        prompt_token_ids: Sequence[TokenIds] | None = None,
     ) -> None:
-        self._header = {"id": reply_id, "created": int(time.time()), "model": model}
+        """``fingerprint`` names what decides the bits of an answer besides the request. With
+        ``prompt_token_ids``, one for each prompt, answers show token ids."""
+        self._header = {
+            "id": reply_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._prompt_token_ids = prompt_token_ids
         self._num_per_prompt = num_per_prompt
         self._logprobs = logprobs
         self._tokenizer = tokenizer
@@ -62,7 +76,9 @@ class Format(ABC):
         choice = self._choices[chunk.index]
         choice.texts.append(chunk.text)
         choice.logprobs.extend(chunk.logprobs)
-        choice.finish_reason = _finish_reason(chunk)
+        choice.finish_reason, choice.stop_reason = _finish_reason(chunk), _stop_reason(chunk)
+        if self._prompt_token_ids is not None:
+            choice.token_ids.extend(chunk.token_ids)
 
     @property
     def num_steps(self) -> int:
@@ -72,7 +88,12 @@ class Format(ABC):
 
     def whole(self) -> Json:
         """The answer to a request that does not stream."""
-        choices = [self._whole_choice(index) for index in range(len(self._choices))]
+        choices = [
+            self._whole_choice(index)
+            | {"stop_reason": choice.stop_reason}
+            | self._shown_ids(index, choice.token_ids, is_first=True)
+            for index, choice in enumerate(self._choices)
+        ]
         return {
             **self._header,
             "object": self.whole_object,
@@ -80,12 +101,33 @@ class Format(ABC):
             "usage": self._usage(),
         }
 
-    def stream(self, chunk: pb.GenerateResponse, *, include_usage: bool) -> list[Json]:
-        """The stream's event for one chunk; none if the chunk holds no text yet."""
+    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+        """The stream's events for one chunk; none if the chunk holds no text yet."""
         self._count(chunk)
         pieces = self._pieces(chunk)
-        usage: Json = {"usage": None} if include_usage else {}
+        if pieces:
+            pieces[-1]["stop_reason"] = _stop_reason(chunk)
+            is_first = chunk.HasField("start")
+            pieces[-1] |= self._shown_ids(chunk.index, chunk.token_ids, is_first=is_first)
+        usage: Json = {}
+        if options.include_usage:
+            usage = {"usage": self._usage() if options.continuous_usage_stats else None}
         return [self._stream_object(choices=[piece]) | usage for piece in pieces]
+
+    def _shown_ids(self, index: int, token_ids: Iterable[int], *, is_first: bool) -> Json:
+        """A choice's token ids, and its prompt's where it ``is_first``, if they are wanted."""
+        if self._prompt_token_ids is None:
+            return {}
+        shown: Json = {"token_ids": list(token_ids)}
+        if is_first:
+            prompt = self._prompt_token_ids[index // self._num_per_prompt]
+            shown["prompt_token_ids"] = prompt.tolist()
+        return shown
+
+    def _says_nothing(self, chunk: pb.GenerateResponse) -> bool:
+        """A chunk whose text is held back yet: half a character, or perhaps a stop string."""
+        shows_ids = self._prompt_token_ids is not None and len(chunk.token_ids) > 0
+        return not (chunk.text or chunk.logprobs or chunk.finish_reason or shows_ids)
 
     def stream_usage(self) -> Json:
         """The last piece of a stream that asked for usage."""
@@ -130,7 +172,7 @@ class CompletionFormat(Format):
         }
 
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
-        if _says_nothing(chunk):
+        if self._says_nothing(chunk):
             return []
         logprobs = self._render_logprobs(self._choices[chunk.index], chunk.logprobs)
         piece = {
@@ -176,7 +218,7 @@ class ChatFormat(Format):
         pieces = []
         if chunk.HasField("start"):
             pieces.append(_delta(chunk.index, {"role": "assistant", "content": ""}))
-        if not _says_nothing(chunk):
+        if not self._says_nothing(chunk):
             delta = {"content": chunk.text} if chunk.text else {}
             logprobs = self._render_logprobs(chunk.logprobs)
             pieces.append(_delta(chunk.index, delta, logprobs, _finish_reason(chunk)))
@@ -204,9 +246,10 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _says_nothing(chunk: pb.GenerateResponse) -> bool:
-    """A chunk whose text is held back yet: half a character, or perhaps a stop string."""
-    return not (chunk.text or chunk.logprobs or chunk.finish_reason)
+def _stop_reason(chunk: pb.GenerateResponse) -> str | int | None:
+    """The stop string, or the id of the stop token, that ended it."""
+    kind = chunk.WhichOneof("stop_reason")
+    return getattr(chunk, kind) if kind else None
 
 
 def _finish_reason(chunk: pb.GenerateResponse) -> str | None:

@@ -6,6 +6,7 @@ client that goes away takes its requests with it.
 """
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -24,7 +25,12 @@ from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import in_turn, read_json
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Format
-from quire.cluster.edge.openai_schema import ChatBody, CompletionBody, GenerationBody
+from quire.cluster.edge.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+)
 from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import (
     EventStream,
@@ -37,6 +43,7 @@ from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import ModelService
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
 
@@ -49,14 +56,19 @@ Chunks = AsyncGenerator[pb.GenerateResponse, None]
 
 
 def build_http_app(
-    gateway: ModelService, *, keys: ApiKeys | None = None, allow_origins: Sequence[str] = ()
+    gateway: ModelService,
+    *,
+    keys: ApiKeys | None = None,
+    allow_origins: Sequence[str] = (),
+    ignore_unknown_fields: bool = False,
 ) -> ASGIApp:
     """The application, to be served by any ASGI server in the gateway's event loop.
 
     ``keys``: what clients must show; without them, everyone is let in. ``allow_origins``: from
-    which origins' pages browsers may call; "*" is all.
+    which origins' pages browsers may call; "*" is all. ``ignore_unknown_fields``: of bodies, rather
+    than refuse the request.
     """
-    api = _Api(gateway)
+    api = _Api(gateway, ignore_unknown_fields=ignore_unknown_fields)
     app: ASGIApp = Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
@@ -94,8 +106,9 @@ def _open_routes(api: "_Api") -> list[Route]:
 
 
 class _Api:
-    def __init__(self, gateway: ModelService) -> None:
+    def __init__(self, gateway: ModelService, *, ignore_unknown_fields: bool = False) -> None:
         self._gateway = gateway
+        self._ignore_unknown_fields = ignore_unknown_fields
         self._created = int(time.time())
         self._turn = asyncio.Lock()
 
@@ -140,10 +153,11 @@ class _Api:
         )
         with hold:
             async with in_turn(self._turn, is_large=hold.num_bytes > 0):
-                body = _validated(value, body_type)
+                body = _validated(value, body_type, ignore_unknown=self._ignore_unknown_fields)
                 del value
                 requests = self._requests(request, body)
-            stream, include_usage = body.stream, body.include_usage
+            options = (body.stream_options or StreamOptions()) if body.stream else None
+            return_token_ids = bool(body.return_token_ids)
             # The prompts go once they are token ids, not with the answer.
             del body
             answer = self._answer(
@@ -151,8 +165,8 @@ class _Api:
                 hold,
                 format_type,
                 prefix=prefix,
-                stream=bool(stream),
-                include_usage=include_usage,
+                options=options,
+                return_token_ids=return_token_ids,
             )
             return await unless_disconnected(request, answer)
 
@@ -168,10 +182,11 @@ class _Api:
         format_type: type[Format],
         *,
         prefix: str,
-        stream: bool,
-        include_usage: bool,
+        options: StreamOptions | None,
+        return_token_ids: bool,
     ) -> Response:
-        """The whole answer; or, once its first chunk has decided its status, a stream.
+        """The whole answer; or, with ``options``, a stream, once its first chunk has decided its
+        status.
 
         Once the requests are prepared, their list is emptied and ``hold`` released.
         """
@@ -187,12 +202,16 @@ class _Api:
             num_per_prompt=params.n,
             logprobs=params.logprobs is not None,
             tokenizer=self._gateway.tokenizer,
+            fingerprint=_fingerprint(prepared[0].model),
+            prompt_token_ids=[each.prompt_token_ids for each in prepared]
+            if return_token_ids
+            else None,
         )
         chunks = self._gateway.stream(prepared)
         response: Response
-        if stream:
+        if options is not None:
             first = await anext(chunks)
-            events = _events(first, chunks, shape, include_usage=include_usage)
+            events = _events(first, chunks, shape, options)
             response = EventStream(events, source=chunks)
         else:
             response = await _collect(chunks, shape)
@@ -210,7 +229,17 @@ class _Api:
         }
 
 
-def _validated(value: object, body_type: type[GenerationBody]) -> GenerationBody:
+def _fingerprint(card: ModelCard | None) -> str:
+    """Covers the weights and the numerics: equal requests with equal seeds have equal answers as
+    long as it is the same."""
+    assert card is not None, "a gateway prepared the request"
+    digest = hashlib.sha256(f"{card.model_fingerprint}\0{card.kv_dtype}\0{card.numerics}".encode())
+    return f"fp_{digest.hexdigest()[:12]}"
+
+
+def _validated(
+    value: object, body_type: type[GenerationBody], *, ignore_unknown: bool
+) -> GenerationBody:
     """Raises ValidationError or InvalidRequest.
 
     It validates the value and not the JSON text: an error keeps its input, and validation from
@@ -218,7 +247,7 @@ def _validated(value: object, body_type: type[GenerationBody]) -> GenerationBody
     """
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    body_type.check_served(value)
+    body_type.check_served(value, ignore_unknown=ignore_unknown)
     body = body_type.model_validate(value)
     body.check()
     return body
@@ -234,7 +263,7 @@ def _asked_for(
     return Request(
         prompt=prompt,
         sampling=params,
-        model=body.model,
+        model=body.model or "",
         cache_salt=body.cache_salt or "",
         tenant=http_caller(request).tenant,
         priority=body.priority or 0,
@@ -279,19 +308,19 @@ class _LongResponse(JSONResponse):
 
 
 async def _events(
-    first: pb.GenerateResponse, chunks: Chunks, shape: Format, *, include_usage: bool
+    first: pb.GenerateResponse, chunks: Chunks, shape: Format, options: StreamOptions
 ) -> AsyncGenerator[str, None]:
     """The data of each server-sent event."""
     try:
         chunk: pb.GenerateResponse | None = first
         while chunk is not None:
-            for piece in shape.stream(chunk, include_usage=include_usage):
+            for piece in shape.stream(chunk, options):
                 yield _dumps(piece)
             chunk = await anext(chunks, None)
     except Exception as error:
         yield _dumps(error_body(error))
         return
-    if include_usage:
+    if options.include_usage:
         yield _dumps(shape.stream_usage())
     yield "[DONE]"
 

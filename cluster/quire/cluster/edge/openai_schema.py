@@ -1,14 +1,16 @@
 """The bodies of OpenAI's completions and chat API, as far as they are served.
 
-Fields that are not known are ignored, as OpenAI's servers do with those of newer clients. Fields
-that are known, change the answer and are not served are refused with their name: an answer that
-silently lacks a tool call or a JSON schema is worse than none.
+Fields that change the answer and are not served are refused with their name, and so are fields
+that are not known, unless the gateway is told to ignore those: an answer that silently lacks a tool
+call or a JSON schema, or a setting whose name was misspelt, is worse than none.
 """
 
+import difflib
 import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,6 +25,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 # bounds.
 MAX_ITEMS = 1024
 """Prompts, stop strings, parts of a message."""
+_MAX_NAME = 64
+"""Characters of an unknown field's name that are compared with those of known ones."""
 _MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
 Texts = Annotated[list[str], _MANY]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
@@ -31,20 +35,56 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that are not served, with the values that ask for nothing special."""
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change nothing in the answer, whatever their value."""
+
+    @classmethod
+    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
+        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served, or has
+        a field that is not known, unless ``ignore_unknown``."""
+        known = _known(cls)
+        unknown = (
+            None if ignore_unknown else next((name for name in given if name not in known), None)
+        )
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown[:_MAX_NAME], sorted(known), n=1)
+            remedy = f"did you mean {near[0]}?" if near else "leave it out"
+            shown = f"{unknown[:_MAX_NAME]}={reprlib.repr(given[unknown])}"
+            raise InvalidRequest(f"{shown} is no field of this request: {remedy}")
+        for name, allowed in cls.neutral.items():
+            value = given.get(name)
+            if value is not None and value not in allowed:
+                shown = reprlib.repr(value)
+                raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
+
+
+@cache
+def _known(body: type[Body]) -> frozenset[str]:
+    return frozenset(body.model_fields) | body.neutral.keys() | body.accepted
+
 
 class StreamOptions(Body):
+    neutral = {"include_obfuscation": (False,)}
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: each event has the usage so far."""
 
 
 class GenerationBody(Body):
     """Fields that the two endpoints have in common. The second half is vLLM's extension of the API,
-    but
-    for ``timeout``: seconds from the request's arrival to its last token."""
+    but for ``timeout``: seconds from the request's arrival to its last token."""
 
-    # Field that is not served → values that ask for nothing special.
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    accepted = frozenset(
+        {
+            *("user", "metadata", "safety_identifier"),  # OpenAI's own records.
+            *("prompt_cache_key", "prompt_cache_retention", "prediction"),  # Hints, for speed.
+        }
+    )
 
-    model: str = ""
+    model: str | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -65,22 +105,17 @@ class GenerationBody(Body):
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @classmethod
-    def check_served(cls, given: Mapping[str, object]) -> None:
-        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served."""
-        for name, allowed in cls.neutral.items():
-            value = given.get(name)
-            if value is not None and value not in allowed:
-                shown = reprlib.repr(value)
-                raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
+    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
+        super().check_served(given, ignore_unknown=ignore_unknown)
+        options = given.get("stream_options")
+        if isinstance(options, dict):
+            StreamOptions.check_served(options, ignore_unknown=ignore_unknown)
 
     def check(self) -> None:
         """Raises InvalidRequest: fields contradict each other."""
@@ -107,9 +142,17 @@ _SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.mode
 """The sampling parameters that both endpoints call alike."""
 
 
-# OpenAI's, and then those of vLLM's that its users rely on. Any value but ``None``, which is as
-# good as absent, is refused where it is not among these.
+# Any value but ``None``, which is as good as absent, is refused where it is not among these.
 _NOWHERE: Mapping[str, tuple[object, ...]] = {
+    # OpenAI's.
+    "parallel_tool_calls": (True, False),  # Without tools it says nothing.
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    # vLLM's.
+    "allowed_token_strs": (),
+    "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -119,9 +162,25 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "use_beam_search": (False,),
-    "return_token_ids": (False,),
+    "length_penalty": (1, 1.0),
     "return_tokens_as_token_ids": (False,),
+    "request_id": (),
+    "kv_transfer_params": (),
+    "structural_tag": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "logprob_token_ids": (),
+    "vllm_xargs": (),
+    # SGLang's.
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "lora_path": (),
+    "session_params": (),
+    "no_stop_trim": (False,),
+    "custom_logit_processor": (),
 }
 
 
@@ -193,12 +252,13 @@ class ChatBody(GenerationBody):
         "audio": (),
         "web_search_options": (),
         "echo": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "documents": ([],),
+        "mm_processor_kwargs": (),
+        "include_reasoning": (True,),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
     }
 
     messages: Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -206,9 +266,17 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both true: the text ends "
+                "either behind the last message or within it"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
@@ -218,7 +286,13 @@ class ChatBody(GenerationBody):
 
     def prompts(self) -> list[Prompt]:
         """All messages are one prompt."""
-        return [(Chat([turn.message() for turn in self.messages]),)]
+        chat = Chat(
+            [turn.message() for turn in self.messages],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
+        return [(chat,)]
 
     def params(self) -> SamplingParams:
         max_tokens = self.max_completion_tokens

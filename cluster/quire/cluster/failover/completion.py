@@ -197,6 +197,11 @@ class Completion:
         first_token_s = total_s if self._first_token_s is None else self._first_token_s
         chunk.text += self._text.finish()
         chunk.finish_reason = self._finish_reason
+        stop_token_ids = self._request.sampling.stop_token_ids or ()
+        if self._text.stop_string is not None:
+            chunk.stop_string = self._text.stop_string
+        elif self._finish_reason == pb.FINISH_REASON_STOP and self._token_ids[-1] in stop_token_ids:
+            chunk.stop_token_id = self._token_ids[-1]
         num_output = len(self._token_ids)
         chunk.usage.CopyFrom(
             pb.Usage(

@@ -144,7 +144,13 @@ class Prompts:
     async def _render(self, chat: Chat, deadline_s: float) -> str:
         if self._template is None or not chat.messages:
             return self._tokenizer.render_chat(chat.messages)  # It says what is missing.
-        render = partial(self._template.render, chat.messages)
+        render = partial(
+            self._template.render,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            template_kwargs=chat.template_kwargs,
+        )
         running = asyncio.get_running_loop().run_in_executor(self._renders, render)
         return await self._until(deadline_s, running)
 

@@ -58,6 +58,12 @@ class Chat:
     """Messages, for the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    """The text ends where the assistant's next turn begins."""
+    continue_final_message: bool = False
+    """The text ends within the last message, which the model goes on with."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More variables for the template, such as ``enable_thinking``."""
 
 
 Span = Text | Tokens | Chat

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # The process that renders for a gateway needs no tokenizer.
     from quire.worker.text.tokenizer import Message
 
 _MAX_REASON_CHARS = 500
+_RESERVED = {"messages", "add_generation_prompt", "continue_final_message"}
 
 
 class ChatTemplate:
@@ -35,8 +36,18 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens)
 
-    def render(self, messages: "Sequence[Message]", *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: "Sequence[Message]",
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a chat. What OpenAI's clients send as several parts of text is one text.
+
+        ``template_kwargs`` are more variables, such as ``enable_thinking``. With
+        ``continue_final_message`` the text ends where the last message's does.
 
         Takes as long and as much memory as the template makes it: `TemplateProcess` has limits.
 
@@ -44,15 +55,33 @@ class ChatTemplate:
             InvalidRequest: The template refuses the messages or fails on them, or they are none.
         """
         plain = [_plain(message) for message in messages]
+        variables = {**self.special_tokens, **(template_kwargs or {})}
+        for name in _RESERVED & variables.keys():
+            raise InvalidRequest(f"chat_template_kwargs={{{name!r}: …}}: the name is taken")
+        variables |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            variables["continue_final_message"] = True
+            variables["add_generation_prompt"] = False
         try:
-            return self._template.render(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+            text = self._template.render(variables)
         except Exception as error:  # A template is a program: it may divide by zero.
             reason = _reason(error)
             raise InvalidRequest(f"the chat template refuses these messages: {reason}") from error
+        return _up_to(plain[-1].get("content"), text) if continue_final_message else text
+
+
+def _up_to(content: object, text: str) -> str:
+    """``text`` to the end of its last message, whose content this is."""
+    stripped = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(stripped)
+    if not stripped or start < 0:
+        raise InvalidRequest(
+            "continue_final_message=True: the last message has no text that the chat template "
+            "shows as it is: send one with content"
+        )
+    whole = str(content).lstrip()
+    # A template may strip what it shows.
+    return text[:start] + (whole if text.startswith(whole, start) else stripped)
 
 
 def _reason(error: Exception) -> str:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from quire.worker.api.errors import ConfigError, InvalidRequest
 from quire.worker.text.chat_template import ChatTemplate
@@ -67,13 +68,13 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., TemplateProcess] | None = None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         """As `ChatTemplate.render`, within the limits.
 
         Raises:
             InvalidRequest: The template refuses the messages, fails on them or exceeds a limit.
         """
-        chat = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        chat = {"messages": messages, **options}
         # As it is: escaped, a character may take twelve bytes.
         request = json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")
         with self._lock:

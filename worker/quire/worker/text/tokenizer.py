@@ -109,20 +109,18 @@ class Tokenizer:
         """One token's own text, for the log-probabilities that an API shows."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
-    def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a chat, up to where the assistant's next turn begins.
+
+        ``options`` are those of `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: The model has no chat template, or its template refuses the messages.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, **options)
         return self.encode(text, add_special_tokens=False)  # The template wrote them.
 
-    def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a chat, special tokens written out; as `apply_chat_template` raises."""
         if self._template is None:
             raise InvalidRequest(
@@ -131,7 +129,7 @@ class Tokenizer:
             )
         if not messages:
             raise InvalidRequest("messages is empty: at least one message")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(messages, **options)
 
 
 class TextDelta(NamedTuple):
