@@ -6,11 +6,14 @@ chunk or part of the whole prompt. Three rules ensure this.
 1. A row shares a call with others, never a sum: rows are the batch of a batched product.
 2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
    and the tiles' sums are added in order. What is masked adds exact zeros.
-3. A matrix product has four rows or more. Below that BLAS takes other paths, which sum in another
-   order (MKL on AVX-512: 1 to 3 rows differ, 4 to 256 agree bit for bit).
+3. A matrix product has 16 rows or more. Below that MKL takes other paths, which sum in another
+   order (up to 3 rows on one CPU with AVX-512, up to 10 on another). Asked to
+   (``MKL_CBWR=AUTO,STRICT``, unless the environment has another value), it does so nowhere.
 
 Inputs may be bfloat16; everything from the scores to the output is float32.
 """
+
+import os
 
 import torch
 from torch import Tensor
@@ -30,10 +33,12 @@ from quire.kernels.shared_prefix import SharedSplits
 # (of `rotate_and_write_kv`: A heads of Q, K and V together   R half of the rotated size)
 # X = queries * G pairs of a query and a head of its group
 
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # MKL looks when it is first called.
+
 TILE = 128
 """Tokens of KV in one matrix product. The result depends on it in the last bits."""
 
-_MIN_PAIRS = 4
+_MIN_PAIRS = 16
 _MAX_TILES = 16
 """Tiles of decodes gathered at once, unless one row has more: calls into torch dominate short
 contexts, and level-2 cache the long ones."""

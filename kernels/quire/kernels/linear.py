@@ -11,16 +11,16 @@ from quire.kernels.ops import LinearLayer
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
-_ROW_MULTIPLE = 4
+_ROW_MULTIPLE = {torch.float32: 16, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
     """A product of PyTorch's.
 
-    On CPUs MKL's float32 product takes another order of summation for one to three rows than for
-    more, and also for such a remainder of a thread's rows; so rows are filled up to a multiple
-    of four.
+    On CPUs a product of few rows is summed in another order than one of many: up to three or ten
+    rows in float32, by the CPU, and one row in bfloat16; so rows are filled up to a multiple.
+    `quire.kernels.cpu` asks MKL for the same order with any number of threads.
     """
 
     weight_OI: Tensor
@@ -28,8 +28,8 @@ class PlainLinear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         rows = len(x_TI)
-        missing = -rows % _ROW_MULTIPLE
-        if missing and x_TI.device.type == "cpu" and x_TI.dtype == torch.float32:
+        missing = -rows % _ROW_MULTIPLE.get(x_TI.dtype, 1)
+        if missing and x_TI.device.type == "cpu":
             x_TI = functional.pad(x_TI, (0, 0, 0, missing))
         return functional.linear(x_TI, self.weight_OI, self.bias_O)[:rows]
 
