@@ -119,7 +119,7 @@ def test_a_window_and_a_soft_cap_have_a_backend() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_norm_and_of_gelu_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+def test_a_row_of_a_norm_and_of_an_activation_has_the_same_bits_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(37, 101).to(dtype) * 3, torch.randn(101), torch.randn(101)
 
@@ -128,7 +128,8 @@ def test_a_row_of_a_norm_and_of_gelu_has_the_same_bits_alone(dtype: torch.dtype)
             reference.wide_norm(x, weight, bias, eps=1e-5, is_centred=is_centred)
             for is_centred in (False, True)
         ]
-        return [*norms, reference.gelu(x, gated=False), reference.gelu(x[:, 1:], gated=True)]
+        gated = [reference.gelu(x[:, 1:], gated=True), reference.silu_and_mul(x[:, 1:])]
+        return [*norms, reference.gelu(x, gated=False), *gated]
 
     together = run(x)
     for first, last in ((0, 1), (1, 4), (5, 37)):
@@ -139,8 +140,10 @@ def test_a_row_of_a_norm_and_of_gelu_has_the_same_bits_alone(dtype: torch.dtype)
         torch.nn.functional.rms_norm(wide, (101,), weight, 1e-5) + bias,
         torch.nn.functional.layer_norm(wide, (101,), weight, bias, 1e-5),
         torch.nn.functional.gelu(wide, approximate="tanh"),
+        torch.nn.functional.gelu(wide[:, 1:51], approximate="tanh").to(dtype) * x[:, 51:],
+        torch.nn.functional.silu(wide[:, 1:51]).to(dtype) * x[:, 51:],
     ]
-    for ours, expected in zip(together, theirs, strict=False):
+    for ours, expected in zip(together, theirs, strict=True):
         torch.testing.assert_close(ours, expected.to(dtype))
 
 

@@ -181,16 +181,17 @@ def rotate_and_write_kv(
 
 
 def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype."""
-    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate_TF) * up_TF
-
-
-def gelu(x_TF: Tensor, *, gated: bool) -> Tensor:
-    """GELU by the formula with tanh; ``gated`` is as in `silu_and_mul`.
+    """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype.
 
     Step by step, as the bits of PyTorch's own depend on where a value stands in its tensor.
     """
+    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+    wide_TF = gate_TF.float()
+    return (wide_TF / (1 + torch.exp(-wide_TF))).to(gate_up_TG.dtype) * up_TF
+
+
+def gelu(x_TF: Tensor, *, gated: bool) -> Tensor:
+    """GELU by the formula with tanh; ``gated`` is as in `silu_and_mul`, and so are the steps."""
     gate_TF, up_TF = x_TF.chunk(2, dim=-1) if gated else (x_TF, None)
     wide_TF = gate_TF.float()
     inner_TF = math.sqrt(2 / math.pi) * (wide_TF + 0.044715 * (wide_TF * wide_TF * wide_TF))
