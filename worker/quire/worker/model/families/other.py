@@ -48,9 +48,7 @@ def other(config: Fields) -> ModelSpec:
         if value in (None, False, 0, []):
             continue
         if field.startswith(_NO_ATTENTION):
-            raise _refused(
-                config, f"{name} has {field}: layers with a state, which no KV cache holds"
-            )
+            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
         if field.startswith(_SPARSE):
             raise config.broken(f"{name} has {field}: attention that selects tokens")
     for kind in config.names("layer_types"):

@@ -99,6 +99,11 @@ def dry_run(
     except NotALayer as error:
         raise Refused(f"{path}: {name} cannot run: it computes {error}") from error
     except Exception as error:
+        if isinstance(error, KeyError) and _NAME in error.args:
+            raise Refused(
+                f"{path}: {name} cannot run: its layers do not call transformers' attention "
+                "interface, through which Quire attends"
+            ) from error
         raise Refused(
             f"{path}: {name} cannot run: a dry run of transformers' code raised "
             f"{type(error).__name__}: {error}"
@@ -190,9 +195,7 @@ class _Operations(TorchDispatchMode):
 def _watched(model: nn.Module, ops: _Operations) -> Iterator[None]:
     hooks = []
     for name, module in model.named_modules():
-        hooks.append(
-            module.register_forward_pre_hook(lambda *_, name=name: ops.stack.append(name))
-        )
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ops.stack.append(name)))
         hooks.append(module.register_forward_hook(lambda *_: (ops.stack.pop(), None)[1]))
     try:
         yield
@@ -304,7 +307,7 @@ class _Recorder:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
     recorder: _Recorder = module.quire_step
-    return recorder.attend(module, query, key, value, mask, **options)
+    return recorder.attend(module, query, key, value, attention_mask, **options)

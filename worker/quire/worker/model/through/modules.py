@@ -72,7 +72,7 @@ def install_for_dry_run(
         _use_experts(model)
     if is_strict:
         for name, module, parameter in _parameters(model):
-            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
+            if parameter.squeeze().dim() > 1 and not isinstance(module, nn.Embedding):
                 if is_experts(module):
                     expert_matrices(module)
                     continue
@@ -177,7 +177,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Parameters that products are taken with: all matrices but those of embeddings."""
     for name, module, parameter in _parameters(model):
-        if parameter.dim() == 2 and not isinstance(module, nn.Embedding) and not is_experts(module):
+        is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
+        if is_matrix and not isinstance(module, nn.Embedding) and not is_experts(module):
             yield name, module, name.rpartition(".")[2], parameter
 
 

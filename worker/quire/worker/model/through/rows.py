@@ -38,7 +38,10 @@ def check_rows(
         ConfigError: A row's bits depend on the batch, which ``deterministic`` does not allow.
     """
     first, second = LENGTHS
-    whole, decodes = [(0, 0, first), (1, 0, second)], [(0, first, first + 1), (1, second, second + 1)]
+    whole, decodes = (
+        [(0, 0, first), (1, 0, second)],
+        [(0, first, first + 1), (1, second, second + 1)],
+    )
     steps = {
         "alone": [whole[:1], whole[1:], decodes[:1], decodes[1:]],
         "together": [whole, decodes],
@@ -85,7 +88,9 @@ def _batch(rows: list[Row], kv: KvCache, vocab_size: int, device: torch.device) 
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    tables = [[sequence * per_sequence + block for block in range(per_sequence)] for sequence, *_ in rows]
+    tables = [
+        [sequence * per_sequence + block for block in range(per_sequence)] for sequence, *_ in rows
+    ]
     return Batch(
         token_ids_T=ints(token_ids).long(),
         positions_T=ints(positions).long(),
