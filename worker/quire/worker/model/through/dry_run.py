@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.spec import Attention
 from quire.worker.model.through.modules import Plan, install_for_dry_run
 from quire.worker.model.through.products import NotALayer
@@ -28,17 +29,22 @@ _NAME = "quire_dry_run"
 _NUM_TOKENS, _NUM_SAMPLES = 8, 3
 _HARMLESS = ("position_ids", "cache_position")
 _ROWWISE = frozenset(
-    """
-    view _unsafe_view _reshape_alias transpose permute unsqueeze squeeze expand slice select split
-    split_with_sizes unbind alias t detach as_strided clone copy copy_ _to_copy cat stack index
-    index_select gather embedding arange ones zeros full empty empty_like zeros_like ones_like
-    full_like new_empty new_zeros new_ones new_full empty_strided scalar_tensor lift_fresh where
-    masked_fill masked_fill_ add add_ sub sub_ rsub mul mul_ div div_ neg pow rsqrt sqrt reciprocal
-    exp expm1 tanh erf log log1p sin cos abs clamp clamp_min clamp_max minimum maximum relu square
-    floor eq ne lt gt le ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
-    any all mean sum native_layer_norm _fused_rms_norm _softmax topk sort max amax scatter scatter_
-    fill_ zero_ unfold repeat view_as_complex view_as_real polar complex real imag
-    """.split()
+    (
+        *("view", "_unsafe_view", "_reshape_alias", "transpose", "permute", "unsqueeze", "squeeze"),
+        *("expand", "slice", "select", "split", "split_with_sizes", "unbind", "alias", "t"),
+        *("detach", "as_strided", "clone", "copy", "copy_", "_to_copy", "cat", "stack", "index"),
+        *("index_select", "gather", "embedding", "arange", "ones", "zeros", "full", "empty"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros"),
+        *("new_ones", "new_full", "empty_strided", "scalar_tensor", "lift_fresh", "where"),
+        *("masked_fill", "masked_fill_", "add", "add_", "sub", "sub_", "rsub", "mul", "mul_"),
+        *("div", "div_", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "tanh"),
+        *("erf", "log", "log1p", "sin", "cos", "abs", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *("maximum", "relu", "square", "floor", "eq", "ne", "lt", "gt", "le", "ge", "logical_and"),
+        *("logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "any", "all"),
+        *("mean", "sum", "native_layer_norm", "_fused_rms_norm", "_softmax", "topk", "sort", "max"),
+        *("amax", "scatter", "scatter_", "fill_", "zero_", "unfold", "repeat", "view_as_complex"),
+        *("view_as_real", "polar", "complex", "real", "imag"),
+    )
 )
 """Operations in which, over channels, a row's bits do not depend on the other rows."""
 _REPLACED = frozenset(("sigmoid", "silu", "gelu"))
@@ -78,17 +84,22 @@ def dry_run(
             why.
     """
     config = _config(path)
-    name = [*(config.architectures or ()), config.model_type][0]
-    if AutoModelForCausalLM._model_mapping.get(type(config), None) is None:
-        raise Refused(f"{path}: {name}: transformers has no model of this kind that writes text")
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    name = [*(config.architectures or ()), known.__name__ if known else config.model_type][0]
+    if known is None or known.__name__ != name:
+        instead = f", but {known.__name__}" if known else ""
+        raise Refused(
+            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
+            f"and decoders that transformers has; for model_type={config.model_type!r} it has none of "
+            f"this name{instead}"
+        )
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _mask)
     found, recorder = Found(), _Recorder(max_model_len)
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=_NAME
-            ).eval()
+            auto: Any = AutoModelForCausalLM
+            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
@@ -172,11 +183,11 @@ def _run(model: Any, recorder: "_Recorder") -> tuple[Tensor, dict[str, list[str]
     return output.logits, ops.modules_of
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each operation with the innermost module that does it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.modules_of: dict[str, list[str]] = {}
         self.stack = [""]
 

@@ -94,7 +94,7 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
         ):
             raise CheckpointError(
                 f"{model.name_or_path}: tensor {name!r} has values that are NaN or infinite as "
-                f"{parameter.dtype}: the file is damaged, or its training diverged: get a sound copy"
+                f"{parameter.dtype}: the file is damaged, or its training diverged"
             )
     # Names alone: each matrix is to be freed as soon as it is packed.
     for name in [name for name, *_ in _matrices(model)]:

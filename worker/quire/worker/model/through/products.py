@@ -115,7 +115,8 @@ class Products(nn.Module):
         self._layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._layer(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        out_TO = self._layer(x.flatten(0, -2))
+        return out_TO.view(*x.shape[:-1], out_TO.shape[1])
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -148,7 +149,8 @@ def expert_matrices(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor 
         found.append(matrix.transpose(1, 2) if module.is_transposed else matrix)
         found.append(getattr(module, f"{name}_bias") if module.has_bias else None)
     up, up_bias, down, down_bias = found
-    assert up is not None and down is not None
+    assert up is not None
+    assert down is not None
     return up, up_bias, down, down_bias
 
 
@@ -164,7 +166,7 @@ def run_experts(module: Any, hidden: Tensor, experts_Tk: Tensor, weights_Tk: Ten
     counts = torch.bincount(experts_Tk.flatten(), minlength=num_experts)[:num_experts].tolist()
     out_NC = hidden.new_zeros(num_tokens * top_k, hidden.shape[-1])
     # A router may send a token to no expert, which it calls by the number behind the last one.
-    for expert, rows_N in enumerate(order_N[: sum(counts)].split(counts)):
+    for expert, rows_N in enumerate(torch.split(order_N[: sum(counts)], counts)):
         if len(rows_N):
             inner = layers.up[expert](hidden[rows_N // top_k])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
@@ -132,14 +132,16 @@ def _attend(
 def _read(path: Path, dtype: torch.dtype) -> Any:
     """The model with its weights, on the CPU."""
     AttentionInterface.register(_NAME, _attend)
-    has_bar = transformers_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    loud: Any = logging
+    auto: Any = AutoModelForCausalLM
+    has_bar = loud.is_progress_bar_enabled()
+    verbosity = loud.get_verbosity()
+    loud.disable_progress_bar()
+    loud.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = auto.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=_NAME,
@@ -152,9 +154,9 @@ def _read(path: Path, dtype: torch.dtype) -> Any:
             f"{path}: transformers cannot load it: {type(error).__name__}: {error}"
         ) from error
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        loud.set_verbosity(verbosity)
         if has_bar:
-            transformers_logging.enable_progress_bar()
+            loud.enable_progress_bar()
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(what):
             names = ", ".join(sorted(map(str, report[what]))[:5])
