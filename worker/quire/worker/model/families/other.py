@@ -17,7 +17,8 @@ _LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attentio
 _ALIBI = ("bloom", "mpt")
 _NO_ATTENTION = (
     *("mamba", "ssm_", "rwkv", "linear_num_", "linear_conv_", "lru_", "conv_L", "short_conv"),
-    *("attention_hidden_size", "attn_layer_period", "hybrid_", "layers_block_type"),
+    *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
+    *("attn_layer_period", "hybrid_", "layers_block_type"),
 )
 """How fields begin that only models have whose layers keep a state of their own."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")

@@ -84,21 +84,21 @@ def dry_run(
             why.
     """
     config = _config(path)
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    auto: Any = AutoModelForCausalLM
+    known = auto._model_mapping.get(type(config), None)
     name = [*(config.architectures or ()), known.__name__ if known else config.model_type][0]
     if known is None or known.__name__ != name:
         instead = f", but {known.__name__}" if known else ""
         raise Refused(
             f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
-            f"and decoders that transformers has; for model_type={config.model_type!r} it has none of "
-            f"this name{instead}"
+            f"and decoders that transformers has; for model_type={config.model_type!r} it has none "
+            f"of this name{instead}"
         )
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _mask)
     found, recorder = Found(), _Recorder(max_model_len)
     try:
         with torch.device("meta"):
-            auto: Any = AutoModelForCausalLM
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
@@ -296,24 +296,23 @@ class _Recorder:
 
     def _window(self, mask: _Mask, where: str) -> int | None:
         """The window that a mask's function means; ``None`` is all tokens."""
-        length = self._max_model_len
+        length, kinds = self._max_model_len, "attention in chunks is not supported"
         batch, head = torch.zeros(2, dtype=torch.long)
         tokens_P = torch.arange(length)
 
         def visible(position: int) -> Tensor:
-            return torch.as_tensor(
-                mask.visible(batch, head, torch.tensor(position), tokens_P)
-            ).expand(length)
+            try:
+                seen = mask.visible(batch, head, torch.tensor(position), tokens_P)
+            except RuntimeError as error:  # It looks at values of tensors.
+                raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}") from error
+            return torch.as_tensor(seen).expand(length)
 
         window = int(visible(length - 1).sum())
         near = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window - 1, length // 2, length - 1}
         for position in sorted(place for place in near if 0 <= place < length):
             expected_P = (tokens_P <= position) & (tokens_P > position - window)
             if not torch.equal(visible(position), expected_P):
-                raise Refused(
-                    f"{where}'s mask is neither causal nor a window at position {position} of "
-                    f"max_model_len={length}: attention in chunks runs up to one chunk"
-                )
+                raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}")
         return None if window == length else window
 
 
