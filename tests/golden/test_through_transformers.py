@@ -128,7 +128,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
     if native.library() is None:
         pytest.skip("without the native library, PyTorch's products in bfloat16 decide")
     path, _, _ = checkpoint(case)
-    settings = {"dtype": "bfloat16", "num_blocks": 128, "num_threads": 1} | more
+    settings: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 128, "num_threads": 1} | more
     with LLM(
         path, model_impl="transformers", device="cpu", enable_prefix_caching=False, **settings
     ) as llm:
