@@ -15,11 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from quire.kernels.backend import AttentionBackend
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.through import rowwise
+from quire.worker.model.through.fused import Product, fuse
 from quire.worker.model.through.products import (
     ExpertLayers,
     NotALayer,
     PackedWeight,
-    Products,
     expert_matrices,
     is_experts,
     run_experts,
@@ -96,13 +96,16 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
                 f"{model.name_or_path}: tensor {name!r} has values that are NaN or infinite as "
                 f"{parameter.dtype}: the file is damaged, or its training diverged"
             )
+    fuse(model, backend, device)
     # Names alone: each matrix is to be freed as soon as it is packed.
     for name in [name for name, *_ in _matrices(model)]:
         parent, _, attribute = name.rpartition(".")
         module = model.get_submodule(parent)
         weight = _packed(module, attribute, plan.weights[name].dtypes, backend, device)
         if type(module) is nn.Linear and weight.dtype in weight.layers:
-            _replace(model, parent, Products(weight, weight.layers[weight.dtype]))
+            layer = Product(weight.layers[weight.dtype])
+            layer.weight, layer.bias = weight, weight.bias  # whose types and shapes some ask for
+            _replace(model, parent, layer)
     for module in model.modules():
         if is_experts(module):
             _pack_experts(module, backend, device)

@@ -106,19 +106,6 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
     return out_TO.view(*x.shape[:-1], num_out)
 
 
-class Products(nn.Module):
-    """In the place of a linear layer whose weights are `PackedWeight`: less Python on the way."""
-
-    def __init__(self, weight: PackedWeight, layer: LinearLayer) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, weight.bias
-        self._layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        out_TO = self._layer(x.flatten(0, -2))
-        return out_TO.view(*x.shape[:-1], out_TO.shape[1])
-
-
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers lets its computation be replaced by `run_experts`."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
