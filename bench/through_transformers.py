@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -82,7 +83,8 @@ def _save(path: Path, num_layers: int) -> None:
         eos_token_id=None,
         dtype=torch.bfloat16,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(path)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("Apertus", {}),
     "bitnet": ("BitNet", {}),
     "qwen3-moe": ("Qwen3Moe", HEAD | EXPERTS),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
     "deepseek-v3": ("DeepseekV3", LATENT),
     # Described ones too: two implementations of one model.
     "llama": ("Llama", {}),
@@ -117,7 +118,7 @@ def test_tokens_are_those_of_transformers(
         ("nemotron", {"quantization": "int8"}),
         ("exaone4", {}),
         ("apertus", {"kv_cache_dtype": "int8"}),
-        ("qwen3-moe", {}),
+        ("qwen2-moe", {}),
         ("deepseek-v3", {}),
         ("gemma2", {}),
     ],
@@ -146,6 +147,16 @@ def test_a_short_row_does_not_depend_on_a_long_one_beside_it(tmp_path: Path) -> 
         together = llm.generate(asked(), GREEDY, use_tqdm=False)
         (alone,) = llm.generate(asked()[1:2], GREEDY, use_tqdm=False)
         assert alone.outputs[0].logprobs == together[1].outputs[0].logprobs
+
+
+def test_without_the_promise_operations_of_any_kind_run(tmp_path: Path) -> None:
+    save(tmp_path, "Llama", {"hidden_act": "mish"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    settings: dict[str, Any] = {"model_impl": "transformers", "device": "cpu", "num_blocks": 64}
+    with LLM(tmp_path, deterministic=False, **settings) as llm:
+        outputs = llm.generate(asked(), GREEDY, use_tqdm=False)
+    expected = [greedy(model, prompt)[0] for prompt in prompts()]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
 def test_auto_says_what_computes_the_model_and_why(

@@ -51,8 +51,8 @@ _REPLACED = frozenset(("sigmoid", "silu", "gelu"))
 """Operations that `quire.worker.model.through.modules` puts others in the place of."""
 
 
-class Refused(CheckpointError):
-    """The model does something that Quire's cache or kernels do not."""
+class Refused(Exception):
+    """An attention does something that Quire's cache or kernels do not."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ def dry_run(
     name = [*(config.architectures or ()), known.__name__ if known else config.model_type][0]
     if known is None or known.__name__ != name:
         instead = f", but {known.__name__}" if known else ""
-        raise Refused(
+        raise CheckpointError(
             f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
             f"and decoders that transformers has; for model_type={config.model_type!r} it has none "
             f"of this name{instead}"
@@ -106,28 +106,28 @@ def dry_run(
         logits, ops = _run(model, recorder)
         found.attentions = recorder.attentions()
     except Refused as error:
-        raise Refused(f"{path}: {name} cannot run: {error}") from error
+        raise CheckpointError(f"{path}: {name} cannot run: {error}") from error
     except NotALayer as error:
-        raise Refused(f"{path}: {name} cannot run: it computes {error}") from error
+        raise CheckpointError(f"{path}: {name} cannot run: it computes {error}") from error
     except Exception as error:
         if isinstance(error, KeyError) and _NAME in error.args:
-            raise Refused(
+            raise CheckpointError(
                 f"{path}: {name} cannot run: its layers do not call transformers' attention "
                 "interface, through which Quire attends"
             ) from error
-        raise Refused(
+        raise CheckpointError(
             f"{path}: {name} cannot run: a dry run of transformers' code raised "
             f"{type(error).__name__}: {error}"
         ) from error
     num_layers = config.get_text_config().num_hidden_layers
     called = list(recorder.calls)
     if len(called) != num_layers:
-        raise Refused(
+        raise CheckpointError(
             f"{path}: {name} cannot run: {len(called)} of its {num_layers} layers call "
             "transformers' attention interface, through which Quire attends"
         )
     if tuple(logits.shape) != (1, _NUM_SAMPLES, vocab_size):
-        raise Refused(
+        raise CheckpointError(
             f"{path}: {name} cannot run: logits {list(logits.shape)} for {_NUM_SAMPLES} of "
             f"{_NUM_TOKENS} tokens and a vocabulary of {vocab_size}"
         )
@@ -137,7 +137,7 @@ def dry_run(
     for number, attention in enumerate(found.attentions):
         for what in ("num_heads", "num_kv_heads", "key_size", "value_size"):
             if getattr(attention, what) != getattr(first, what):
-                raise Refused(
+                raise CheckpointError(
                     f"{path}: {name} cannot run: layer {number} has "
                     f"{what}={getattr(attention, what)}, layer 0 {getattr(first, what)}"
                 )
@@ -146,7 +146,7 @@ def dry_run(
         mixing["mean"] = ops["mean"]
     if is_deterministic and mixing:
         op, where = next(iter(mixing.items()))
-        raise Refused(
+        raise CheckpointError(
             f"{path}: {name} computes {op!r} in {where[0] or 'the model'}, whose bits may depend "
             "on the batch; deterministic=False (--no-deterministic) allows that"
         )
@@ -158,7 +158,7 @@ def _config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise Refused(
+        raise CheckpointError(
             f"{path}: transformers cannot read its config.json ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}); code that comes with a "
             "checkpoint (trust_remote_code) is not supported"
@@ -265,6 +265,10 @@ class _Recorder:
             if isinstance(value_of, Tensor | nn.Parameter) and name not in _HARMLESS:
                 what = "attention sinks" if name in ("s_aux", "sinks") else name
                 raise Refused(f"{where} has {what}, which our attention does not compute")
+            if isinstance(value_of, float) and value_of and name != "dropout":
+                raise Refused(
+                    f"{where} has {name}={value_of}, which our attention does not compute"
+                )
         if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
             raise Refused(f"{where} is not causal")
         if getattr(module, "is_kv_shared_layer", False):

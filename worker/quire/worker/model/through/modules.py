@@ -104,7 +104,7 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
         weight = _packed(module, attribute, plan.weights[name].dtypes, backend, device)
         if type(module) is nn.Linear and weight.dtype in weight.layers:
             layer = Product(weight.layers[weight.dtype])
-            layer.weight, layer.bias = weight, weight.bias  # whose types and shapes some ask for
+            layer.weight = weight  # Some modules ask for its type.
             _replace(model, parent, layer)
     for module in model.modules():
         if is_experts(module):
@@ -180,7 +180,8 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Parameters that products are taken with: all matrices but those of embeddings."""
     for name, module, parameter in _parameters(model):
-        is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
+        is_layer = isinstance(module, nn.Linear) or min(parameter.shape, default=0) > 1
+        is_matrix = parameter.dim() == 2 and is_layer
         if is_matrix and not isinstance(module, nn.Embedding) and not is_experts(module):
             yield name, module, name.rpartition(".")[2], parameter
 
