@@ -10,7 +10,6 @@ import torch
 from tests.golden.oracle import MAX_TOKENS, config, greedy, model_class, prompts, save
 from transformers import AutoModelForCausalLM
 
-from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
@@ -126,8 +125,6 @@ def test_tokens_are_those_of_transformers(
 def test_a_request_has_the_same_bits_alone_as_in_a_batch(
     case: str, more: dict[str, Any], checkpoint: Callable[[str], Checkpoint]
 ) -> None:
-    if native.library() is None:
-        pytest.skip("without the native library, PyTorch's products in bfloat16 decide")
     path, _, _ = checkpoint(case)
     settings: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 128, "num_threads": 1} | more
     with LLM(
