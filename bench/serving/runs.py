@@ -153,7 +153,7 @@ async def _apply_load(case: Case, target: Target, config: ClusterConfig) -> Meas
             load.chats(), target, num_users=load.num_users, limit_s=load.limit_s
         )
     else:
-        model = read_model_spec(config.engine.model)
+        model = read_model_spec(config.engine.model, model_impl=config.engine.model_impl)
         requests = load.requests(
             vocab_size=VOCAB_SIZE if case.model in SHAPES else model.vocab_size,
             max_tokens=resolve_max_model_len(config.engine, model),

@@ -1,20 +1,17 @@
 """Every family: greedy tokens and their log probabilities are those of transformers."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
+from tests.golden.oracle import MAX_TOKENS, greedy, prompts, save
 from transformers import AutoModelForCausalLM
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import ConfigError
 
-LENGTHS = (1, 16, 33, 70, 71, 130, 131)
-MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 40},
@@ -83,7 +80,7 @@ CASES = {
 }
 
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
-"""And what transformers makes of `_prompts`: tokens and their log probabilities."""
+"""And what transformers makes of `case_prompts`: tokens and their log probabilities."""
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +90,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
     def make(case: str) -> Checkpoint:
         if case not in made:
             path = tmp_path_factory.mktemp("family") / case
-            _save(CASES[case], path)
+            save(path, CASES[case].name, CASES[case].fields)
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager"
             )
-            pairs = [_greedy(model, prompt) for prompt in _prompts(case)]
+            pairs = [greedy(model, prompt) for prompt in case_prompts(case)]
             made[case] = path, [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         return made[case]
 
@@ -111,7 +108,7 @@ def test_tokens_are_those_of_transformers(
     case: str, setting: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     path, token_ids, logprobs = checkpoint(case)
-    asked = [{"prompt_token_ids": prompt} for prompt in _prompts(case)]
+    asked = [{"prompt_token_ids": prompt} for prompt in case_prompts(case)]
     settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | SETTINGS[setting]
     with LLM(path, device="cpu", **settings) as llm:
         for _ in range(2):
@@ -143,7 +140,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
     case: str, quantization: Any, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     path, _, _ = checkpoint(case)
-    asked = [{"prompt_token_ids": prompt} for prompt in _prompts(case)]
+    asked = [{"prompt_token_ids": prompt} for prompt in case_prompts(case)]
     with LLM(
         path,
         device="cpu",
@@ -166,46 +163,5 @@ def test_norms_over_all_heads_need_one_rank(checkpoint: Callable[[str], Checkpoi
         LLM(path, device="cpu", tensor_parallel_size=2)
 
 
-def _prompts(case: str) -> list[list[int]]:
-    """Some begin alike."""
-    rng = random.Random(3)
-    stems = [[rng.randrange(3, 300) for _ in range(max(LENGTHS))] for _ in range(2)]
-    lengths = [length for length in LENGTHS if length >= CASES[case].shortest]
-    return [stems[number % 2][:length] for number, length in enumerate(lengths)]
-
-
-def _save(case: Case, path: Path) -> None:
-    torch.manual_seed(0)
-    fields: dict[str, Any] = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "pad_token_id": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": torch.float32,
-    }
-    kind = "Gemma3Text" if case.name == "Gemma3" else case.name
-    config = getattr(transformers, f"{kind}Config")(**(fields | case.fields))
-    model = getattr(transformers, f"{case.name}ForCausalLM")(config)
-    with torch.no_grad():  # else biases are zeros, and norms are ones
-        for name, parameter in model.named_parameters():
-            if name.endswith((".bias", "norm.weight")):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(path)
-
-
-@torch.inference_mode()
-def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """One whole forward pass a token: no cache that could be wrong in the same way."""
-    token_ids, logprobs = list(prompt), []
-    for _ in range(MAX_TOKENS):
-        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]
-        token_ids.append(int(logits.argmax()))
-        logprobs.append(float(logits.log_softmax(-1)[token_ids[-1]]))
-    return token_ids[len(prompt) :], logprobs
+def case_prompts(case: str) -> list[list[int]]:
+    return prompts(shortest=CASES[case].shortest)

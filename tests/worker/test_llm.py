@@ -246,6 +246,7 @@ def test_the_public_surface_is_this() -> None:
     assert list(inspect.signature(LLM.__init__).parameters)[1:] == [
         "model",
         "revision",
+        "model_impl",
         "tensor_parallel_size",
         "dtype",
         "quantization",

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.api.config import Device, DType, EngineConfig, SchedulingPolicy
+from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.limits import derive_seed
@@ -46,6 +46,8 @@ class LLM:
         model: A checkpoint directory in Hugging Face format (safetensors; `docs/models.md`), or
             ``ORG/NAME`` of the Hugging Face hub, which is fetched into its cache.
         revision: A branch, tag or commit of a model of the hub; its main branch by default.
+        model_impl: "quire" computes the families that `docs/models.md` lists, "transformers" any
+            decoder, by the modules of that library; "auto" takes the first where it can.
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
@@ -81,6 +83,7 @@ class LLM:
         model: str | Path,
         *,
         revision: str | None = None,
+        model_impl: ModelImpl = "auto",
         tensor_parallel_size: int = 1,
         dtype: DType = "auto",
         quantization: Quantization | None = None,
@@ -103,6 +106,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(
             model=fetch_checkpoint(with_revision(Path(model), revision)),
+            model_impl=model_impl,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             quantization=quantization,

@@ -4,7 +4,7 @@ import argparse
 from typing import get_args
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.api.config import Device, DType, EngineConfig
+from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl
 
 MODEL_HELP = (
     "a checkpoint directory, or ORG/NAME[@REVISION] of the Hugging Face hub; without one, the demo "
@@ -33,6 +33,13 @@ def add_engine_flags(
         choices=get_args(DType),
         default="auto",
         help="type of weights, activations and KV; auto is the checkpoint's own",
+    )
+    add(
+        "--model-impl",
+        choices=get_args(ModelImpl),
+        default="auto",
+        help="what computes the model: quire's kernels or transformers' modules; auto is "
+        "transformers for architectures that quire has no description of",
     )
     add(
         "--quantization",
@@ -82,6 +89,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
     return EngineConfig(
         model=arguments.model or demo_model.PATH,
+        model_impl=arguments.model_impl,
         tensor_parallel_size=arguments.tensor_parallel_size,
         dtype=arguments.dtype,
         quantization=arguments.quantization,

@@ -269,7 +269,7 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     config = _with_commit(config)
     engine = config.engine
     folder = fetch_text_files(engine.model)
-    model = read_model_spec(folder)
+    model = read_model_spec(folder, model_impl=engine.model_impl)
     check_parallel(model, engine.tensor_parallel_size)
     resolve_max_model_len(engine, model)
     Tokenizer.load(folder)

@@ -63,7 +63,8 @@ def start_ranks(config: ClusterConfig) -> tuple[Executor, ModelFacts]:
     engine = replace(config.engine, model=fetch_checkpoint(config.engine.model))
     # Bad settings are refused at once, before the weights are hashed.
     model_facts(engine, with_fingerprint=False)
-    check_parallel(read_model_spec(engine.model), engine.tensor_parallel_size)
+    spec = read_model_spec(engine.model, model_impl=engine.model_impl)
+    check_parallel(spec, engine.tensor_parallel_size)
     with ThreadPoolExecutor(1, "quire-fingerprint") as thread:
         hashed = thread.submit(model_facts, engine)
         executor = _start_executor(config, engine)

@@ -62,7 +62,7 @@ class RemoteExecutor(LockstepExecutor):
     def _start(
         self, config: EngineConfig, launcher: RankLauncher, num_nodes: int, host: str
     ) -> None:
-        model = read_model_spec(fetch_checkpoint(config.model))
+        model = read_model_spec(fetch_checkpoint(config.model), model_impl=config.model_impl)
         max_model_len = resolve_max_model_len(config, model)
         self._slot = np.zeros(slot_bytes(config, max_model_len=max_model_len), np.uint8)
         num_ranks = config.tensor_parallel_size

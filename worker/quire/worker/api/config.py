@@ -11,6 +11,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+ModelImpl = Literal["auto", "quire", "transformers"]
 SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
 
 _KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
@@ -32,6 +33,9 @@ class EngineConfig:
     model: Path
     """A checkpoint directory in Hugging Face format (safetensors). In a `ClusterConfig` also
     ``ORG/NAME[@REVISION]`` of the hub (`quire.worker.model.hub`)."""
+    model_impl: ModelImpl = "auto"
+    """What computes the model: "quire" from a description of its family, "transformers" by the
+    modules of that library; "auto" is "quire" for the families that have a description."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
@@ -49,7 +53,9 @@ class EngineConfig:
     more memory for KV, and is slower in small batches."""
     deterministic: bool = True
     """On a GPU, only matrix products in which a row's bits do not depend on the other rows. Without
-    it, tokens may depend on the other requests in the batch. On CPUs they never do."""
+    it, tokens may depend on the other requests in the batch. On CPUs they never do, unless the
+    model runs through transformers and has operations that are known not to keep rows apart: with
+    this, such a model is refused."""
     block_size: int = 16
     """Tokens of KV cache in a block: a power of two from 4 to 128."""
     gpu_memory_utilization: float | None = None
@@ -94,6 +100,12 @@ class EngineConfig:
             "tensor_parallel_size",
             self.tensor_parallel_size,
             "must be 1 or more",
+        )
+        _check(
+            self.model_impl in get_args(ModelImpl),
+            "model_impl",
+            self.model_impl,
+            f"one of {get_args(ModelImpl)}",
         )
         _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
         _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")

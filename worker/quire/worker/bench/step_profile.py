@@ -77,7 +77,9 @@ class StepProfileConfig:
                 f"shared_context={shared}: must be full blocks, a multiple of block_size={size}, "
                 f"and less than context={self.context}"
             )
-        longest = read_model_spec(self.engine.model).max_positions
+        longest = read_model_spec(
+            self.engine.model, model_impl=self.engine.model_impl
+        ).max_positions
         if self.max_model_len > longest:
             raise ConfigError(
                 f"context={self.context} + num_steps={self.num_steps}, or chunk={self.chunk}, is "

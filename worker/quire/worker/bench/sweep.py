@@ -13,7 +13,7 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.bench.cache_size import CacheSize
 from quire.worker.bench.measure import Run, run_workload
 from quire.worker.bench.workload import WorkItem, Workload
-from quire.worker.model.config import read_model_spec, resolve_dtype
+from quire.worker.model.config import read_model_spec, resolve_dtype, resolve_max_model_len
 from quire.worker.model.spec import ModelSpec
 from quire.worker.ranks.executor import make_executor
 
@@ -69,7 +69,9 @@ def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[st
     Raises:
         ConfigError: The workload does not fit the model or a cache size. Nothing was run.
     """
-    check_workload(workload, read_model_spec(config.engine.model))
+    check_workload(
+        workload, read_model_spec(config.engine.model, model_impl=config.engine.model_impl)
+    )
     bytes_of_token = token_bytes(config.engine)
     if config.skips_small:
         config = _without_small(config, workload, token_bytes=bytes_of_token, progress=progress)
@@ -159,10 +161,14 @@ def token_bytes(engine: EngineConfig) -> int:
     """KV of one token on all ranks of a group."""
     import torch
 
+    from quire.worker.model.load import find_attentions
     from quire.worker.runner.kv_cache import kv_layout
 
-    model = read_model_spec(engine.model)
-    layout = kv_layout(engine, model, dtype=getattr(torch, resolve_dtype(engine, model)))
+    model = read_model_spec(engine.model, model_impl=engine.model_impl)
+    dtype = getattr(torch, resolve_dtype(engine, model))
+    max_model_len = resolve_max_model_len(engine, model)
+    attentions = find_attentions(engine, model, dtype=dtype, max_model_len=max_model_len)
+    layout = kv_layout(engine, attentions, dtype=dtype)
     return layout.block_bytes // layout.block_size * engine.tensor_parallel_size
 
 

@@ -4,9 +4,10 @@ settings make of it. Knows no torch, so that a gateway can use it."""
 from dataclasses import replace
 from pathlib import Path
 
-from quire.worker.api.config import EngineConfig
+from quire.worker.api.config import EngineConfig, ModelImpl
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.checkpoint import read_json
+from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Attention, ModelSpec
@@ -16,8 +17,10 @@ _NO_GGUF = "GGUF files are not read"
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
-def read_model_spec(path: Path) -> ModelSpec:
+def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` (and the end tokens of ``generation_config.json``) in ``path``.
+
+    ``model_impl`` is `EngineConfig`'s.
 
     Raises:
         CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
@@ -38,14 +41,16 @@ def read_model_spec(path: Path) -> ModelSpec:
     # The model's type where no architecture is named.
     architecture = [*config.names("architectures"), config.raw.get("model_type", "unknown")][0]
     family = FAMILIES.get(str(architecture))
-    if family is None:
+    if family is None and model_impl == "quire":
         raise CheckpointError(
-            f"{file}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
+            f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
+            f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
     if config.raw.get("quantization_config"):
         method = config.section("quantization_config").raw.get("quant_method", "unknown")
         raise CheckpointError(f"{file}: quantized weights ({method!r}) are not supported")
+    if family is None or model_impl == "transformers":
+        return replace(other(config), eos_token_ids=_eos_token_ids(path, config))
     spec = replace(family(config), eos_token_ids=_eos_token_ids(path, config))
     check_runnable(spec, file)
     return spec
@@ -79,6 +84,11 @@ def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:
     Raises:
         ConfigError: They cannot; the message says which sizes can.
     """
+    if spec.through_transformers is not None and tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size}: a model that runs through transformers "
+            "runs on one rank; possible: 1"
+        )
     for attention in dict.fromkeys(layer.attention for layer in spec.layers):
         if attention.qk_norm == "whole" and tensor_parallel_size > 1:
             raise ConfigError(

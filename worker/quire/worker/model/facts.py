@@ -47,7 +47,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
         CheckpointError: The checkpoint cannot be read.
         ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
     """
-    spec = read_model_spec(config.model)
+    spec = read_model_spec(config.model, model_impl=config.model_impl)
     dtype = resolve_dtype(config, spec)
     files = open_checkpoint(config.model).files
     return ModelFacts(

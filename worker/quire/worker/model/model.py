@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend
-from quire.kernels.ops import Batch, KvCache, Program
+from quire.kernels.ops import Batch, KvCache, ProgramRunner
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 
@@ -12,12 +11,10 @@ from quire.worker.model.tensor_parallel import TensorParallel
 
 
 class Model:
-    """A program of one rank of ``tp.size``, made ready by ``backend``."""
+    """A program of one rank of ``tp.size``."""
 
-    def __init__(
-        self, program: Program, *, vocab_size: int, backend: AttentionBackend, tp: TensorParallel
-    ) -> None:
-        self._runner = backend.prepare(program)
+    def __init__(self, runner: ProgramRunner, *, vocab_size: int, tp: TensorParallel) -> None:
+        self._runner = runner
         self._vocab_size = vocab_size
         self._tp = tp
 

@@ -14,6 +14,7 @@ And always: torch, our own code behind the logits and before them, and the types
 
 import functools
 import hashlib
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ def numerics(
     parts = [
         *_device(device, is_native=is_native, is_deterministic=config.deterministic),
         f"torch {torch.__version__}",
+        *_modules(spec),
         f"code {_code_digest()}",
         f"dtype {resolve_dtype(config, spec)}",
         f"quantization {config.quantization or 'none'}",
@@ -73,6 +75,14 @@ def _device(device: torch.device, *, is_native: bool, is_deterministic: bool) ->
     has = "+".join(flag for flag in _CPU_FLAGS if flag in flags)
     threads = f"{torch.get_num_threads()} threads"
     return [f"cpu plain {native_build.cpu_vendor()} {has}".rstrip(), capability, threads]
+
+
+def _modules(spec: ModelSpec) -> list[str]:
+    """Who computes a model that has no description, by kernels of both libraries."""
+    if spec.through_transformers is None:
+        return []
+    build = native.build_name() if native.library() is not None else "none"
+    return [f"transformers {version('transformers')}", f"native {build}"]
 
 
 def _sums(spec: ModelSpec, num_ranks: int, *, is_native: bool) -> str:

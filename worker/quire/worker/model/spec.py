@@ -192,3 +192,11 @@ class ModelSpec:
     logit_cap: float | None = None
     """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
     names: TensorNames = field(default_factory=TensorNames)
+    through_transformers: str | None = None
+    """The configuration, as JSON, of a model that transformers computes. ``layers`` and ``ropes``
+    are empty then."""
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Each layer's."""
+        return tuple(layer.attention for layer in self.layers)

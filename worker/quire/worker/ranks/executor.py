@@ -29,7 +29,8 @@ def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
         RankFailure: A rank died or raised while starting. No process is left.
     """
     facts = model_facts(config, with_fingerprint=False)
-    check_parallel(read_model_spec(config.model), config.tensor_parallel_size)
+    spec = read_model_spec(config.model, model_impl=config.model_impl)
+    check_parallel(spec, config.tensor_parallel_size)
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config), facts
     return ProcessExecutor(config), facts

@@ -37,7 +37,7 @@ class ProcessExecutor(LockstepExecutor):
 
     def _start(self, config: EngineConfig) -> None:
         processes = self._processes
-        model = read_model_spec(config.model)
+        model = read_model_spec(config.model, model_impl=config.model_impl)
         size = slot_bytes(config, max_model_len=resolve_max_model_len(config, model))
         offset = COLLECTIVES_BYTES_PER_RANK * config.tensor_parallel_size
         processes.start(

@@ -4,6 +4,7 @@
 fewest. Where memory is committed on first touch (CPU), a block costs nothing until it is used.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from quire.kernels.ops import KvCache
 from quire.kernels.quantization import SCALE_BYTES
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
-from quire.worker.model.spec import ModelSpec
+from quire.worker.model.spec import Attention
 
 CPU_SHARE = 0.4
 CPU_MAX_BYTES = 4 << 30
@@ -50,14 +51,17 @@ class KvLayout:
         return self.num_layers * self.block_size * self.layer_token_bytes
 
 
-def kv_layout(config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype) -> KvLayout:
-    """``dtype`` is the model's; the cache's may be another."""
-    attention = spec.layers[0].attention  # as in all layers: `check_runnable`
+def kv_layout(
+    config: EngineConfig, attentions: Sequence[Attention], *, dtype: torch.dtype
+) -> KvLayout:
+    """``attentions`` are each layer's; heads are the same in all. ``dtype`` is the model's; the
+    cache's may be another."""
+    attention = attentions[0]
     return KvLayout(
-        num_layers=len(spec.layers),
+        num_layers=len(attentions),
         block_size=config.block_size,
         num_kv_heads=max(1, attention.num_kv_heads // config.tensor_parallel_size),
-        head_size=attention.key_size,
+        head_size=max(attention.key_size, attention.value_size),
         dtype=_STORED.get(config.kv_cache_dtype, dtype),
     )
 

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import backend_for
-from quire.kernels.ops import Batch, KvCache
+from quire.kernels.ops import Batch, KvCache, ProgramRunner
 from quire.kernels.products import make_batch_invariant
 from quire.kernels.shared_prefix import (
     MIN_SAVED_BYTES,
@@ -23,17 +22,16 @@ from quire.kernels.shared_prefix import (
 from quire.worker.api.arrays import Longs
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
-from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import (
     check_parallel,
     read_model_spec,
     resolve_dtype,
     resolve_max_model_len,
 )
-from quire.worker.model.loader import Shard, Weights
+from quire.worker.model.load import load_model
+from quire.worker.model.loader import Shard
 from quire.worker.model.model import Model
 from quire.worker.model.numerics import numerics
-from quire.worker.model.program import attention_options, make_program
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.runner import kv_cache
 from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_buckets
@@ -56,7 +54,7 @@ class ModelRunner:
             CheckpointError: The model's files cannot be read.
             ConfigError: The model cannot be run like this.
         """
-        spec = read_model_spec(config.model)
+        spec = read_model_spec(config.model, model_impl=config.model_impl)
         check_parallel(spec, config.tensor_parallel_size)
         self._max_model_len = resolve_max_model_len(config, spec)
         self._config = config
@@ -67,23 +65,22 @@ class ModelRunner:
                 "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit "
                 "queries; use dtype='bfloat16', or kv_cache_dtype='auto'"
             )
-        attentions = dict.fromkeys(layer.attention for layer in spec.layers)
-        options = {attention_options(each, self._max_model_len) for each in attentions}
-        backend = backend_for(device, quantization=config.quantization, options=options)
-        checkpoint = open_checkpoint(config.model)
-        with Weights.open(checkpoint, dtype=dtype, device=device) as weights:
-            program = make_program(
-                spec,
-                weights,
-                shard=Shard(rank=tp.rank, size=tp.size),
-                backend=backend,
-                max_model_len=self._max_model_len,
-            )
-        self._model = Model(program, vocab_size=spec.vocab_size, backend=backend, tp=tp)
-        self._sees_all = not any(each.window for each in options)
+        loaded = load_model(
+            config,
+            spec,
+            shard=Shard(rank=tp.rank, size=tp.size),
+            dtype=dtype,
+            device=device,
+            max_model_len=self._max_model_len,
+        )
+        self._model = Model(loaded.runner, vocab_size=spec.vocab_size, tp=tp)
+        self._sees_all = not any(each.window for each in loaded.options)
         """Whether a query in any layer sees all tokens before it."""
-        self._layout = kv_cache.kv_layout(config, spec, dtype=dtype)
-        self._group = spec.layers[0].attention.num_heads // tp.size // self._layout.num_kv_heads
+        self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
+        self._group = loaded.attentions[0].num_heads // tp.size // self._layout.num_kv_heads
+        is_described = spec.through_transformers is None
+        if not is_described:
+            self._check_rows(loaded.runner, spec.vocab_size)
         self._min_saved_tokens = MIN_SAVED_BYTES // self._layout.layer_token_bytes
         self.numerics = numerics(
             config, spec, device=device, num_ranks=tp.size, is_native=self._model.chooses
@@ -96,13 +93,25 @@ class ModelRunner:
         self._device_sampler: DeviceSampler | None = None
         if device.type == "cuda":
             self._device_sampler = DeviceSampler(device)
-            if not config.enforce_eager:
+            if not config.enforce_eager and is_described:
                 self._buckets = make_buckets(
                     max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
                 )
         self._tp = tp
         self._sampled_S = torch.empty(0, dtype=torch.int64)
         """The tokens of the last step, 0 where this rank does not know them."""
+
+    @torch.inference_mode()
+    def _check_rows(self, runner: ProgramRunner, vocab_size: int) -> None:
+        from quire.worker.model.through.rows import LENGTHS, check_rows, num_blocks
+
+        if self._max_model_len > max(LENGTHS):
+            kv = kv_cache.allocate(
+                self._layout,
+                num_blocks=num_blocks(self._layout.block_size),
+                device=self._device,
+            )
+            check_rows(self._config, runner, kv, vocab_size=vocab_size, device=self._device)
 
     def num_blocks_that_fit(self) -> int:
         """Blocks of KV for which this rank has room. On a GPU this runs the largest steps."""

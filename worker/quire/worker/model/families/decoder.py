@@ -44,10 +44,6 @@ def decoder(
     for name in _OTHERS:
         if name not in knows and config.raw.get(name) not in (None, False):
             raise config.refused(name, config.raw[name])
-    dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32")
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise config.refused("dtype", dtype, f"; one of {_DTYPES}")
     norm = norm or Norm(eps=config.number("rms_norm_eps", default=1e-6))
     if isinstance(attention, Attention):
         attention = (attention,) * config.count("num_hidden_layers")
@@ -65,11 +61,20 @@ def decoder(
         final_norm=norm,
         vocab_size=config.count("vocab_size"),
         max_positions=config.count("max_position_embeddings"),
-        dtype=dtype,
+        dtype=dtype_name(config),
         bos_token_id=config.token_id("bos_token_id"),
         eos_token_ids=(),
         **model,
     )
+
+
+def dtype_name(config: Fields) -> str:
+    """The type in which the checkpoint wants to be computed."""
+    dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise config.refused("dtype", dtype, f"; one of {_DTYPES}")
+    return dtype
 
 
 def with_windows(attention: Attention, windows: Windows) -> tuple[Attention, ...]:

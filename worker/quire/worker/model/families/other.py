@@ -1,0 +1,78 @@
+"""Any other decoder, which transformers computes: the fields that an engine and its gateways need.
+
+What cannot work is refused here where ``config.json`` shows it, before weights are fetched; the
+rest is for `quire.worker.model.through.dry_run`.
+"""
+
+import json
+
+from quire.worker.model.families.decoder import dtype_name
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import ModelSpec, Norm
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_ENDINGS = ("ForCausalLM", "LMHeadModel")
+_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_ALIBI = ("bloom", "mpt")
+_NO_ATTENTION = (
+    *("mamba", "ssm_", "rwkv", "linear_num_", "linear_conv_", "lru_", "conv_L", "short_conv"),
+    *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
+    *("attn_layer_period", "hybrid_", "layers_block_type"),
+)
+"""How fields begin that only models have whose layers keep a state of their own."""
+_SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
+_NOT_IN_RESULTS = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
+    *("_name_or_path", "transformers_version", "tie_word_embeddings"),
+)
+
+
+def other(config: Fields) -> ModelSpec:
+    """A model of which only ``transformers`` knows the layers.
+
+    Raises:
+        CheckpointError: It has no decoder, or one that no KV cache in blocks can serve.
+    """
+    raw, model_type = config.raw, str(config.raw.get("model_type", "unknown"))
+    name = [*config.names("architectures"), model_type][0]
+    if config.flag("is_encoder_decoder"):
+        raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
+    if name != model_type and not name.endswith(_ENDINGS):
+        raise config.broken(
+            f"architecture {name!r} is not supported: it is no decoder of text "
+            f"({' or '.join('…' + ending for ending in _ENDINGS)})"
+        )
+    if model_type in _ALIBI or raw.get("alibi"):
+        raise config.broken(f"{name} has alibi, which our attention does not compute")
+    for field, value in raw.items():
+        if value in (None, False, 0, []):
+            continue
+        if field.startswith(_NO_ATTENTION):
+            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
+        if field.startswith(_SPARSE):
+            raise config.broken(f"{name} has {field}: attention that selects tokens")
+    for kind in config.names("layer_types"):
+        if kind not in _LAYERS:
+            raise config.broken(f"{name} has layers of type {kind!r}, which keep no KV")
+    if raw.get("num_kv_shared_layers"):
+        raise config.broken(f"{name} has num_kv_shared_layers: layers that share their KV")
+    results = {key: value for key, value in raw.items() if key not in _NOT_IN_RESULTS}
+    return ModelSpec(
+        hidden_size=config.count(_first(config, _HIDDEN)),
+        layers=(),
+        ropes=(),
+        final_norm=Norm(eps=1e-6),
+        vocab_size=config.count("vocab_size"),
+        max_positions=config.count(_first(config, _POSITIONS)),
+        tied=False,
+        dtype=dtype_name(config),
+        bos_token_id=None,
+        eos_token_ids=(),
+        through_transformers=json.dumps(results, sort_keys=True),
+    )
+
+
+def _first(config: Fields, names: tuple[str, ...]) -> str:
+    """The first of the names that the configuration has."""
+    return next((name for name in names if config.raw.get(name) is not None), names[0])

@@ -1,0 +1,112 @@
+"""One rank's model, ready to run: from its description, or through transformers."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.backend import backend_for
+from quire.kernels.ops import ProgramRunner
+from quire.worker.api.config import EngineConfig
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.loader import Shard, Weights
+from quire.worker.model.program import attention_options, make_program
+from quire.worker.model.spec import Attention, ModelSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A model with its weights."""
+
+    runner: ProgramRunner
+    attentions: tuple[Attention, ...]
+    """Each layer's, in the order of the KV cache."""
+    options: tuple[AttentionOptions, ...]
+
+
+def load_model(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Loaded:
+    """Reads this rank's share of the weights; the log says what will compute the model, and why.
+
+    Raises:
+        CheckpointError: The files cannot be read, or transformers cannot run such a model here.
+        ConfigError: There are no kernels for what was asked for.
+    """
+    if spec.through_transformers is not None:
+        return _through_transformers(
+            config, dtype=dtype, device=device, max_model_len=max_model_len, spec=spec
+        )
+    _log.info("%s: computed by quire, which describes this family", config.model)
+    options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
+    backend = backend_for(device, quantization=config.quantization, options=set(options))
+    with Weights.open(open_checkpoint(config.model), dtype=dtype, device=device) as weights:
+        program = make_program(
+            spec, weights, shard=shard, backend=backend, max_model_len=max_model_len
+        )
+    runner = backend.prepare(program)
+    return Loaded(runner=runner, attentions=spec.attentions, options=options)
+
+
+def find_attentions(
+    config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, max_model_len: int
+) -> tuple[Attention, ...]:
+    """Each layer's attention, without reading weights. Raises as `load_model`."""
+    if spec.through_transformers is None:
+        return spec.attentions
+    from quire.worker.model.through.dry_run import dry_run
+
+    found = dry_run(
+        config.model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        is_deterministic=config.deterministic,
+    )
+    return tuple(found.attentions)
+
+
+def _through_transformers(
+    config: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    spec: ModelSpec,
+) -> Loaded:
+    # Here and not above: a second of imports that other models do without.
+    from quire.worker.model.through.dry_run import dry_run
+    from quire.worker.model.through.runner import ThroughTransformers
+
+    checkpoint = open_checkpoint(config.model)
+    found = dry_run(
+        config.model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        is_deterministic=config.deterministic,
+        on_gpu=device.type == "cuda",
+    )
+    why = "model_impl='transformers'"
+    if config.model_impl == "auto":
+        why = "quire has no description of this architecture"
+    _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
+    options = tuple(attention_options(each, max_model_len) for each in found.attentions)
+    # On a CPU the native library may multiply where it cannot attend.
+    packer = backend_for(device, quantization=config.quantization)
+    backend = packer
+    if any(each != PLAIN for each in options):
+        backend = backend_for(device, quantization=config.quantization, options=set(options))
+    runner = ThroughTransformers(
+        checkpoint.path, found, options, dtype=dtype, device=device, backend=backend, packer=packer
+    )
+    return Loaded(runner=runner, attentions=tuple(found.attentions), options=options)

@@ -1,0 +1,327 @@
+"""A forward pass of a transformers model without any values, before its weights are read.
+
+It shows what each layer asks of attention, which matrices it multiplies with, and every operation
+between. A model that asks for what Quire's cache and kernels do not do is refused here.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.spec import Attention
+from quire.worker.model.through.modules import Plan, install_for_dry_run
+from quire.worker.model.through.products import NotALayer
+
+# T tokens   H query heads   K KV heads   D head size
+
+_NAME = "quire_dry_run"
+_NUM_TOKENS, _NUM_SAMPLES = 8, 3
+_HARMLESS = ("position_ids", "cache_position")
+_ROWWISE = frozenset(
+    (
+        *("view", "_unsafe_view", "_reshape_alias", "transpose", "permute", "unsqueeze", "squeeze"),
+        *("expand", "slice", "select", "split", "split_with_sizes", "unbind", "alias", "t"),
+        *("detach", "as_strided", "clone", "copy", "copy_", "_to_copy", "cat", "stack", "index"),
+        *("index_select", "gather", "embedding", "arange", "ones", "zeros", "full", "empty"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros"),
+        *("new_ones", "new_full", "empty_strided", "scalar_tensor", "lift_fresh", "where"),
+        *("masked_fill", "masked_fill_", "add", "add_", "sub", "sub_", "rsub", "mul", "mul_"),
+        *("div", "div_", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "tanh"),
+        *("erf", "log", "log1p", "sin", "cos", "abs", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *("maximum", "relu", "square", "floor", "eq", "ne", "lt", "gt", "le", "ge", "logical_and"),
+        *("logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "any", "all"),
+        *("mean", "sum", "native_layer_norm", "_fused_rms_norm", "_softmax", "topk", "sort", "max"),
+        *("amax", "scatter", "scatter_", "fill_", "zero_", "unfold", "repeat", "view_as_complex"),
+        *("view_as_real", "polar", "complex", "real", "imag"),
+    )
+)
+"""Operations in which, over channels, a row's bits do not depend on the other rows."""
+_REPLACED = frozenset(("sigmoid", "silu", "gelu"))
+"""Operations that `quire.worker.model.through.modules` puts others in the place of."""
+
+
+class Refused(Exception):
+    """An attention does something that Quire's cache or kernels do not."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a dry run shows."""
+
+    attentions: list[Attention] = field(default_factory=list)
+    """In the order of their calls; the cache's layers have this order."""
+    modules: list[str] = field(default_factory=list)
+    """The names of the modules that make the calls."""
+    plan: Plan = field(default_factory=Plan)
+
+
+def dry_run(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    vocab_size: int,
+    is_deterministic: bool,
+    on_gpu: bool = False,
+) -> Found:
+    """Runs the model of ``path`` on the device "meta".
+
+    ``is_deterministic`` refuses operations that may mix rows.
+
+    Raises:
+        CheckpointError: transformers has no such model, or it cannot run here; the message says
+            why.
+    """
+    config = _config(path)
+    auto: Any = AutoModelForCausalLM
+    known = auto._model_mapping.get(type(config), None)
+    name = [*(config.architectures or ()), known.__name__ if known else config.model_type][0]
+    if known is None or known.__name__ != name:
+        instead = f", but {known.__name__}" if known else ""
+        raise CheckpointError(
+            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
+            f"and decoders that transformers has; for model_type={config.model_type!r} it has none "
+            f"of this name{instead}"
+        )
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _mask)
+    found, recorder = Found(), _Recorder(max_model_len)
+    try:
+        with torch.device("meta"):
+            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
+        found.plan = install_for_dry_run(
+            model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
+        )
+        logits, ops = _run(model, recorder)
+        found.attentions = recorder.attentions()
+    except Refused as error:
+        raise CheckpointError(f"{path}: {name} cannot run: {error}") from error
+    except NotALayer as error:
+        raise CheckpointError(f"{path}: {name} cannot run: it computes {error}") from error
+    except Exception as error:
+        if isinstance(error, KeyError) and _NAME in error.args:
+            raise CheckpointError(
+                f"{path}: {name} cannot run: its layers do not call transformers' attention "
+                "interface, through which Quire attends"
+            ) from error
+        raise CheckpointError(
+            f"{path}: {name} cannot run: a dry run of transformers' code raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    num_layers = config.get_text_config().num_hidden_layers
+    called = list(recorder.calls)
+    if len(called) != num_layers:
+        raise CheckpointError(
+            f"{path}: {name} cannot run: {len(called)} of its {num_layers} layers call "
+            "transformers' attention interface, through which Quire attends"
+        )
+    if tuple(logits.shape) != (1, _NUM_SAMPLES, vocab_size):
+        raise CheckpointError(
+            f"{path}: {name} cannot run: logits {list(logits.shape)} for {_NUM_SAMPLES} of "
+            f"{_NUM_TOKENS} tokens and a vocabulary of {vocab_size}"
+        )
+    names = {module: each for each, module in model.named_modules()}
+    found.modules = [names[module] for module in called]
+    first = found.attentions[0]
+    for number, attention in enumerate(found.attentions):
+        for what in ("num_heads", "num_kv_heads", "key_size", "value_size"):
+            if getattr(attention, what) != getattr(first, what):
+                raise CheckpointError(
+                    f"{path}: {name} cannot run: layer {number} has "
+                    f"{what}={getattr(attention, what)}, layer 0 {getattr(first, what)}"
+                )
+    mixing = {op: where for op, where in ops.items() if op not in _ROWWISE | _REPLACED}
+    if on_gpu and "mean" in ops:
+        mixing["mean"] = ops["mean"]
+    if is_deterministic and mixing:
+        op, where = next(iter(mixing.items()))
+        raise CheckpointError(
+            f"{path}: {name} computes {op!r} in {where[0] or 'the model'}, whose bits may depend "
+            "on the batch; deterministic=False (--no-deterministic) allows that"
+        )
+    found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
+    return found
+
+
+def _config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot read its config.json ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); code that comes with a "
+            "checkpoint (trust_remote_code) is not supported"
+        ) from error
+
+
+def _run(model: Any, recorder: "_Recorder") -> tuple[Tensor, dict[str, list[str]]]:
+    """The logits, and the names of modules by the operations that they do themselves."""
+    for module in model.modules():
+        module.quire_step = recorder
+    ops = _Operations()
+    meta = torch.device("meta")
+    with torch.no_grad(), _watched(model, ops), ops:
+        output = model(
+            input_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
+            position_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
+            # Without it, positions are searched for the ends of sequences.
+            attention_mask=torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=meta),
+            use_cache=False,
+            logits_to_keep=torch.zeros(_NUM_SAMPLES, dtype=torch.long, device=meta),
+        )
+    return output.logits, ops.modules_of
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each operation with the innermost module that does it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules_of: dict[str, list[str]] = {}
+        self.stack = [""]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name.split("::")[1]
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        # A parameter alone gives the same in any batch.
+        if len(tensors) != 1 or tensors[0].numel() > 1:
+            self.modules_of.setdefault(name, []).append(self.stack[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _watched(model: nn.Module, ops: _Operations) -> Iterator[None]:
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: ops.stack.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: (ops.stack.pop(), None)[1]))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """In the place of a mask: the function of positions that transformers would make it of."""
+
+    visible: Any
+
+
+def _mask(*_: Any, mask_function: Any = None, **__: Any) -> _Mask:
+    return _Mask(mask_function)
+
+
+class _Recorder:
+    """The calls of attention, by module."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self.calls: dict[nn.Module, Attention] = {}
+        self._masks: dict[nn.Module, _Mask | None] = {}
+
+    def attentions(self) -> list[Attention]:
+        """The calls in their order. Masks decide where there are some."""
+        windows: dict[int, int | None] = {}
+        found = []
+        for module, attention in self.calls.items():
+            mask = self._masks[module]
+            if mask is not None:
+                if id(mask) not in windows:
+                    windows[id(mask)] = self._window(mask, type(module).__name__)
+                attention = replace(attention, window=windows[id(mask)])
+            found.append(attention)
+        return found
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        where = type(module).__name__
+        if module in self.calls:
+            raise Refused(f"{where} attends twice in a step")
+        for name, value_of in others.items():
+            if isinstance(value_of, Tensor | nn.Parameter) and name not in _HARMLESS:
+                what = "attention sinks" if name in ("s_aux", "sinks") else name
+                raise Refused(f"{where} has {what}, which our attention does not compute")
+            if isinstance(value_of, float) and value_of and name != "dropout":
+                raise Refused(
+                    f"{where} has {name}={value_of}, which our attention does not compute"
+                )
+        if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
+            raise Refused(f"{where} is not causal")
+        if getattr(module, "is_kv_shared_layer", False):
+            raise Refused(f"{where} reads the KV of another layer")
+        if mask is not None and not isinstance(mask, _Mask):
+            raise Refused(f"{where} has a mask of its own, such as alibi's")
+        if isinstance(scaling, Tensor) or query.dim() != 4 or len(query) != 1:
+            raise Refused(f"{where} has a scale or heads of another kind")
+        num_heads, size = query.shape[1], query.shape[3]
+        num_kv_heads, value_size = key.shape[1], value.shape[3]
+        if num_heads % num_kv_heads or key.shape[3] != size or value.shape[1] != num_kv_heads:
+            raise Refused(
+                f"{where} has Q {list(query.shape)}, K {list(key.shape)}, V {list(value.shape)}"
+            )
+        self._masks[module] = mask
+        window = others.get("sliding_window")
+        self.calls[module] = Attention(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            key_size=size,
+            value_size=value_size,
+            scale=1 / math.sqrt(size) if scaling is None else float(scaling),
+            rope=None,
+            window=window,
+            score_cap=softcap,
+        )
+        out = query.new_empty(1, query.shape[2], num_heads, value_size)
+        return out, None
+
+    def _window(self, mask: _Mask, where: str) -> int | None:
+        """The window that a mask's function means; ``None`` is all tokens."""
+        length, kinds = self._max_model_len, "attention in chunks is not supported"
+        batch, head = torch.zeros(2, dtype=torch.long)
+        tokens_P = torch.arange(length)
+
+        def visible(position: int) -> Tensor:
+            try:
+                seen = mask.visible(batch, head, torch.tensor(position), tokens_P)
+            except RuntimeError as error:  # It looks at values of tensors.
+                raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}") from error
+            return torch.as_tensor(seen).expand(length)
+
+        window = int(visible(length - 1).sum())
+        near = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window - 1, length // 2, length - 1}
+        for position in sorted(place for place in near if 0 <= place < length):
+            expected_P = (tokens_P <= position) & (tokens_P > position - window)
+            if not torch.equal(visible(position), expected_P):
+                raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}")
+        return None if window == length else window
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
+) -> tuple[Tensor, None]:
+    recorder: _Recorder = module.quire_step
+    return recorder.attend(module, query, key, value, attention_mask, **options)

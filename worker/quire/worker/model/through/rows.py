@@ -1,0 +1,110 @@
+"""A trial of a loaded model: a sequence gets beside another one what it gets alone."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import Batch, KvCache, ProgramRunner
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import CheckpointError, ConfigError
+
+# S rows that are sampled   V vocabulary
+
+LENGTHS = (5, 11)
+"""Prompts of two sequences; each then gets one token more."""
+_PART = 4
+"""Tokens of the second one that are computed before the rest of it."""
+_MOST = 0.1
+"""A greater difference, in standard deviations of the logits, does not come from rounding."""
+
+Row = tuple[int, int, int]
+"""A sequence, and the positions from and to which it is computed."""
+
+
+def check_rows(
+    config: EngineConfig,
+    runner: ProgramRunner,
+    kv: KvCache,
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> None:
+    """Computes two sequences alone, together, and one of them in parts.
+
+    Args:
+        kv: Has room for both; its contents are lost.
+
+    Raises:
+        CheckpointError: Sequences see each other's tokens.
+        ConfigError: A row's bits depend on the batch, which ``deterministic`` does not allow.
+    """
+    first, second = LENGTHS
+    whole, decodes = (
+        [(0, 0, first), (1, 0, second)],
+        [(0, first, first + 1), (1, second, second + 1)],
+    )
+    steps = {
+        "alone": [whole[:1], whole[1:], decodes[:1], decodes[1:]],
+        "together": [whole, decodes],
+        "in parts": [whole[:1], [(1, 0, _PART)], [decodes[0], (1, _PART, second)], decodes[1:]],
+    }
+    logits: dict[str, dict[Row, Tensor]] = {}
+    for name, batches in steps.items():
+        logits[name] = {}
+        for rows in batches:
+            out_SV = runner.forward(
+                _batch(rows, kv, vocab_size, device), kv, all_reduce=lambda x: x
+            )
+            for row, out_V in zip(rows, out_SV.float(), strict=True):
+                logits[name][row[0], 0, row[2]] = out_V
+    for name in ("together", "in parts"):
+        for row, alone_V in logits["alone"].items():
+            difference = (logits[name][row] - alone_V).abs().max() / alone_V.std()
+            if torch.equal(logits[name][row], alone_V):
+                continue
+            if not difference <= _MOST:
+                raise CheckpointError(
+                    f"{config.model}: transformers' code does not keep sequences of a step apart: "
+                    f"logits differ by {difference:.2g} of their standard deviation when computed "
+                    f"{name}"
+                )
+            if config.deterministic:
+                raise ConfigError(
+                    f"{config.model}: in transformers' code a row's bits depend on the batch; "
+                    "deterministic=False (--no-deterministic) allows that"
+                )
+
+
+def _batch(rows: list[Row], kv: KvCache, vocab_size: int, device: torch.device) -> Batch:
+    block_size = kv[0][0].shape[1]
+    per_sequence = -(-(max(LENGTHS) + 1) // block_size)
+    positions, token_ids, slots, starts = [], [], [], [0]
+    for sequence, start, end in rows:
+        for position in range(start, end):
+            positions.append(position)
+            token_ids.append((7 + 13 * position + 5 * sequence) % vocab_size)
+            slots.append(sequence * per_sequence * block_size + position)
+        starts.append(len(positions))
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tables = [
+        [sequence * per_sequence + block for block in range(per_sequence)] for sequence, *_ in rows
+    ]
+    return Batch(
+        token_ids_T=ints(token_ids).long(),
+        positions_T=ints(positions).long(),
+        slot_mapping_T=ints(slots).long(),
+        block_tables_BM=torch.tensor(tables, dtype=torch.int32, device=device),
+        seq_lens_B=ints([end for *_, end in rows]),
+        query_starts_B1=ints(starts),
+        last_tokens_S=ints(starts[1:]) - 1,
+        num_decodes=sum(end - start == 1 for _, start, end in rows),
+        max_query_len=max(end - start for _, start, end in rows),
+        max_seq_len=max(end for *_, end in rows),
+    )
+
+
+def num_blocks(block_size: int) -> int:
+    """Blocks that `check_rows` needs."""
+    return len(LENGTHS) * -(-(max(LENGTHS) + 1) // block_size)

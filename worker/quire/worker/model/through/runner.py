@@ -1,0 +1,167 @@
+"""A transformers model as a `quire.kernels.ops.ProgramRunner`: its own modules compute a packed
+step, and its attention reads and writes Quire's KV cache."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils import logging
+
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.ops import Batch, KvCache
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.spec import Attention
+from quire.worker.model.through.dry_run import Found
+from quire.worker.model.through.modules import install
+
+# T tokens of the step, packed   S rows that are sampled   H query heads   K KV heads   D head size
+
+_NAME = "quire"
+
+
+class ThroughTransformers:
+    """One rank's whole model. Not for two threads at once."""
+
+    chooses = False
+
+    def __init__(
+        self,
+        path: Path,
+        found: Found,
+        options: tuple[AttentionOptions, ...],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: AttentionBackend,
+        packer: AttentionBackend,
+    ) -> None:
+        """Reads the weights. ``options`` are each layer's; ``backend`` attends so, and ``packer``
+        computes the rest.
+
+        Raises:
+            CheckpointError: Tensors are missing, misshapen, NaN or infinite.
+        """
+        self._model = _read(path, dtype)
+        install(self._model, found.plan, packer, device)
+        self._step = _Step(backend)
+        for number, name in enumerate(found.modules):
+            module = self._model.get_submodule(name)
+            module.quire_step = self._step
+            module.quire_layer = (number, found.attentions[number], options[number])
+
+    def forward(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        all_reduce: Callable[[Tensor], Tensor],
+        greatest_G2: Tensor | None = None,
+    ) -> Tensor:
+        assert greatest_G2 is None, "`chooses` says so"
+        del all_reduce  # there is one rank
+        self._step.batch, self._step.kv = batch, kv
+        logits_SV: Tensor = self._model(
+            input_ids=batch.token_ids_T[None],
+            position_ids=batch.positions_T[None],
+            use_cache=False,
+            logits_to_keep=batch.last_tokens_S.long(),
+        ).logits[0]
+        return logits_SV.float() if logits_SV.device.type == "cpu" else logits_SV
+
+
+class _Step:
+    """What attention reads of the step that runs."""
+
+    batch: Batch
+    kv: KvCache
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        attention: Attention,
+        options: AttentionOptions,
+    ) -> Tensor:
+        batch, (k_cache, v_cache) = self.batch, self.kv[layer]
+        # K and V of two sizes have the greater one in the cache; zeros change no score.
+        size = max(attention.key_size, attention.value_size)
+        q_THD, k_TKD, v_TKD = (
+            pad(x[0].transpose(0, 1), (0, size - x.shape[3]))
+            if x.shape[3] < size
+            else x[0].transpose(0, 1)
+            for x in (query, key, value)
+        )
+        self._backend.write_kv(
+            k_TKD, v_TKD, k_cache, v_cache, batch.slot_mapping_T, options=options
+        )
+        attended_THD = self._backend.attend(
+            q_THD,
+            k_cache,
+            v_cache,
+            block_tables_BM=batch.block_tables_BM,
+            seq_lens_B=batch.seq_lens_B,
+            query_starts_B1=batch.query_starts_B1,
+            num_decodes=batch.num_decodes,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            scale=attention.scale,
+            options=options,
+            shared=batch.shared,
+        )
+        return attended_THD[None, ..., : attention.value_size]
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    step: _Step = module.quire_step
+    return step.attend(query, key, value, *module.quire_layer), None
+
+
+def _read(path: Path, dtype: torch.dtype) -> Any:
+    """The model with its weights, on the CPU."""
+    AttentionInterface.register(_NAME, _attend)
+    loud: Any = logging
+    auto: Any = AutoModelForCausalLM
+    has_bar = loud.is_progress_bar_enabled()
+    verbosity = loud.get_verbosity()
+    loud.disable_progress_bar()
+    loud.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, report = auto.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot load it: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        loud.set_verbosity(verbosity)
+        if has_bar:
+            loud.enable_progress_bar()
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(what):
+            names = ", ".join(sorted(map(str, report[what]))[:5])
+            raise CheckpointError(
+                f"{path}: {what.replace('_', ' ')}: {names}; transformers' "
+                f"{type(model).__name__} asks for them"
+            )
+    return model.eval()
