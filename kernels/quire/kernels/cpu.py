@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import LinearLayer, Program, ProgramRunner
@@ -167,13 +168,20 @@ class CpuBackend:
         return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
     ) -> LinearLayer:
+        weight_OI = decoded(weight_OI)
         if self.quantization == "int8":
             return PlainInt8Linear.of(weight_OI, bias_O, num_parts=num_parts)
         return PlainLinear(weight_OI, bias_O)
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
         return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
 
     def prepare(self, program: Program) -> ProgramRunner:

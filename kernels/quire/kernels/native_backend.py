@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.native_check import check_caches, check_heads, pointer, rows_pointer
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
@@ -37,21 +38,33 @@ class NativeBackend(CpuBackend):
         self._arena = Arena(library)
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
     ) -> LinearLayer:
         return self._pack(weight_OI, bias_O, num_parts=num_parts) or super().pack_linear(
             weight_OI, bias_O, num_parts=num_parts
         )
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
         return self._pack(weight_OI, bias_O, gated=True) or super().pack_gated_linear(
             weight_OI, bias_O
         )
 
     def _pack(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int = 1, gated: bool = False
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None,
+        *,
+        num_parts: int = 1,
+        gated: bool = False,
     ) -> LinearLayer | None:
         """``None`` where the library has no such layer."""
+        weight_OI = decoded(weight_OI)
         kind, can = (
             (PackedLinear, can_pack) if self.quantization is None else (Int8Linear, can_pack_int8)
         )

@@ -26,6 +26,7 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import (
     check_parallel,
+    check_quantization,
     read_model_spec,
     resolve_dtype,
     resolve_max_model_len,
@@ -58,6 +59,7 @@ class ModelRunner:
         """
         spec = read_model_spec(config.model)
         check_parallel(spec, config.tensor_parallel_size)
+        check_quantization(config, spec)
         self._max_model_len = resolve_max_model_len(config, spec)
         self._config = config
         self._device = device
@@ -71,7 +73,7 @@ class ModelRunner:
         options = {attention_options(each, self._max_model_len) for each in attentions}
         backend = backend_for(device, quantization=config.quantization, options=options)
         checkpoint = open_checkpoint(config.model)
-        with Weights.open(checkpoint, dtype=dtype, device=device) as weights:
+        with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
             program = make_program(
                 spec,
                 weights,
