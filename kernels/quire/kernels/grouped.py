@@ -44,6 +44,11 @@ class GroupedWeight:
         levels_OGL = code_OGL.float() - zero_OG1
         return (levels_OGL * self.scale_OG[..., None]).flatten(1).to(self.dtype)
 
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and zero points, row by row in memory."""
+        zero_OG = None if self.zero_OG is None else self.zero_OG.contiguous()
+        return self.code_OI.contiguous(), self.scale_OG.contiguous(), zero_OG
+
     def to(self, device: torch.device) -> "GroupedWeight":
         return replace(
             self,

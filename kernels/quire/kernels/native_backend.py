@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,13 +65,17 @@ class NativeBackend(CpuBackend):
         gated: bool = False,
     ) -> LinearLayer | None:
         """``None`` where the library has no such layer."""
-        weight_OI = decoded(weight_OI)
-        kind, can = (
-            (PackedLinear, can_pack) if self.quantization is None else (Int8Linear, can_pack_int8)
-        )
-        if not can(weight_OI, num_parts=num_parts):
+        options: dict[str, Any] = {"num_parts": num_parts, "gated": gated}
+        if self.quantization == "int8":
+            weight_OI = decoded(weight_OI)
+            if not can_pack_int8(weight_OI, num_parts=num_parts):
+                return None
+            return Int8Linear(self._library, self._arena, weight_OI, bias_O, **options)
+        if not can_pack(weight_OI, num_parts=num_parts):
+            weight_OI = decoded(weight_OI)
+        if not can_pack(weight_OI, num_parts=num_parts):
             return None
-        return kind(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated)
+        return PackedLinear(self._library, self._arena, weight_OI, bias_O, **options)
 
     def prepare(self, program: Program) -> ProgramRunner:
         try:
