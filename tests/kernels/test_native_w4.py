@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quire.kernels import native_abi, reference
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.grouped import GroupedWeight
+from quire.kernels.grouped import GroupedWeight, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainLinear
 from quire.kernels.native_backend import NativeBackend
+from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import Arena, PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -186,6 +187,69 @@ def test_scales_that_are_not_finite_are_noticed(backend: NativeBackend) -> None:
     linear = backend.pack_linear(weight)
     assert isinstance(linear, PackedLinear)
     assert not linear.is_finite
+
+
+def test_rounding_is_as_near_as_4_bits_can_be() -> None:
+    weight = _random(80, 512)
+    rounded = round_to_groups(weight)
+    assert rounded is not None
+    assert rounded.group == 32
+    assert torch.equal(rounded.scale_OG, rounded.scale_OG.bfloat16().float())
+    error = (rounded.decode() - weight).square().mean().sqrt()
+    # Uniformly wrong by up to half of an eighth of a group's extreme, which is about 2.42;
+    # less for the search.
+    assert error < 0.97 * (2.42 / 8) / 12**0.5
+
+
+def test_a_group_is_rounded_the_same_in_any_matrix() -> None:
+    weight = _random(300, 1024).bfloat16()
+    whole = round_to_groups(weight, num_parts=4)
+    part = round_to_groups(weight[7:9, 256:512])
+    assert whole is not None
+    assert part is not None
+    assert torch.equal(part.code_OI, whole.code_OI[7:9, 256:512])
+    assert torch.equal(part.scale_OG, whole.scale_OG[7:9, 8:16])
+
+
+def test_zeros_and_broken_values_and_odd_sizes_are_rounded_to_something() -> None:
+    weight = _random(4, 64)
+    weight[0] = 0
+    weight[1, :32] = 1e-38
+    weight[2, 40] = float("nan")
+    weight[3, 3] = float("inf")
+    rounded = round_to_groups(weight)
+    assert rounded is not None
+    decoded = rounded.decode()
+    assert (decoded[0] == 0).all()
+    assert (decoded[1, :32] == 0).all()
+    is_broken = ~rounded.scale_OG.isfinite()
+    assert is_broken.tolist() == [[False] * 2, [False] * 2, [False, True], [True, False]]
+    assert round_to_groups(_random(4, 60)) is None
+    small = round_to_groups(_random(4, 48), num_parts=2)
+    assert small is not None
+    assert small.group == 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_backend_in_w4_rounds_layers_and_has_its_lm_head_in_int8(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    backend, weight = NativeBackend(library, quantization="w4"), _random(40, 96, dtype=dtype)
+    x = _random(3, 96, dtype=dtype, seed=1)
+    for linear in (backend.pack_linear(weight), backend.pack_gated_linear(weight)):
+        assert isinstance(linear, PackedLinear)
+        assert linear.weights.group == 32
+    assert isinstance(backend.pack_linear(weight, is_lm_head=True), Int8Linear)
+    rounded = round_to_groups(weight)
+    assert rounded is not None
+    _close(backend.pack_linear(weight)(x), reference.grouped_linear(x, rounded))
+    plain = CpuBackend(quantization="w4").pack_linear(weight)(x)
+    torch.testing.assert_close(plain, backend.pack_linear(weight)(x), atol=0.1, rtol=0.02)
+    broken = weight.clone()
+    broken[3, 3] = float("nan")
+    layer = backend.pack_linear(broken)
+    assert isinstance(layer, PackedLinear)
+    assert not layer.is_finite
 
 
 def _into(

@@ -110,6 +110,7 @@ class AttentionBackend(Protocol):
         bias_O: Tensor | None = None,
         *,
         num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
         """A linear layer, laid out as this backend likes it; the caller may drop the tensors.
 

@@ -7,12 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# O, I a linear layer's output and input   G groups of inputs   L inputs in a group
+# O, I a linear layer's output and input   G groups of inputs   L inputs in a group   N any groups
 
 ZERO = 8
 """The code of 0 in symmetric weights."""
 LINE = 8
 """Inputs that a kernel takes at once: groups are multiples of it."""
+
+_FACTORS = (1.08, 1.04, 1.0, 0.96, 0.92, 0.88, 0.84)
+"""Of the scale that holds a group's extreme."""
+_LEAST_SCALE = 1e-30
+"""Below it a quotient could overflow: the group is zeros."""
+_CHUNK = 1 << 17
+"""Values that are rounded at once: they stay in level-2 cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +83,51 @@ class GroupedWeight:
             scale_OG=self.scale_OG.repeat_interleave(times, 1),
             zero_OG=None if zero_OG is None else zero_OG.repeat_interleave(times, 1),
         )
+
+
+def round_to_groups(
+    weight_OI: Tensor, *, num_parts: int = 1, group: int = 32
+) -> GroupedWeight | None:
+    """The nearest weights of 4 bits, or ``None`` where a part of the input is not whole lines.
+
+    Of some scales the one with the least squares of errors. What a group becomes depends on it
+    alone: sums have a fixed order.
+    """
+    if weight_OI.shape[1] % (LINE * num_parts):
+        return None
+    group = math.gcd(group, weight_OI.shape[1] // num_parts)
+    code_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
+    scale_OG = torch.empty(len(weight_OI), weight_OI.shape[1] // group)
+    step = max(1, _CHUNK // weight_OI.shape[1])
+    for first in range(0, len(weight_OI), step):
+        rows = slice(first, first + step)
+        values_NL = weight_OI[rows].float().reshape(-1, group)
+        code_NL, scale_N = _round(values_NL)
+        code_OI[rows] = code_NL.view(-1, weight_OI.shape[1])
+        scale_OG[rows] = scale_N.view(-1, scale_OG.shape[1])
+    return GroupedWeight(code_OI=code_OI, scale_OG=scale_OG, zero_OG=None, dtype=weight_OI.dtype)
+
+
+def _round(values_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales, which bfloat16 holds."""
+    greatest_N, least_N = values_NL.amax(1), values_NL.amin(1)
+    # There is one more code below zero than above it.
+    extreme_N = torch.where(greatest_N > -least_N, greatest_N, least_N) / -ZERO
+    best_NL, best_N, least_error_N = values_NL, extreme_N, torch.full_like(extreme_N, torch.inf)
+    for factor in _FACTORS:
+        scale_N = (extreme_N * factor).bfloat16().float()
+        inverse_N = torch.where(scale_N.abs() > _LEAST_SCALE, 1 / scale_N, 0)
+        level_NL = (values_NL * inverse_N[:, None]).round_().clamp_(-ZERO, ZERO - 1)
+        error_NL = (level_NL * scale_N[:, None]).sub_(values_NL).square_()
+        while error_NL.shape[1] % 2 == 0:
+            error_NL = error_NL[:, ::2] + error_NL[:, 1::2]
+        error_N = sum(error_NL.unbind(1))
+        assert isinstance(error_N, Tensor)
+        is_best_N = ~(error_N >= least_error_N)  # NaN stays
+        least_error_N = torch.where(is_best_N, error_N, least_error_N)
+        best_N = torch.where(is_best_N, scale_N, best_N)
+        best_NL = torch.where(is_best_N[:, None], level_NL, best_NL)
+    return (best_NL + ZERO).nan_to_num_().byte(), best_N
 
 
 def stacked(weights: list[Tensor | GroupedWeight]) -> Tensor | GroupedWeight:

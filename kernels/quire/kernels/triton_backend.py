@@ -128,8 +128,9 @@ class TritonBackend:
         bias_O: Tensor | None = None,
         *,
         num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
-        del num_parts
+        del num_parts, is_lm_head
         return PlainLinear(decoded(weight_OI), bias_O)
 
     def pack_gated_linear(

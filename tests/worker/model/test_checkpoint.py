@@ -192,6 +192,7 @@ def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: P
         {},
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"quantization": "w4"},
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "int8", "dtype": "bfloat16"},
         {"kv_cache_dtype": "int8", "quantization": "int8"},

@@ -35,7 +35,7 @@ constexpr int kTileRows = 2;
 // Groups that so many rows take at a time.
 constexpr int groups_at_once(int rows) {
 #if defined(QUIRE_AVX512)
-  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  return rows == 1 ? 2 : 1;
 #elif defined(__AVX2__)
   return rows == 1 ? 2 : 1;
 #else
@@ -113,23 +113,37 @@ struct Decoder {
 
 #endif
 
-inline float widened(float x) { return x; }
-inline float widened(bf16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
+// A row's inputs of a line, as what a broadcast can load.
+struct FloatLine {
+  float values[kLine];
+  void load(const float* x) { memcpy(values, x, sizeof values); }
+  void load(const bf16* x) {
+#if defined(__AVX2__)
+    const __m256i wide =
+        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_slli_epi32(wide, 16));
+    // GCC would rather shuffle registers, on the port that looks up.
+    asm("" : "+m"(values));
+#else
+    for (int i = 0; i < kLine; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(x[i].bits) << 16;
+      memcpy(&values[i], &bits, sizeof bits);
+    }
+#endif
+  }
+};
 
 // Two successive k of 16 columns.
 template <class T, bool kHasZeros>
 struct Pair {
   using Decode = Decoder<kHasZeros>;
+  using Line = FloatLine;
   Vec even, odd;
   Pair(const Decode& decoder, const Words& words, int pair)
       : even(decoder.at(words, pair)), odd(decoder.at(words, 4 + pair)) {}
-  Vec dot(Vec sum, const T* x) const {
-    return fma(odd, splat(widened(x[1])), fma(even, splat(widened(x[0])), sum));
+  Vec dot(Vec sum, const Line& x, int pair) const {
+    sum = fma(even, splat(x.values[2 * pair]), sum);
+    return fma(odd, splat(x.values[2 * pair + 1]), sum);
   }
 };
 
@@ -166,15 +180,19 @@ struct PairDecoder {
 template <bool kHasZeros>
 struct Pair<bf16, kHasZeros> {
   using Decode = PairDecoder<kHasZeros>;
+  struct Line {
+    const bf16* x;
+    void load(const bf16* from) { x = from; }
+  };
   __m512i values;
   Pair(const Decode& decoder, Words words, int pair) {
     Halves code = (Halves)words >> (4 * pair);
     if (kHasZeros) code = (code & 15) - decoder.zero;
     values = _mm512_permutexvar_epi16((__m512i)code, decoder.levels);
   }
-  Vec dot(Vec sum, const bf16* x) const {
+  Vec dot(Vec sum, const Line& line, int pair) const {
     int32_t both;
-    memcpy(&both, x, sizeof both);
+    memcpy(&both, line.x + 2 * pair, sizeof both);
     return _mm512_dpbf16_ps(sum, (__m512bh)values, (__m512bh)_mm512_set1_epi32(both));
   }
 };
@@ -208,15 +226,17 @@ inline __attribute__((always_inline)) void add_groups(Vec (&totals)[R][2], const
       const char* w = line + u * bytes;
       __builtin_prefetch(w + to_ahead, 0, 2);
       __builtin_prefetch(w + to_ahead + kLineBytes / 2, 0, 2);
+      typename P::Line x_line[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) x_line[r].load(rows[r / 3] + r % 3 * x_stride + u * group);
       const Words words[2] = {load_words(w), load_words(w + 4 * kLanes)};
 #pragma GCC unroll 4
       for (int pair = 0; pair < kLine / 2; ++pair) {
         const P left(decoders[u][0], words[0], pair), right(decoders[u][1], words[1], pair);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const T* at = rows[r / 3] + r % 3 * x_stride + u * group + 2 * pair;
-          sums[u][r][0] = left.dot(sums[u][r][0], at);
-          sums[u][r][1] = right.dot(sums[u][r][1], at);
+          sums[u][r][0] = left.dot(sums[u][r][0], x_line[r], pair);
+          sums[u][r][1] = right.dot(sums[u][r][1], x_line[r], pair);
         }
       }
     }

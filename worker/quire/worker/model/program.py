@@ -106,7 +106,7 @@ class _Maker:
             lm_head_VC = embedding_VC[slice(*vocab)]
         else:
             lm_head_VC = weights.read_matrix(names.lm_head, shape, rows=vocab)
-        lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None)
+        lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None, is_lm_head=True)
         yield Gather(x="residual")
         yield self._norm(names.final_norm, spec.final_norm, x="residual", out="normed")
         yield Logits(
