@@ -37,7 +37,7 @@ test test-all: .venv/dev
 # GCC's runtime for that wants addresses that are not random.
 SANITIZE ?= address,undefined
 SANITIZED := tests/test_sanitizers.py $(addprefix tests/kernels/test_native_,\
-  attention.py program.py int8.py linear.py shared.py) $(addprefix tests/router/test_,\
+  attention.py program.py int8.py w4.py linear.py shared.py) $(addprefix tests/router/test_,\
   holders.py directory_machine.py in_flight.py) tests/worker/test_hashing.py
 TESTS ?= $(SANITIZED)
 RUNTIME := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)

@@ -126,7 +126,7 @@ def engine_rank(
         start = time.perf_counter()
         with (
             mock.patch.object(model_runner, "open_checkpoint"),
-            mock.patch.object(Weights, "open", _open_random),
+            mock.patch.object(Weights, "open", open_random),
         ):
             executor = InProcessExecutor(config)
         if lines is not None:
@@ -138,10 +138,11 @@ def engine_rank(
 
 
 @contextmanager
-def _open_random(
-    checkpoint: object, *, dtype: torch.dtype, device: torch.device
+def open_random(
+    checkpoint: object, *, dtype: torch.dtype, device: torch.device, stored: object
 ) -> Iterator[RandomWeights]:
-    del checkpoint
+    """Instead of `Weights.open`."""
+    del checkpoint, stored
     yield RandomWeights(std=0.02, dtype=dtype, device=device)
 
 

@@ -91,11 +91,11 @@ def make_checkpoint(shape: Shape, folder: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         _write_tokenizer(path)
         _write_weights(shape, path)
-        done.write_text(json.dumps(_config(shape), indent=1) + "\n")
+        done.write_text(json.dumps(llama_config(shape), indent=1) + "\n")
     return path
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def llama_config(shape: Shape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,8 +1,8 @@
 """A request's tokens depend on model, prompt, parameters and seed only: in bfloat16, sampled.
 
-The same holds in int8. In bfloat16 logits that differ in a last bit soon give other tokens, so
-that equal tokens here say that all logits had equal bits. The native library promises that; plain
-PyTorch, whose products change with the number of rows, promises it in float32 only.
+The same holds in int8 and w4. In bfloat16 logits that differ in a last bit soon give other tokens,
+so that equal tokens here say that all logits had equal bits. The native library promises that;
+plain PyTorch, whose products change with the number of rows, promises it in float32 only.
 """
 
 from dataclasses import replace
@@ -18,6 +18,7 @@ Settings = dict[str, object]
 KINDS: dict[str, Settings] = {
     "bfloat16": {},
     "int8": {"quantization": "int8"},
+    "w4": {"quantization": "w4"},
     "int8-with-kv": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 

@@ -51,7 +51,8 @@ class LLM:
         tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
-            with one per token (CPU only). ``None`` does not.
+            with one per token; "w4" keeps weights in 4 bits with a scale for each 32, and the LM
+            head in "int8" (both CPU only). ``None`` does neither.
         kv_cache_dtype: "auto" keeps K and V as they are computed; "int8" (CPU) in 8 bits, with a
             scale for each token and head; "fp8" (GPU) in 8 bits, of which 4 are significant.
         seed: Requests that bring no seed get one drawn from this, in their order.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.grouped import GroupedWeight
 from quire.kernels.ops import LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
@@ -104,7 +105,12 @@ class AttentionBackend(Protocol):
         """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
         """A linear layer, laid out as this backend likes it; the caller may drop the tensors.
 
@@ -113,7 +119,9 @@ class AttentionBackend(Protocol):
         bits that one rank would.
         """
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
         """``silu(gate) * up`` of a layer whose outputs are the gates, then the ups."""
 
     def prepare(self, program: Program) -> ProgramRunner:

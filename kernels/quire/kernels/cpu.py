@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import LinearLayer, Program, ProgramRunner
@@ -167,14 +168,29 @@ class CpuBackend:
         return reference.rotary_embedding(x_THD, cos_TR, sin_TR)
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
-        if self.quantization == "int8":
+        kind = self._kind(is_lm_head=is_lm_head)
+        if kind == "w4" and isinstance(weight_OI, Tensor):
+            weight_OI = round_to_groups(weight_OI, num_parts=num_parts) or weight_OI
+        weight_OI = decoded(weight_OI)
+        if kind == "int8":
             return PlainInt8Linear.of(weight_OI, bias_O, num_parts=num_parts)
         return PlainLinear(weight_OI, bias_O)
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
         return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
+
+    def _kind(self, *, is_lm_head: bool) -> Quantization | None:
+        """What a layer's weights become: 4 bits would be too few for the LM head."""
+        return "int8" if self.quantization == "w4" and is_lm_head else self.quantization
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

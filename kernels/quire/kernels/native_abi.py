@@ -64,6 +64,9 @@ class LinearWeights(Structure):
         ("splits", c_int32),
         ("gated", c_int32),
         ("is_int8", c_int32),
+        ("group", c_int32),
+        ("wide_scales", c_int32),
+        ("has_zeros", c_int32),
     )
 
 
@@ -75,6 +78,8 @@ class PackArgs(Structure):
         ("source_bias", c_void_p),
         ("weights", LinearWeights),
         ("is_broken", POINTER(c_int32)),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
     )
 
 
@@ -325,6 +330,8 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_linear": [POINTER(LinearArgs), c_int32],
         "quire_int8_bytes": [POINTER(LinearWeights)],
         "quire_pack_int8": [POINTER(PackArgs), c_int32],
+        "quire_w4_bytes": [POINTER(LinearWeights)],
+        "quire_pack_w4": [POINTER(PackArgs), c_int32],
         "quire_quantize": [POINTER(QuantizeArgs), c_int32],
         "quire_rms_norm": [POINTER(NormArgs), c_int32],
         "quire_rotary": [POINTER(RotaryArgs), c_int32],
@@ -332,7 +339,8 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_huge_pages": [c_void_p, c_int64],
         "quire_panel_columns": [],
     }
-    results: dict[str, Any] = {"quire_panel_columns": c_int32, "quire_int8_bytes": c_int64}
+    results: dict[str, Any] = {"quire_panel_columns": c_int32}
+    results |= dict.fromkeys(("quire_int8_bytes", "quire_w4_bytes"), c_int64)
     for name in ("quire_attend", "quire_write_kv", "quire_forward"):
         results[name] = Refusal
         getattr(library, name).errcheck = _raise_if_refused

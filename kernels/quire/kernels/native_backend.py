@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.native_check import check_caches, check_heads, pointer, rows_pointer
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
@@ -37,27 +39,49 @@ class NativeBackend(CpuBackend):
         self._arena = Arena(library)
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
-        return self._pack(weight_OI, bias_O, num_parts=num_parts) or super().pack_linear(
-            weight_OI, bias_O, num_parts=num_parts
+        kind = self._kind(is_lm_head=is_lm_head)
+        return self._pack(weight_OI, bias_O, kind, num_parts=num_parts) or super().pack_linear(
+            weight_OI, bias_O, num_parts=num_parts, is_lm_head=is_lm_head
         )
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
-        return self._pack(weight_OI, bias_O, gated=True) or super().pack_gated_linear(
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
+        kind = self._kind(is_lm_head=False)
+        return self._pack(weight_OI, bias_O, kind, gated=True) or super().pack_gated_linear(
             weight_OI, bias_O
         )
 
     def _pack(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int = 1, gated: bool = False
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None,
+        kind: Quantization | None,
+        *,
+        num_parts: int = 1,
+        gated: bool = False,
     ) -> LinearLayer | None:
         """``None`` where the library has no such layer."""
-        kind, can = (
-            (PackedLinear, can_pack) if self.quantization is None else (Int8Linear, can_pack_int8)
-        )
-        if not can(weight_OI, num_parts=num_parts):
+        options: dict[str, Any] = {"num_parts": num_parts, "gated": gated}
+        if kind == "int8":
+            weight_OI = decoded(weight_OI)
+            if not can_pack_int8(weight_OI, num_parts=num_parts):
+                return None
+            return Int8Linear(self._library, self._arena, weight_OI, bias_O, **options)
+        if kind == "w4" and isinstance(weight_OI, Tensor):
+            weight_OI = round_to_groups(weight_OI, num_parts=num_parts) or weight_OI
+        if not can_pack(weight_OI, num_parts=num_parts):
+            weight_OI = decoded(weight_OI)
+        if not can_pack(weight_OI, num_parts=num_parts):
             return None
-        return kind(self._library, self._arena, weight_OI, bias_O, num_parts=num_parts, gated=gated)
+        return PackedLinear(self._library, self._arena, weight_OI, bias_O, **options)
 
     def prepare(self, program: Program) -> ProgramRunner:
         try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.grouped import LINE, GroupedWeight
 from quire.kernels.native_check import pointer
 
 # T tokens   I, O a layer's input and output   G twice the gated output
@@ -57,7 +58,7 @@ class NativeLinear(ABC):
         self,
         library: ctypes.CDLL,
         arena: Arena,
-        weight_OI: Tensor,
+        weight_OI: Tensor | GroupedWeight,
         bias_O: Tensor | None,
         *,
         num_parts: int,
@@ -81,25 +82,39 @@ class NativeLinear(ABC):
             gated=gated,
             is_int8=is_int8,
         )
-        if is_int8:
+        scale_OG = zero_OG = None
+        source_OI = weight_OI
+        if isinstance(weight_OI, GroupedWeight):
+            weight_OI = weight_OI.regrouped(num_in // num_parts)
+            source_OI, scale_OG, zero_OG = weight_OI.stored()
+            self.weights.group = weight_OI.group
+            self.weights.wide_scales = not torch.equal(scale_OG, scale_OG.bfloat16().float())
+            self.weights.has_zeros = zero_OG is not None
+            num_bytes, pack = library.quire_w4_bytes(byref(self.weights)), library.quire_pack_w4
+        elif is_int8:
             num_bytes, pack = library.quire_int8_bytes(byref(self.weights)), library.quire_pack_int8
         else:
             num_bytes, pack = num_columns * num_in * self.dtype.itemsize, library.quire_pack
+        assert isinstance(source_OI, Tensor)
         self._weight = arena.take(num_bytes)
         self.weights.weight = self._weight.data_ptr()
-        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+        source_OI = source_OI if source_OI.stride(1) == 1 else source_OI.contiguous()
         bias_O = None if bias_O is None else bias_O.contiguous()
         is_broken = ctypes.c_int32(0)
         arguments = native_abi.PackArgs(
             dtype=native_abi.DTYPES[self.dtype],
-            source=weight_OI.data_ptr(),
-            stride=weight_OI.stride(0),
+            source=source_OI.data_ptr(),
+            stride=source_OI.stride(0),
             source_bias=None if bias_O is None else bias_O.data_ptr(),
             weights=self.weights,
             is_broken=ctypes.pointer(is_broken),
+            scales=None if scale_OG is None else scale_OG.data_ptr(),
+            zeros=None if zero_OG is None else zero_OG.data_ptr(),
         )
         pack(byref(arguments), torch.get_num_threads())
-        self.is_finite = not is_broken.value
+        self.is_finite = not is_broken.value and (
+            scale_OG is None or bool(scale_OG.isfinite().all())
+        )
         """Whether none of the weights is NaN or infinite."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -118,11 +133,12 @@ class NativeLinear(ABC):
 
 
 def _check_weights(
-    weight_OI: Tensor, bias_O: Tensor | None, *, num_parts: int, gated: bool
+    weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None, *, num_parts: int, gated: bool
 ) -> None:
-    num_out = len(weight_OI)
-    if weight_OI.dim() != 2 or not weight_OI.is_cpu:
-        raise ValueError(f"weight: {tuple(weight_OI.shape)} on {weight_OI.device}")
+    num_out = weight_OI.shape[0]
+    values = weight_OI.code_OI if isinstance(weight_OI, GroupedWeight) else weight_OI
+    if values.dim() != 2 or not values.is_cpu:
+        raise ValueError(f"weight: {tuple(values.shape)} on {values.device}")
     if num_parts not in (1, 2, 4, 8):
         raise ValueError(f"{num_parts=}: must be 1, 2, 4 or 8")
     if gated and num_out % 2:
@@ -132,13 +148,13 @@ def _check_weights(
 
 
 class PackedLinear(NativeLinear):
-    """In the weights' own type; see `native/gemm.cpp`."""
+    """In the input's own type; see `native/gemm.cpp` and, for weights of 4 bits, `gemm_w4.cpp`."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         arena: Arena,
-        weight_OI: Tensor,
+        weight_OI: Tensor | GroupedWeight,
         bias_O: Tensor | None,
         *,
         num_parts: int = 1,
@@ -166,6 +182,7 @@ class PackedLinear(NativeLinear):
         self._library.quire_linear(byref(arguments), torch.get_num_threads())
 
 
-def can_pack(weight_OI: Tensor, *, num_parts: int = 1) -> bool:
-    """float32 or bfloat16, and whole pairs of inputs in each part."""
-    return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (2 * num_parts) == 0
+def can_pack(weight_OI: Tensor | GroupedWeight, *, num_parts: int = 1) -> bool:
+    """float32 or bfloat16, and whole pairs of inputs in each part; of 4 bits, whole lines."""
+    unit = LINE if isinstance(weight_OI, GroupedWeight) else 2
+    return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (unit * num_parts) == 0

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-Quantization = Literal["int8"]
-"""What linear layers may compute in: weights with a scale per output, inputs with one per row."""
+Quantization = Literal["int8", "w4"]
+"""What linear layers may compute in: "int8" is weights with a scale per output and inputs with one
+per row; "w4" is weights of 4 bits with a scale for each 32 of them, and an LM head in int8."""
 
 KvCacheDType = Literal["auto", "int8", "fp8"]
 """Type of the KV cache: "auto" is the weights' type; int8 has a scale for each token and head."""

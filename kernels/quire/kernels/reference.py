@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.grouped import ZERO, GroupedWeight
 from quire.kernels.quantization import SCALE_BYTES
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   N blocks in the cache
@@ -227,3 +228,15 @@ def int8_linear(x_TI: Tensor, weight_OPI: Tensor, scale_OP: Tensor) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
+
+
+def grouped_linear(x_TI: Tensor, weight: GroupedWeight) -> Tensor:
+    """A linear layer of weights of 4 bits, in float32: each group's sum of products with whole
+    numbers, times its scale, in the order of the groups."""
+    num_groups = weight.scale_OG.shape[1]
+    x_TGL = x_TI.float().view(len(x_TI), num_groups, -1)
+    zero_OG = ZERO if weight.zero_OG is None else weight.zero_OG.float()
+    code_OGL = weight.code_OI.view(-1, num_groups, weight.group).float()
+    level_OGL = code_OGL - torch.as_tensor(zero_OG)[..., None]
+    sums_GTO = x_TGL.transpose(0, 1) @ level_OGL.permute(1, 2, 0)
+    return (sums_GTO * weight.scale_OG.T[:, None]).sum(0)

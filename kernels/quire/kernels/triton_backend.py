@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.linear import PlainLinear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import LinearLayer, Program, ProgramRunner
@@ -122,13 +123,20 @@ class TritonBackend:
         )
 
     def pack_linear(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        num_parts: int = 1,
+        is_lm_head: bool = False,
     ) -> LinearLayer:
-        del num_parts
-        return PlainLinear(weight_OI, bias_O)
+        del num_parts, is_lm_head
+        return PlainLinear(decoded(weight_OI), bias_O)
 
-    def pack_gated_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
-        return GatedLinear(PlainLinear(weight_OI, bias_O))
+    def pack_gated_linear(
+        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+    ) -> LinearLayer:
+        return GatedLinear(PlainLinear(decoded(weight_OI), bias_O))
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

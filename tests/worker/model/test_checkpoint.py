@@ -63,7 +63,8 @@ def test_damaged_config_is_named(config_of: ConfigOf, copy: Path) -> None:
     ("fields", "message"),
     [
         ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not supported; supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights ('fp8')"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config says F8_E4M3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"dtype": "float64"}, "dtype='float64' is not supported"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
@@ -191,6 +192,7 @@ def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: P
         {},
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"quantization": "w4"},
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "int8", "dtype": "bfloat16"},
         {"kv_cache_dtype": "int8", "quantization": "int8"},

@@ -1,4 +1,4 @@
-"""A whole model in int8: near float32, and the same with the native library and without it."""
+"""A whole model in int8 and w4: near float32, and the same with the native library and without."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +60,25 @@ def test_plain_pytorch_computes_the_same(
     assert error / with_library.std() < 0.02
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_llama_9_3", "tiny_llama_with_biases"])
+def test_w4_is_near_float32_and_plain_pytorch_near_that(
+    logits: Callable[..., torch.Tensor],
+    request: pytest.FixtureRequest,
+    model: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = request.getfixturevalue(model)
+    exact = logits(path, dtype="float32")
+    with_library = logits(path, dtype=dtype, quantization="w4")
+    error = (with_library - exact).square().mean().sqrt()
+    assert 0.01 < error / exact.std() < 0.5
+    monkeypatch.setattr(native, "library", lambda: None)
+    difference = (logits(path, dtype=dtype, quantization="w4") - with_library).square().mean()
+    assert difference.sqrt() / exact.std() < 0.1
+
+
 def test_half_precision_has_int8_in_plain_pytorch(
     logits: Callable[..., torch.Tensor], tiny_llama: Path
 ) -> None:
@@ -72,6 +91,7 @@ def test_half_precision_has_int8_in_plain_pytorch(
     ("settings", "named"),
     [
         ({"quantization": "int8"}, "quantization='int8'"),
+        ({"quantization": "w4"}, "quantization='w4'"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8'"),
     ],
 )

@@ -69,6 +69,7 @@ def test_types_of_numbers_are_told_apart(config_of: ConfigOf, tiny_llama: Path) 
         {"dtype": "bfloat16"},
         {"dtype": "float16"},
         {"quantization": "int8"},
+        {"quantization": "w4"},
         {"kv_cache_dtype": "int8"},
     ]
     assert len({said(config_of(tiny_llama, **fields)) for fields in settings}) == len(settings)

@@ -44,7 +44,7 @@ def add_engine_flags(
     add(
         "--quantization",
         choices=get_args(Quantization),
-        help="8 bits in linear layers; none if absent",
+        help="int8: 8 bits in linear layers; w4: weights of 4 bits; neither if absent",
     )
     add(
         "--kv-cache-dtype",

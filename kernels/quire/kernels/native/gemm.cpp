@@ -195,6 +195,7 @@ using namespace quire;
 
 void linear_part(const LinearArgs& args, Team team) {
   if (args.weights->is_int8) return linear_int8_part(args, team);
+  if (args.weights->group) return linear_w4_part(args, team);
   args.dtype == QUIRE_BF16 ? run<bf16>(args, team) : run<float>(args, team);
 }
 

@@ -86,8 +86,8 @@ enum QuireIndex : int64_t {
 QuireRefusal quire_attend(const AttendArgs* args);
 QuireRefusal quire_write_kv(const WriteKvArgs* args);
 
-// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp), or by `quire_pack_int8`
-// (gemm_int8.cpp).
+// A linear layer's weights, packed by `quire_pack` (layout: gemm.cpp), by `quire_pack_int8`
+// (gemm_int8.cpp) or by `quire_pack_w4` (gemm_w4.cpp).
 struct LinearWeights {
   const void* weight;  // ceil(num_out / panel) panels of panel * num_in values
   const float* bias;   // in the order of the panels' columns, or null
@@ -96,6 +96,9 @@ struct LinearWeights {
   int32_t splits;      // 1, 2, 4 or 8: into how many parts K is cut, see gemm.cpp
   int32_t gated;
   int32_t is_int8;
+  int32_t group;        // 4 bits: k that share a scale, a multiple of 8 that divides a part; else 0
+  int32_t wide_scales;  // 4 bits: scales are floats rather than bf16
+  int32_t has_zeros;    // 4 bits
 };
 
 struct PackArgs {
@@ -104,7 +107,9 @@ struct PackArgs {
   int64_t stride;
   const void* source_bias;  // [num_out], or null
   LinearWeights weights;    // where to write, through its pointers
-  int32_t* is_broken;       // set to 1 where a weight is NaN or infinite
+  int32_t* is_broken;       // set to 1 where a weight is NaN or infinite; not of 4 bits
+  const float* scales;      // 4 bits, whose source has a byte each: [num_out, num_in / group]
+  const uint8_t* zeros;     // the same, or null
 };
 
 enum LinearMode : int32_t {
@@ -309,6 +314,8 @@ void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
 int64_t quire_int8_bytes(const LinearWeights* weights);  // to pack these into
 void quire_pack_int8(const PackArgs* args, int32_t num_threads);
+int64_t quire_w4_bytes(const LinearWeights* weights);  // to pack these into
+void quire_pack_w4(const PackArgs* args, int32_t num_threads);
 void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_rms_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
@@ -323,6 +330,7 @@ void quire_huge_pages(void* start, int64_t size);
 // See `team.h`. Attention: `attention.h`.
 void linear_part(const LinearArgs& args, Team team);
 void linear_int8_part(const LinearArgs& args, Team team);
+void linear_w4_part(const LinearArgs& args, Team team);
 
 // Rows or tokens `begin` to `end`.
 void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end);

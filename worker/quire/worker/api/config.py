@@ -17,6 +17,7 @@ SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
 _KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
 _ONLY_ON = (
     ("quantization", "int8", "cpu"),
+    ("quantization", "w4", "cpu"),
     ("kv_cache_dtype", "int8", "cpu"),
     ("kv_cache_dtype", "fp8", "cuda"),
 )
@@ -41,8 +42,8 @@ class EngineConfig:
     dtype: DType = "auto"
     """Type of weights, activations and KV; "auto" is the checkpoint's own."""
     quantization: Quantization | None = None
-    """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied
-    (CPU only); the checkpoint stays as it is."""
+    """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied,
+    "w4" weights alone to 4 bits (CPU only); the checkpoint stays as it is."""
     kv_cache_dtype: KvCacheDType = "auto"
     """"auto" keeps K and V as they are computed; "int8" (CPU) and "fp8" (float8_e4m3fn, GPU) in 8
     bits: half the memory of 16."""

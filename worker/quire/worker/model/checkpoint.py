@@ -41,8 +41,8 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
 
-    def find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        """The tensor ``name``, which must have exactly ``shape``.
+    def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
+        """The tensor ``name``, which must have exactly one of ``shapes``.
 
         Raises:
             CheckpointError: It is missing or has another shape.
@@ -50,13 +50,13 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} {list(shape)} is in none of "
+                f"{self.path}: tensor {name!r} {list(shapes[0])} is in none of "
                 f"{', '.join(file.name for file in self.files)}"
             )
-        if info.shape != shape:
+        if info.shape not in shapes:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has shape {list(info.shape)}, "
-                f"config.json asks for {list(shape)}"
+                f"config.json asks for {list(shapes[0])}"
             )
         return info
 

@@ -11,6 +11,7 @@ from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Attention, ModelSpec
+from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
 
 _NO_GGUF = "GGUF files are not read"
@@ -46,12 +47,16 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
             f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
             f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
-    if config.raw.get("quantization_config"):
-        method = config.section("quantization_config").raw.get("quant_method", "unknown")
-        raise CheckpointError(f"{file}: quantized weights ({method!r}) are not supported")
+    stored = read_stored_weights(config)
+    eos_token_ids = _eos_token_ids(path, config)
     if family is None or model_impl == "transformers":
-        return replace(other(config), eos_token_ids=_eos_token_ids(path, config))
-    spec = replace(family(config), eos_token_ids=_eos_token_ids(path, config))
+        if stored is not None:
+            raise CheckpointError(
+                f"{file}: quantized weights ({stored.layout!r}) are not supported through "
+                "transformers; get the checkpoint in bfloat16"
+            )
+        return replace(other(config), eos_token_ids=eos_token_ids)
+    spec = replace(family(config), eos_token_ids=eos_token_ids, stored=stored)
     check_runnable(spec, file)
     return spec
 
@@ -74,6 +79,15 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
             f"positions; set at most {trained}"
         )
     return config.max_model_len or trained
+
+
+def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError: weights of 4 bits would be rounded again."""
+    if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:
+        raise ConfigError(
+            f"quantization={config.quantization!r}: the checkpoint's weights have "
+            f"{spec.stored.bits} bits already; leave it out"
+        )
 
 
 def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:

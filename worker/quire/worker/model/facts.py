@@ -7,7 +7,12 @@ from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.checkpoint import open_checkpoint
-from quire.worker.model.config import read_model_spec, resolve_dtype, resolve_max_model_len
+from quire.worker.model.config import (
+    check_quantization,
+    read_model_spec,
+    resolve_dtype,
+    resolve_max_model_len,
+)
 from quire.worker.model.hub import model_name
 from quire.worker.model.spec import ModelSpec
 from quire.worker.model.weights_digest import weight_digests
@@ -48,6 +53,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
         ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
     """
     spec = read_model_spec(config.model, model_impl=config.model_impl)
+    check_quantization(config, spec)
     dtype = resolve_dtype(config, spec)
     files = open_checkpoint(config.model).files
     return ModelFacts(

@@ -11,10 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quire.kernels.grouped import GroupedWeight, stacked
 from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import Checkpoint
+from quire.worker.model.checkpoint import Checkpoint, TensorInfo
+from quire.worker.model.stored_weights import StoredWeights
+from quire.worker.model.unpack import Bounds, UnpackError, unpack
 
 SUM_PARTS = 4
 """Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
@@ -77,6 +80,8 @@ class Weights:
     Raises CheckpointError: a tensor is missing, misshapen, cannot be read or is NaN or infinite.
     """
 
+    _stored: StoredWeights | None = None
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -84,9 +89,11 @@ class Weights:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        stored: StoredWeights | None,
     ) -> None:
         self._checkpoint = checkpoint
         self._files = files
+        self._stored = stored
         self.dtype = dtype
         self.device = device
         self._unchecked: list[_Read] = []
@@ -94,9 +101,14 @@ class Weights:
     @classmethod
     @contextmanager
     def open(
-        cls, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: StoredWeights | None = None,
     ) -> "Iterator[Weights]":
-        """For as long as the context lasts."""
+        """For as long as the context lasts. ``stored``: how linear layers' matrices are."""
         with ExitStack() as stack:
             files = {}
             for file in checkpoint.files:
@@ -104,7 +116,7 @@ class Weights:
                     files[file] = stack.enter_context(safe_open(str(file), framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise CheckpointError(f"{file}: {error}") from error
-            yield cls(checkpoint, files, dtype=dtype, device=device)
+            yield cls(checkpoint, files, dtype=dtype, device=device, stored=stored)
 
     def read(
         self,
@@ -123,8 +135,61 @@ class Weights:
         self.read_into(out, name, shape, rows=rows, columns=columns)
         return out
 
-    def read_fused(self, parts: list[Part], in_size: int) -> Tensor:
+    def read_matrix(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        *,
+        rows: Bounds | None = None,
+        columns: Bounds | None = None,
+    ) -> Tensor | GroupedWeight:
+        """A linear layer's matrix, or some rows or columns of it, as the checkpoint stores it."""
+        stored = self._stored
+        if stored is None or not stored.has(module):
+            return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
+        taken: dict[str, tuple[TensorInfo, Tensor]] = {}
+
+        def take(
+            suffix: str,
+            dtype: str,
+            *shapes: tuple[int, ...],
+            rows: Bounds | None = None,
+            columns: Bounds | None = None,
+        ) -> Tensor:
+            name = f"{module}.{suffix}"
+            info = self._checkpoint.find(name, *shapes)
+            part = self._slice(info, name, rows=rows, columns=columns)
+            is_right = part.is_floating_point() if dtype == "float" else info.dtype == dtype
+            if not is_right:
+                raise CheckpointError(
+                    f"{info.file}: tensor {name!r} has type {info.dtype}; quantization_config says "
+                    f"{dtype}: get a sound copy, or correct config.json"
+                )
+            taken[name] = info, part
+            return part
+
+        part = (rows or (0, shape[0]), columns or (0, shape[1]))
+        try:
+            matrix = unpack(stored, take, shape, *part, dtype=self.dtype)
+        except UnpackError as error:
+            info = next(iter(taken.values()))[0]
+            raise CheckpointError(f"{info.file}: {module}: {error}") from error
+        name = f"{module}.{stored.scale}"
+        info, scale = taken[name]
+        _Read(info.file, name, scale, scale).check()
+        if isinstance(matrix, GroupedWeight):
+            return matrix.to(self.device)
+        out = matrix.to(self.device, self.dtype)
+        info = next(iter(taken.values()))[0]
+        self._unchecked.append(_Read(info.file, f"{module}.weight", matrix, out))
+        return out
+
+    def read_fused(self, parts: list[Part], in_size: int) -> Tensor | GroupedWeight:
         """The rows of several projections, one below the other."""
+        if self._stored is not None:
+            return stacked(
+                [self.read_matrix(name, (size, in_size), rows=rows) for name, size, rows in parts]
+            )
         out = torch.empty(
             sum(last - first for _, _, (first, last) in parts),
             in_size,
@@ -156,15 +221,7 @@ class Weights:
     ) -> None:
         """`read`, into ``out``."""
         info = self._checkpoint.find(name, shape)
-        try:
-            view = self._files[info.file].get_slice(name)
-            if columns is not None:
-                part = view[:, columns[0] : columns[1]]
-            else:
-                first, last = rows or (0, shape[0])
-                part = view[first:last]
-        except SafetensorError as error:
-            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+        part = self._slice(info, name, rows=rows, columns=columns)
         if not part.is_floating_point():
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be F32, BF16 or "
@@ -177,6 +234,21 @@ class Weights:
         else:
             self._unchecked.append(read)
 
+    def _slice(
+        self, info: TensorInfo, name: str, *, rows: Bounds | None, columns: Bounds | None
+    ) -> Tensor:
+        """A tensor of a file, or some of its rows, or columns, or both."""
+        bounds = [slice(*rows) if rows else slice(None)] if info.shape else []
+        bounds += [slice(*columns)] if columns else []
+        try:
+            if not bounds:
+                whole: Tensor = self._files[info.file].get_tensor(name)
+                return whole
+            part: Tensor = self._files[info.file].get_slice(name)[tuple(bounds)]
+        except SafetensorError as error:
+            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+        return part
+
     def check(self) -> None:
         """Looks at the matrices that were read and not packed yet. Raises as `_Read.check`."""
         unchecked, self._unchecked = self._unchecked, []
@@ -184,7 +256,11 @@ class Weights:
             read.check()
 
     def pack(
-        self, pack: Callable[..., LinearLayer], weight: Tensor, bias: Tensor | None, **options: int
+        self,
+        pack: Callable[..., LinearLayer],
+        weight: Tensor | GroupedWeight,
+        bias: Tensor | None,
+        **options: int,
     ) -> LinearLayer:
         """The layer that ``pack`` makes of what was read since the last call.
 

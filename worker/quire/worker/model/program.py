@@ -8,13 +8,14 @@ view of it.
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.grouped import GroupedWeight
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -100,11 +101,12 @@ class _Maker:
             yield from self._attention(number, tables)
             yield from self._mlp(number)
         vocab = self._shard.range_of(spec.vocab_size)
+        lm_head_VC: Tensor | GroupedWeight
         if spec.tied:
             lm_head_VC = embedding_VC[slice(*vocab)]
         else:
-            lm_head_VC = weights.read(f"{names.lm_head}.weight", shape, rows=vocab)
-        lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None)
+            lm_head_VC = weights.read_matrix(names.lm_head, shape, rows=vocab)
+        lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None, is_lm_head=True)
         yield Gather(x="residual")
         yield self._norm(names.final_norm, spec.final_norm, x="residual", out="normed")
         yield Logits(
@@ -137,9 +139,8 @@ class _Maker:
         weight_OI = weights.read_fused(qkv, hidden)
         bias_O = weights.read_fused_bias(qkv) if attention.qkv_bias else None
         qk_size = q_range[1] - q_range[0] + kv_range[1] - kv_range[0]
-        for rows in (weight_OI, bias_O):
-            if rows is not None:
-                _reorder(rows[:qk_size], order_D, head)
+        weight_OI = _reordered(weight_OI, qk_size, order_D, head)
+        bias_O = None if bias_O is None else _reordered(bias_O, qk_size, order_D, head)
         packed = weights.pack(self._backend.pack_linear, weight_OI, bias_O)
         yield Linear(name=f"layers.{number}.qkv", layer=packed, x=x, out="qkv")
         norms: dict[str, Any] = {}
@@ -150,7 +151,8 @@ class _Maker:
                 for name, size in zip((names.q_norm, names.k_norm), sizes, strict=True)
             )
             for norm in (q_norm, k_norm):
-                _reorder(norm["weight_C"], order_D, head)
+                weight_C = norm["weight_C"]
+                norm["weight_C"] = _reordered(weight_C, len(weight_C), order_D, head)
             norms = {
                 "q_norm_D": q_norm["weight_C"],
                 "k_norm_D": k_norm["weight_C"],
@@ -171,7 +173,7 @@ class _Maker:
             **norms,
         )
         yield Attend(kv=number, scale=attention.scale, options=options, x="queries", out="attended")
-        o_OI = weights.read(f"{prefix}{names.o}.weight", (hidden, q_size), columns=q_range)
+        o_OI = weights.read_matrix(prefix + names.o, (hidden, q_size), columns=q_range)
         o_bias = self._whole_bias(prefix + names.o) if attention.o_bias else None
         o = weights.pack(
             self._backend.pack_linear,
@@ -210,7 +212,7 @@ class _Maker:
         else:
             yield Linear(name=name, layer=packed, x=x, out="hidden")
             yield Activate(x="hidden", gated=mlp.gated)
-        down_OI = weights.read(f"{prefix}{names.down}.weight", (hidden, mlp.size), columns=mine)
+        down_OI = weights.read_matrix(prefix + names.down, (hidden, mlp.size), columns=mine)
         down_bias = self._whole_bias(prefix + names.down) if mlp.bias else None
         down = weights.pack(
             self._backend.pack_linear,
@@ -281,8 +283,13 @@ def _stacked(parts: list[Part]) -> list[Part]:
     return placed
 
 
-def _reorder(rows: Tensor, order_D: Tensor | None, head_size: int) -> None:
-    """Puts each head's rows in another order, in place."""
-    if order_D is not None:
-        heads = rows.view(-1, head_size, *rows.shape[1:])
-        heads.copy_(heads[:, order_D.to(rows.device)])
+_Rows = TypeVar("_Rows", Tensor, Tensor | GroupedWeight)
+
+
+def _reordered(rows: _Rows, count: int, order_D: Tensor | None, head_size: int) -> _Rows:
+    """The first ``count`` rows in another order within each head, and the rest."""
+    if order_D is None:
+        return rows
+    heads = torch.arange(count).view(-1, head_size)[:, order_D.cpu()].flatten()
+    index = torch.cat([heads, torch.arange(count, rows.shape[0])])
+    return rows[index]

@@ -7,6 +7,8 @@ Knows no torch, so that a gateway can use it. It can say more than any backend r
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.worker.model.stored_weights import StoredWeights
+
 Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_silu"]
 NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 
@@ -192,6 +194,8 @@ class ModelSpec:
     logit_cap: float | None = None
     """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
     names: TensorNames = field(default_factory=TensorNames)
+    stored: StoredWeights | None = None
+    """How the checkpoint has the matrices of linear layers; ``None`` is as they are."""
     through_transformers: str | None = None
     """The configuration, as JSON, of a model that transformers computes. ``layers`` and ``ropes``
     are empty then."""

@@ -24,6 +24,7 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.model.config import (
     check_parallel,
+    check_quantization,
     read_model_spec,
     resolve_dtype,
     resolve_max_model_len,
@@ -56,6 +57,7 @@ class ModelRunner:
         """
         spec = read_model_spec(config.model, model_impl=config.model_impl)
         check_parallel(spec, config.tensor_parallel_size)
+        check_quantization(config, spec)
         self._max_model_len = resolve_max_model_len(config, spec)
         self._config = config
         self._device = device

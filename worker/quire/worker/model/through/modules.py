@@ -3,6 +3,7 @@ with weights, by what a backend made of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.through import rowwise
 from quire.worker.model.through.fused import Product, fuse
@@ -97,11 +99,13 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
                 f"{parameter.dtype}: the file is damaged, or its training diverged"
             )
     fuse(model, backend, device)
+    lm_head = model.get_output_embeddings()
     # Names alone: each matrix is to be freed as soon as it is packed.
     for name in [name for name, *_ in _matrices(model)]:
         parent, _, attribute = name.rpartition(".")
         module = model.get_submodule(parent)
-        weight = _packed(module, attribute, plan.weights[name].dtypes, backend, device)
+        pack = partial(backend.pack_linear, is_lm_head=module is lm_head)
+        weight = _packed(module, attribute, plan.weights[name].dtypes, pack, device)
         if type(module) is nn.Linear and weight.dtype in weight.layers:
             layer = Product(weight.layers[weight.dtype])
             layer.weight = weight  # Some modules ask for its type.
@@ -195,7 +199,7 @@ def _packed(
     module: Any,
     attribute: str,
     dtypes: set[torch.dtype],
-    backend: AttentionBackend,
+    pack: Callable[..., LinearLayer],
     device: torch.device,
 ) -> PackedWeight:
     """Packs a matrix of ``module``, and puts the result into its place."""
@@ -210,9 +214,7 @@ def _packed(
         module.bias = bias
     matrix_OI = matrix.T.contiguous() if transposed else matrix
     layers = {
-        dtype: backend.pack_linear(
-            matrix_OI.to(device, dtype), None if bias is None else bias.to(dtype)
-        )
+        dtype: pack(matrix_OI.to(device, dtype), None if bias is None else bias.to(dtype))
         for dtype in dtypes
     }
     weight = PackedWeight.of(

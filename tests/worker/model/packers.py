@@ -1,0 +1,199 @@
+"""Quantised checkpoints, packed as GPTQModel, AutoAWQ and compressed-tensors define it.
+
+What compressed-tensors 0.20 and AutoAWQ 0.2.9 pack was once unpacked as these are.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# O, I a linear layer's output and input   G groups of inputs
+
+GROUP = 32
+Packed = tuple[dict[str, Tensor], Tensor]
+"""Tensors by the last part of their name, and the matrix that they mean."""
+
+
+def integers(values: Tensor, bits: int) -> Tensor:
+    """``[..., n]`` of ``[..., 32 / bits * n]``: the first in the lowest bits."""
+    parts = values.long().reshape(*values.shape[:-1], -1, 32 // bits)
+    packed = sum(parts[..., i] << (bits * i) for i in range(32 // bits))
+    assert isinstance(packed, Tensor)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def grouped(weight_OI: Tensor, *, bits: int = 4, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[O, I]``, scales and zero points ``[O, G]``."""
+    groups_OGL = weight_OI.reshape(len(weight_OI), -1, GROUP)
+    most = (1 << bits) - 1
+    if symmetric:
+        scale_OG = (groups_OGL.abs().amax(-1) / (most // 2)).half()
+        zero_OG = torch.full_like(scale_OG, (most + 1) // 2)
+    else:
+        low_OG = groups_OGL.amin(-1).clamp(max=0)
+        scale_OG = ((groups_OGL.amax(-1).clamp(min=0) - low_OG) / most).half()
+        zero_OG = (-low_OG / scale_OG).round()
+    codes = (groups_OGL / scale_OG[..., None] + zero_OG[..., None]).round().clamp(0, most)
+    return codes.flatten(1).long(), scale_OG, zero_OG.long()
+
+
+def _meant(code_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
+    codes_OGL = code_OI.view(*zero_OG.shape, -1)
+    return ((codes_OGL - zero_OG[..., None]).float() * scale_OG.float()[..., None]).flatten(1)
+
+
+def gptq(weight_OI: Tensor, *, bits: int = 4, version: int = 1, act_order: bool = False) -> Packed:
+    num_in = weight_OI.shape[1]
+    order_I = torch.arange(num_in)
+    if act_order:
+        order_I = torch.randperm(num_in, generator=torch.Generator().manual_seed(0))
+    code_OI, scale_OG, zero_OG = grouped(weight_OI[:, order_I], bits=bits, symmetric=False)
+    meant_OI = _meant(code_OI, scale_OG, zero_OG)
+    back_I = order_I.argsort()
+    qzeros = integers(zero_OG.T, bits)
+    if version == 1:  # as one number of 32 bits, so that a 0 borrows
+        qzeros = qzeros - sum(1 << shift for shift in range(0, 32, bits))
+    tensors = {
+        "qweight": integers(code_OI[:, back_I], bits).T.contiguous(),
+        "qzeros": qzeros,
+        "scales": scale_OG.T.contiguous(),
+        "g_idx": (back_I // GROUP).to(torch.int32),
+    }
+    return tensors, meant_OI[:, back_I]
+
+
+def awq(weight_OI: Tensor) -> Packed:
+    code_OI, scale_OG, zero_OG = grouped(weight_OI, symmetric=False)
+
+    def pack(values: Tensor) -> Tensor:
+        eights = values.reshape(len(values), -1, 8)
+        return integers(eights[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    tensors = {
+        "qweight": pack(code_OI.T),
+        "qzeros": pack(zero_OG.T),
+        "scales": scale_OG.T.contiguous(),
+    }
+    return tensors, _meant(code_OI, scale_OG, zero_OG)
+
+
+def packed(weight_OI: Tensor, *, symmetric: bool = True, bits: int = 4) -> Packed:
+    code_OI, scale_OG, zero_OG = grouped(weight_OI, bits=bits, symmetric=symmetric)
+    tensors = {
+        "weight_packed": integers(code_OI, bits),
+        "weight_scale": scale_OG,
+        "weight_shape": torch.tensor(weight_OI.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = integers(zero_OG.T, bits).T.contiguous()
+    return tensors, _meant(code_OI, scale_OG, zero_OG)
+
+
+def int8(weight_OI: Tensor) -> Packed:
+    scale_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
+    values = (weight_OI / scale_O1).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scale_O1}, values * scale_O1
+
+
+def float8(weight_OI: Tensor, *, scale: str = "weight_scale", block: int = 0) -> Packed:
+    """A scale for each ``block`` by ``block``; 0: for each output, -1: for all."""
+    num_out, num_in = weight_OI.shape
+    blocks = weight_OI.abs()
+    if block == 0:
+        scale_whole = blocks.amax(1, keepdim=True)
+    elif block < 0:
+        scale_whole = blocks.amax().view(1)
+    else:
+        scale_whole = torch.nn.functional.max_pool2d(blocks[None], block, ceil_mode=True)[0]
+    scale_whole = scale_whole / 448
+    spread = scale_whole
+    if block > 0:
+        spread = scale_whole.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        spread = spread[:num_out, :num_in]
+    values = (weight_OI / spread).to(torch.float8_e4m3fn)
+    return {"weight": values, scale: scale_whole}, values.float() * spread
+
+
+def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "ignore": ["lm_head", "re:.*layers.1.mlp.up_proj"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
+    "gptq": (_GPTQ, gptq),
+    "gptq-v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, version=2)),
+    "gptq-8": (_GPTQ | {"bits": 8}, lambda w: gptq(w, bits=8)),
+    "gptq-act-order": (_GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "packed": (compressed("pack-quantized", **_INT4), packed),
+    "packed-asym": (
+        compressed("pack-quantized", **_INT4, symmetric=False),
+        lambda w: packed(w, symmetric=False),
+    ),
+    "packed-8": (
+        compressed("pack-quantized", **(_INT4 | {"num_bits": 8})),
+        lambda w: packed(w, bits=8),
+    ),
+    "int8": (compressed("int-quantized", type="int", num_bits=8, strategy="channel"), int8),
+    "float8-channel": (
+        compressed("float-quantized", type="float", num_bits=8, strategy="channel"),
+        float8,
+    ),
+    "float8-tensor": (
+        compressed("float-quantized", type="float", num_bits=8, strategy="tensor"),
+        lambda w: float8(w, block=-1),
+    ),
+    "float8-block": (
+        compressed(
+            "float-quantized",
+            type="float",
+            num_bits=8,
+            strategy="block",
+            block_structure=[40, 40],
+        ),
+        lambda w: float8(w, block=40),
+    ),
+    "fp8-block": (
+        {
+            "quant_method": "fp8",
+            "weight_block_size": [40, 40],
+            "modules_to_not_convert": ["layers.1.mlp.up_proj"],
+        },
+        lambda w: float8(w, scale="weight_scale_inv", block=40),
+    ),
+    "fp8": ({"quant_method": "fp8"}, lambda w: float8(w, block=-1)),
+}
+
+
+def quantized_copy(source: Path, target: Path, name: str) -> tuple[Path, Path]:
+    """``source`` in the format ``name``, and what that means as an ordinary checkpoint."""
+    config, pack = FORMATS[name]
+    paths = target / "packed", target / "meant"
+    for path in paths:
+        shutil.copytree(source, path)
+    tensors, meant = (load_file(source / "model.safetensors") for _ in range(2))
+    ignores = "up_proj" in json.dumps(config)
+    for each in list(tensors):
+        if "_proj" not in each or (ignores and each == "model.layers.1.mlp.up_proj.weight"):
+            continue
+        parts, meant[each] = pack(tensors.pop(each))
+        meant[each] = meant[each].contiguous()
+        for suffix, tensor in parts.items():
+            tensors[f"{each.removesuffix('weight')}{suffix}"] = tensor.contiguous()
+    save_file(tensors, paths[0] / "model.safetensors")
+    save_file(meant, paths[1] / "model.safetensors")
+    file = paths[0] / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    return paths

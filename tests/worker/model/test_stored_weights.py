@@ -1,0 +1,202 @@
+"""Quantised checkpoints mean what they would mean decoded, and what is not read is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.worker.model.packers import FORMATS, compressed, quantized_copy
+
+from quire.kernels import native
+from quire.kernels.grouped import GroupedWeight, decoded
+from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.facts import model_facts
+from quire.worker.model.loader import Weights
+from quire.worker.ranks.executor import make_executor
+
+PROMPT = list(range(3, 60))
+IN_GROUPS = {"gptq", "gptq-v2", "awq", "packed", "packed-asym"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_decoded_checkpoint(
+    name: str, tiny_llama: Path, tmp_path: Path, runner_of: Any, driver: Any, row: Any
+) -> None:
+    packed, meant = (
+        runner_of(path).forward(driver.step([row(PROMPT, [5, 2, 9, 0])]))
+        for path in quantized_copy(tiny_llama, tmp_path, name)
+    )
+    torch.testing.assert_close(packed, meant, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_reads_its_part_of_a_matrix(
+    name: str, num_ranks: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path, meant = quantized_copy(tiny_llama, tmp_path, name)
+    expected = load_file(meant / "model.safetensors")
+    options: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+    spec = read_model_spec(path)
+    with Weights.open(open_checkpoint(path), **options, stored=spec.stored) as weights:
+        for module in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj"):
+            module = f"model.layers.1.{module}"
+            whole = expected[f"{module}.weight"]
+            for axis, size in enumerate(whole.shape):
+                for rank in range(num_ranks):
+                    bounds = size * rank // num_ranks, size * (rank + 1) // num_ranks
+                    chosen = {("rows", "columns")[axis]: bounds}
+                    shape = (whole.shape[0], whole.shape[1])
+                    part = weights.read_matrix(module, shape, **chosen)
+                    wanted = whole.narrow(axis, bounds[0], bounds[1] - bounds[0])
+                    torch.testing.assert_close(decoded(part), wanted)
+                    in_groups = name in IN_GROUPS and not (
+                        "packed" in name and module.endswith("up_proj")
+                    )
+                    assert isinstance(part, GroupedWeight) == in_groups
+
+
+@pytest.mark.skipif(native.library() is None, reason="plain products depend on their number")
+def test_any_number_of_ranks_has_the_same_bits(
+    tiny_llama: Path, tmp_path: Path, config_of: Any, driver: Any, row: Any
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, "packed-asym")
+    found = []
+    for size in (1, 2, 4):
+        config = config_of(path, tensor_parallel_size=size, dtype="bfloat16")
+        executor, _ = make_executor(config)
+        step = driver.step([row(PROMPT, [5, 2, 9, 0]), row([7], [3])], num_logprobs=20)
+        try:
+            executor.submit(step)
+            found.append(executor.result().logprobs)
+        finally:
+            executor.close()
+    assert found[0] == found[1] == found[2]
+
+
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method='hqq' is not supported; supported: 'awq',"),
+        ({"bits": 4}, "quant_method=None is not supported"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits=3 is not supported; suppo"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "group_size=20 must be a multi"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0 must be"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 32}, "bits=8 is not supported"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
+            "version='gemv' is not supported; supported: 'gemm'",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size=[128] must be 2"),
+        (
+            compressed("nvfp4-pack-quantized", **_INT4),
+            "format='nvfp4-pack-quantized' of 4-bit int is not",
+        ),
+        (compressed("pack-quantized", **(_INT4 | {"num_bits": 3})), "of 3-bit int is not"),
+        (compressed("pack-quantized", **(_INT4 | {"strategy": "row"})), "strategy='row' is not"),
+        (
+            compressed("pack-quantized", **_INT4) | {"config_groups": {}},
+            "config_groups=[] is not supported; one group is",
+        ),
+        (compressed("pack-quantized", **_INT4) | {"ignore": ["re:("]}, "ignore='re:(' must be"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    config: dict[str, Any], message: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, "fp8")
+    _edit(path, quantization_config=config)
+    with pytest.raises(CheckpointError) as caught:
+        read_model_spec(path)
+    assert message in str(caught.value)
+
+
+def _drop(suffix: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: tensors.pop(f"model.layers.1.mlp.down_proj.{suffix}")
+
+
+def _spoil(suffix: str, value: float) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: (
+        tensors[f"model.layers.1.mlp.down_proj.{suffix}"].view(-1)[3].fill_(value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("gptq", _drop("scales"), "down_proj.scales' [3, 64] is in none of"),
+        ("packed", _drop("weight_scale"), "down_proj.weight_scale' [64, 3] is in none of"),
+        ("fp8", _drop("weight_scale"), "down_proj.weight_scale' [1, 1] is in none of"),
+        ("packed", _spoil("weight_scale", float("nan")), "weight_scale' has values that are NaN"),
+        ("gptq-act-order", _spoil("g_idx", 3), "g_idx has values from 0 to 3; of 3 groups"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(
+    name: str,
+    edit: Callable[[dict[str, Any]], Any],
+    message: str,
+    tiny_llama: Path,
+    tmp_path: Path,
+    runner_of: Any,
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        runner_of(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "message"),
+    [
+        ("gptq", {"group_size": 16}, "scales' has shape [2, 64], config.json asks for [4, 64]"),
+        ("fp8", {"weight_block_size": [32, 32]}, "weight_scale_inv' [2, 2] is in none of"),
+        ("gptq", {"bits": 8}, "qweight' has shape [8, 64], config.json asks for [16, 64]"),
+    ],
+)
+def test_a_config_that_says_something_else_than_the_tensors_is_refused(
+    name: str,
+    says: dict[str, Any],
+    message: str,
+    tiny_llama: Path,
+    tmp_path: Path,
+    runner_of: Any,
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, name)
+    _edit(path, quantization_config=FORMATS[name][0] | says)
+    with pytest.raises(CheckpointError) as caught:
+        runner_of(path)
+    assert message in str(caught.value)
+
+
+def test_weights_that_are_not_quantised_though_the_config_says_so_are_refused(
+    tiny_llama: Path, tmp_path: Path, runner_of: Any
+) -> None:
+    _, path = quantized_copy(tiny_llama, tmp_path, "fp8")
+    _edit(path, quantization_config=FORMATS["fp8"][0])
+    with pytest.raises(CheckpointError, match="has type F32; quantization_config says F8_E4M3"):
+        runner_of(path)
+
+
+def test_weights_of_4_bits_are_not_rounded_again(
+    tiny_llama: Path, tmp_path: Path, config_of: Any
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, "awq")
+    with pytest.raises(ConfigError, match="quantization='int8': the checkpoint's weights have 4"):
+        model_facts(config_of(path, quantization="int8"))
+
+
+def _edit(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))

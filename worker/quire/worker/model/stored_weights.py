@@ -1,0 +1,196 @@
+"""How a checkpoint stores quantised matrices, read from its ``quantization_config``: GPTQ, AWQ,
+fp8 (as DeepSeek and Qwen have it) and compressed-tensors. Knows no torch.
+
+What a field's values mean is in the libraries of those names; what is not read is refused.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.fields import Fields
+
+_INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'int8' rounds it)"
+_LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """The form of all matrices of linear layers but the ignored ones."""
+
+    layout: Literal["gptq", "awq", "packed", "int8", "float8"]
+    """The first three have several integers in 32 bits."""
+    bits: int = 8
+    block: tuple[int, int] = (0, 0)
+    """Outputs and inputs that share a scale; 0 is all."""
+    symmetric: bool = True
+    scale: str = "weight_scale"
+    """What the scales' tensor is called."""
+    zero_offset: int = 0
+    """Added to stored zero points."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
+
+    def has(self, module: str) -> bool:
+        """Whether ``module`` is stored so."""
+        return not any(_matches(module, each) for each in self.ignored)
+
+
+def read_stored_weights(config: Fields) -> StoredWeights | None:
+    """``None`` where the checkpoint is not quantised.
+
+    Raises:
+        CheckpointError: It is, in a way that is not read.
+    """
+    if not config.raw.get("quantization_config"):
+        return None
+    fields = config.section("quantization_config")
+    method = _one_of(fields, "quant_method", tuple(_METHODS))
+    return _METHODS[method](fields)
+
+
+def _gptq(fields: Fields) -> StoredWeights:
+    bits = _one_of(fields, "bits", (4, 8))
+    version = _one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    for name in ("dynamic", "pack_dtype"):
+        if fields.raw.get(name) not in (None, {}, "int32"):
+            raise _refused(fields, name, fields.raw[name])
+    return StoredWeights(
+        layout="gptq",
+        bits=bits,
+        block=(1, _group_size(fields, "group_size")),
+        symmetric=False,
+        scale="scales",
+        zero_offset=1 if version == "gptq" else 0,
+        ignored=() if fields.flag("lm_head") else (_LM_HEAD,),
+    )
+
+
+def _awq(fields: Fields) -> StoredWeights:
+    bits = "w_bit" if "w_bit" in fields.raw else "bits"
+    group = "q_group_size" if "q_group_size" in fields.raw else "group_size"
+    _one_of(fields, bits, (4,))
+    _one_of(fields, "version", ("gemm", "GEMM"), default="gemm")
+    _one_of(fields, "zero_point", (True,), default=True)
+    return StoredWeights(
+        layout="awq",
+        bits=4,
+        block=(1, _group_size(fields, group)),
+        symmetric=False,
+        scale="scales",
+        ignored=(_LM_HEAD, *fields.names("modules_to_not_convert")),
+    )
+
+
+def _fp8(fields: Fields) -> StoredWeights:
+    _one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
+    ignored = fields.names("modules_to_not_convert") or fields.names("ignored_layers")
+    block = fields.raw.get("weight_block_size")
+    return StoredWeights(
+        layout="float8",
+        block=(0, 0) if block is None else _block_of(fields, "weight_block_size"),
+        scale="weight_scale" if block is None else "weight_scale_inv",
+        ignored=(_LM_HEAD, *ignored),
+    )
+
+
+def _compressed_tensors(fields: Fields) -> StoredWeights:
+    groups = fields.section("config_groups").raw
+    if len(groups) != 1:
+        raise _refused(fields, "config_groups", sorted(groups), "; one group is")
+    (name,) = groups
+    group = fields.section("config_groups").section(name)
+    if group.names("targets") != ["Linear"]:
+        raise _refused(group, "targets", group.raw.get("targets"), "; ['Linear'] is")
+    weights = group.section("weights")
+    kind, bits = weights.raw.get("type"), weights.raw.get("num_bits")
+    formats = {
+        ("pack-quantized", "int", 4): "packed",
+        ("pack-quantized", "int", 8): "packed",
+        ("int-quantized", "int", 8): "int8",
+        ("float-quantized", "float", 8): "float8",
+        ("naive-quantized", "int", 8): "int8",
+        ("naive-quantized", "float", 8): "float8",
+    }
+    stored_as = group.raw.get("format") or fields.raw.get("format")
+    layout: Any = formats.get((str(stored_as), str(kind), bits if type(bits) is int else 0))
+    if layout is None:
+        known = ", ".join(f"{form!r} of {size}-bit {type_}" for form, type_, size in formats)
+        raise fields.broken(
+            f"quantization_config.format={stored_as!r} of {bits!r}-bit {kind} is not supported; "
+            f"supported: {known}{_INSTEAD}"
+        )
+    _one_of(fields, "quantization_status", ("compressed",), default="compressed")
+    for section in ("sparsity_config", "transform_config"):
+        if _is_used(fields.raw.get(section)):
+            raise _refused(fields, section, fields.raw[section])
+    blocks: dict[str, Callable[[], tuple[int, int]]] = {
+        "tensor": lambda: (0, 0),
+        "channel": lambda: (1, 0),
+        "group": lambda: (1, _group_size(weights, "group_size")),
+        "block": lambda: _block_of(weights, "block_structure"),
+    }
+    strategy = _one_of(weights, "strategy", tuple(blocks))
+    for each in fields.names("ignore"):
+        try:
+            re.compile(each.removeprefix("re:"))
+        except re.error as error:
+            raise fields.wrong("ignore", each, f"a regular expression ({error})") from error
+    return StoredWeights(
+        layout=layout,
+        bits=weights.count("num_bits"),
+        block=blocks[strategy](),
+        symmetric=weights.flag("symmetric", default=True),
+        ignored=tuple(fields.names("ignore")),
+    )
+
+
+_METHODS: dict[str, Callable[[Fields], StoredWeights]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+}
+
+
+def _is_used(section: object) -> bool:
+    """Whether an object says something: writers leave some that say "dense"."""
+    return bool(section) and not (isinstance(section, dict) and section.get("format") == "dense")
+
+
+def _one_of(fields: Fields, name: str, known: tuple[Any, ...], *, default: object = None) -> Any:
+    value = fields.raw.get(name, default)
+    value = default if value is None else value
+    # `1` is not `True`.
+    if not any(type(value) is type(each) and value == each for each in known):
+        raise _refused(fields, name, value, f"; supported: {', '.join(map(repr, known))}")
+    return value
+
+
+def _group_size(fields: Fields, name: str) -> int:
+    """Inputs, or 0 for all of them, which is -1 in the file."""
+    if fields.raw.get(name) == -1:
+        return 0
+    size = fields.count(name)
+    if size % 8:
+        raise fields.wrong(name, size, "a multiple of 8, or -1")
+    return size
+
+
+def _block_of(fields: Fields, name: str) -> tuple[int, int]:
+    rows, columns = fields.numbers(name, count=2)
+    if rows % 1 or columns % 1:
+        raise fields.wrong(name, [rows, columns], "two integers")
+    return int(rows), int(columns)
+
+
+def _refused(fields: Fields, name: str, value: object, instead: str = "") -> CheckpointError:
+    return fields.refused(f"quantization_config.{name}", value, instead + _INSTEAD)
+
+
+def _matches(module: str, ignored: str) -> bool:
+    if ignored.startswith("re:"):
+        return re.match(ignored[3:], module) is not None
+    return f".{ignored}." in f".{module}."
