@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
 }
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
 """And what transformers makes of the prompts: tokens and their log probabilities."""
 
@@ -196,7 +198,11 @@ def test_without_a_description_quires_own_is_refused(
         ("Llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that share their KV"),
         ("Llama", {"is_encoder_decoder": True}, "has an encoder and a decoder"),
         ("Llama", {"architectures": ["LlamaForTokenClassification"]}, "it is no decoder of text"),
-        ("Llama", {"quantization_config": {"quant_method": "awq"}}, "quantized weights .'awq'"),
+        (
+            "Llama",
+            {"quantization_config": AWQ},
+            "quantized weights .'awq'.* get the checkpoint in bfl",
+        ),
     ],
 )
 def test_what_the_configuration_shows_is_refused_without_transformers(
