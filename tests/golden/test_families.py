@@ -9,6 +9,7 @@ import torch
 from tests.golden.oracle import MAX_TOKENS, greedy, prompts, save
 from transformers import AutoModelForCausalLM
 
+from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import ConfigError
 
@@ -33,6 +34,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0}
 YARN |= {"original_max_position_embeddings": 64}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
 THETA = {"rope_type": "default", "rope_theta": 1e4}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 
 
@@ -77,6 +79,24 @@ CASES = {
     "cohere": Case("Cohere", {"logit_scale": 0.8}),
     "cohere2": Case("Cohere2", HALVES | {"logit_scale": 0.5}),
     "starcoder2": Case("Starcoder2", {}),
+    "mixtral": Case("Mixtral", {"num_local_experts": 4}),
+    "qwen2-moe": Case(
+        "Qwen2Moe",
+        EXPERTS | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe": Case("Qwen3Moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "olmoe": Case("Olmoe", EXPERTS, settings=ONE_RANK),
+    "granite-moe": Case(
+        "GraniteMoe", MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "glm4-moe": Case(
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"head_dim": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+            **{"use_qk_norm": True, "first_k_dense_replace": 1},
+        },
+    ),
 }
 
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
@@ -134,6 +154,10 @@ def test_tokens_are_those_of_transformers(
         ("glm4", "int8"),
         ("cohere2", None),
         ("starcoder2", "int8"),
+        ("qwen2-moe", None),
+        ("glm4-moe", None),
+        ("qwen3-moe", "w4"),
+        ("mixtral", "int8"),
     ],
 )
 def test_a_request_has_the_same_bits_alone_as_in_a_batch(
@@ -155,6 +179,36 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
             (alone,) = llm.generate([prompt], GREEDY, use_tqdm=False)
             assert alone.outputs[0].token_ids == expected.outputs[0].token_ids
             assert alone.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [("qwen2-moe", None), ("qwen3-moe", "int8"), ("glm4", None)],
+)
+def test_a_request_has_the_same_bits_on_any_number_of_ranks(
+    case: str, quantization: Any, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    if native.library() is None:
+        pytest.skip("in bfloat16 this needs the native library")
+    path, _, _ = checkpoint(case)
+    asked = [{"prompt_token_ids": prompt} for prompt in case_prompts(case)]
+    answers = []
+    for num_ranks in (1, 2, 4):
+        with LLM(
+            path,
+            device="cpu",
+            dtype="bfloat16",
+            quantization=quantization,
+            num_blocks=128,
+            num_threads=1,
+            tensor_parallel_size=num_ranks,
+            max_num_seqs=8,
+            max_num_batched_tokens=40 * num_ranks,
+        ) as llm:
+            outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+            completions = [each.outputs[0] for each in outputs]
+            answers.append([(each.token_ids, each.logprobs) for each in completions])
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_norms_over_all_heads_need_one_rank(checkpoint: Callable[[str], Checkpoint]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.kernels import reference
+from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import LinearLayer
 
 # T tokens   I, O a layer's input and output   P parts of the input
@@ -32,6 +33,12 @@ class PlainLinear:
         if missing and x_TI.device.type == "cpu":
             x_TI = functional.pad(x_TI, (0, 0, 0, missing))
         return functional.linear(x_TI, self.weight_OI, self.bias_O)[:rows]
+
+
+def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
+    """The product, in float32 where the layer has it before it is rounded: ranks whose shares of a
+    sum are rounded once, together, have the bits of one rank."""
+    return layer.unrounded(x_TI) if isinstance(layer, NativeLinear) else layer(x_TI)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """A program, run operation by operation with a backend's kernels: what the operations mean."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.experts import run_experts
+from quire.kernels.linear import unrounded
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -21,6 +25,7 @@ from quire.kernels.ops import (
     KvCache,
     Linear,
     Logits,
+    MixExperts,
     Norm,
     Program,
     RotaryTable,
@@ -40,6 +45,13 @@ class Loop:
     def __init__(self, backend: AttentionBackend, program: Program) -> None:
         self._backend = backend
         self._program = program
+        pairs = itertools.pairwise(program)
+        self._shares = {
+            id(op)
+            for op, after in pairs
+            if isinstance(op, Linear) and isinstance(after, AllReduce) and op.out == after.x
+        }
+        """Products that are shares of a sum over ranks."""
 
     def forward(
         self,
@@ -59,7 +71,8 @@ class Loop:
                 case Norm():
                     values[op.out] = self._norm(op, values[op.x])
                 case Linear() | GatedLinear():
-                    product = op.layer(values[op.x])
+                    multiply = partial(unrounded, op.layer) if id(op) in self._shares else op.layer
+                    product = multiply(values[op.x])
                     adds = isinstance(op, Linear) and op.adds
                     values[op.out] = values[op.out] + product if adds else product
                 case Activate():
@@ -90,8 +103,10 @@ class Loop:
                         shared=batch.shared,
                     )
                     values[op.out] = attended_THD.flatten(1)
+                case MixExperts():
+                    values[op.out] = self._mixed(op, values[op.x], all_reduce)
                 case AllReduce():
-                    values[op.x] = all_reduce(values[op.x])
+                    values[op.x] = all_reduce(values[op.x]).to(values["residual"].dtype)
                 case Add():
                     branch = values[op.x] if op.scale == 1.0 else values[op.x] * op.scale
                     values[op.to] = values[op.to] + branch
@@ -122,6 +137,17 @@ class Loop:
             norm = Norm(weight_C=weight_C, eps=op.eps, kind=op.kind, x="qkv", out="qkv")
             normed.append(self._norm(norm, x_TND.reshape(-1, len(weight_C))).view(x_TND.shape))
         return torch.cat([*normed, v_TKD], dim=1)
+
+    def _mixed(
+        self, op: MixExperts, x_TC: Tensor, all_reduce: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        out_STC, weights_TS = run_experts(x_TC, op.router, op.experts, op.shared, op.shared_gate)
+        total_TC = torch.zeros_like(x_TC, dtype=torch.float32)
+        for slot, out_TC in enumerate(out_STC):
+            if op.is_split:
+                out_TC = all_reduce(out_TC.contiguous())
+            total_TC += out_TC * weights_TS[:, slot, None]
+        return total_TC.to(x_TC.dtype)
 
     def _norm(self, op: Norm, x_TC: Tensor) -> Tensor:
         if op.kind == "rms":

@@ -127,6 +127,13 @@ class NativeLinear(ABC):
         self.run(x_TI, out_TO, native_abi.GATED if self.weights.gated else native_abi.STORE)
         return out_TO
 
+    def unrounded(self, x_TI: Tensor) -> Tensor:
+        """The result in float32, before it is rounded: a rank's share of a sum. Not of a gated
+        layer."""
+        out_TO = torch.empty(len(x_TI), self.num_out, dtype=torch.float32)
+        self.run(x_TI, out_TO, native_abi.STORE_F32)
+        return out_TO
+
     @abstractmethod
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         """Puts the result where ``mode`` says."""

@@ -8,12 +8,16 @@ together (`quire.kernels.rewrites`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.shared_prefix import SharedSplits
+
+if TYPE_CHECKING:  # They are made of what is here.
+    from quire.kernels.experts import Expert, Router
+    from quire.kernels.linear import PlainLinear
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
 # G of these that are greedy
@@ -97,6 +101,25 @@ class Activate:
 
     x: Value
     gated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MixExperts:
+    """``out``: the weighted sum of what the experts of each token, and the shared one, make of
+    ``x``.
+
+    Where they are ``is_split``, by their inner channels, each of the terms is summed over all ranks
+    before it is weighted, so that the result does not depend on their number.
+    """
+
+    router: "Router"
+    experts: tuple["Expert", ...]
+    shared: "Expert | None"
+    shared_gate: "PlainLinear | None"
+    """The shared expert's weight is the sigmoid of this product, else 1."""
+    is_split: bool
+    x: Value
+    out: Value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -190,6 +213,7 @@ Op = (
     | Linear
     | GatedLinear
     | Activate
+    | MixExperts
     | RotateAndWrite
     | Attend
     | AllReduce

@@ -58,13 +58,19 @@ def test_no_program_is_made_of_a_model_that_none_can_run(spec: ModelSpec) -> Non
 def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
     check_runnable(spec)
     mlp = Mlp(size=96)
+    experts = Experts(mlp=mlp, num_experts=8, top_k=2)
+    check_runnable(with_layer(spec, mlp=experts))
     for wrong, message in [
         (replace(spec, lm_head_bias=True), "model: lm_head_bias=True is not supported"),
         (replace(spec, layer_embedding_size=8), "layer_embedding_size=8"),
         (replace(spec, ropes=(replace(spec.ropes[0], sections=(2, 3, 3)),)), "sections=(2, 3, 3)"),
         (with_layer(spec, mlp=replace(mlp, activation="relu2")), "activation='relu2'"),
         (with_layer(spec, mlp=replace(mlp, gated=False)), "'silu' is not supported with gated=Fa"),
-        (with_layer(spec, mlp=Experts(mlp=mlp, num_experts=8, top_k=2)), "layers.1.mlp=Experts"),
+        (with_layer(spec, mlp=replace(experts, router_bias=True)), "layers.1.mlp.router_bias=True"),
+        (
+            with_layer(spec, mlp=replace(experts, mlp=replace(mlp, bias=True))),
+            "layers.1.mlp.mlp with activation='silu', gated=True and bias=True is not supported",
+        ),
     ]:
         with pytest.raises(CheckpointError) as caught:
             check_runnable(wrong)

@@ -1,7 +1,7 @@
 """The weights of one rank, read from safetensors: each rank reads its own shard and no more."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +203,31 @@ class Weights:
                 out[start:end], f"{name}.weight", (out_size, in_size), rows=(first, last)
             )
             start = end
+        return out
+
+    def read_expert(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        expert: int,
+        *,
+        rows: Sequence[Bounds] | None = None,
+        columns: Bounds | None = None,
+    ) -> Tensor:
+        """Some rows, one below the other, and columns of one expert's matrix, where those of all
+        experts are one tensor ``[E, O, I]``."""
+        info = self._checkpoint.find(f"{name}.weight", shape)
+        try:
+            view = self._files[info.file].get_slice(f"{name}.weight")
+            parts = [
+                view[expert, slice(*each), slice(*(columns or (0, shape[2])))]
+                for each in rows or [(0, shape[1])]
+            ]
+        except SafetensorError as error:
+            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+        part = torch.cat(parts)
+        out = part.to(self.device, self.dtype)
+        self._unchecked.append(_Read(info.file, f"{name}.weight", part, out))
         return out
 
     def read_fused_bias(self, parts: list[Part]) -> Tensor:

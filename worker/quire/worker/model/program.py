@@ -15,7 +15,9 @@ from torch import Tensor
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.experts import Expert, Router
 from quire.kernels.grouped import GroupedWeight
+from quire.kernels.linear import PlainLinear
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -25,7 +27,9 @@ from quire.kernels.ops import (
     GatedLinear,
     Gather,
     Linear,
+    LinearLayer,
     Logits,
+    MixExperts,
     Norm,
     Op,
     Program,
@@ -36,7 +40,7 @@ from quire.kernels.ops import (
 from quire.worker.model import spec as described
 from quire.worker.model.loader import Part, Shard, Weights
 from quire.worker.model.rope import channel_order, query_scale, rotary_table
-from quire.worker.model.spec import Attention, Mlp, ModelSpec, Rope
+from quire.worker.model.spec import Attention, Experts, ModelSpec, Rope
 from quire.worker.model.support import check_runnable
 
 
@@ -190,9 +194,15 @@ class _Maker:
             self._spec.names,
             self._spec.hidden_size,
         )
-        mlp = layer.mlp
-        assert isinstance(mlp, Mlp), "`check_runnable`"
-        prefix, mine = f"{names.layer.format(number)}.", self._shard.range_of(mlp.size)
+        mlp, prefix = layer.mlp, f"{names.layer.format(number)}."
+        if isinstance(mlp, Experts):
+            assert not layer.parallel
+            assert "mlp_in" in layer.norms
+            yield self._norm(prefix + names.mlp_in, layer.norm, x="residual", out="normed")
+            yield self._experts(prefix, mlp)
+            yield from self._add_branch(number, "mlp_out", names.mlp_out, is_summed=True)
+            return
+        mine = self._shard.range_of(mlp.size)
         inputs = (names.gate, names.up) if mlp.gated else (names.up,)
         gate_up = _stacked([(prefix + name, mlp.size, mine) for name in inputs])
         weights = self._weights
@@ -222,6 +232,79 @@ class _Maker:
         )
         yield Linear(name=f"layers.{number}.down", layer=down, x="hidden", out="branch")
         yield from self._add_branch(number, "mlp_out", names.mlp_out)
+
+    def _experts(self, prefix: str, experts: described.Experts) -> MixExperts:
+        names, weights, hidden = self._spec.names, self._weights, self._spec.hidden_size
+        num = experts.num_experts
+
+        def small(name: str, num_rows: int) -> PlainLinear:
+            """A product in float32."""
+            weight_OI = weights.read(f"{prefix}{name}.weight", (num_rows, hidden))
+            weights.check()
+            return PlainLinear(weight_OI.float())
+
+        router = Router(
+            layer=small(names.router, num),
+            top_k=experts.top_k,
+            score=experts.score,
+            softmax_after_top_k=experts.softmax_after_top_k,
+            correction_E=weights.read(prefix + names.correction, (num,)).float()
+            if experts.correction_bias
+            else None,
+            groups=experts.groups,
+            top_groups=experts.top_groups,
+            renormalise=experts.renormalise,
+            scale=experts.scale,
+        )
+        layers = tuple(self._expert(prefix, experts, number) for number in range(num))
+        shared = None
+        if experts.shared is not None:
+            parts = ("gate_proj", "up_proj", "down_proj")
+            inner = [f"{prefix}{names.shared}{part}" for part in parts]
+            shared = self._mlp_of(*inner, size=experts.shared.size)
+        return MixExperts(
+            router=router,
+            experts=layers,
+            shared=shared,
+            shared_gate=small(names.shared_gate, 1) if experts.shared_gate else None,
+            is_split=self._shard.size > 1,
+            x="normed",
+            out="branch",
+        )
+
+    def _expert(self, prefix: str, experts: described.Experts, number: int) -> Expert:
+        names, hidden = self._spec.names, self._spec.hidden_size
+        size, start = experts.mlp.size, prefix + names.experts
+        parts = (names.expert_gate, names.expert_up, names.expert_down)
+        if "{}" in names.experts:
+            return self._mlp_of(*(start.format(number) + each for each in parts), size=size)
+        first, last = self._shard.range_of(size)
+        gate_up_OI = self._weights.read_expert(
+            start + names.expert_up,
+            (experts.num_experts, 2 * size, hidden),
+            number,
+            rows=((first, last), (size + first, size + last)),
+        )
+        up = self._weights.pack(self._backend.pack_gated_linear, gate_up_OI, None)
+        down_OI = self._weights.read_expert(
+            start + names.expert_down,
+            (experts.num_experts, hidden, size),
+            number,
+            columns=(first, last),
+        )
+        return Expert(up=up, down=self._pack_down(down_OI, size))
+
+    def _mlp_of(self, gate: str, up: str, down: str, *, size: int) -> Expert:
+        """A gated MLP without biases, by the names of its matrices."""
+        hidden, mine, weights = self._spec.hidden_size, self._shard.range_of(size), self._weights
+        gate_up = weights.read_fused([(gate, size, mine), (up, size, mine)], hidden)
+        packed = weights.pack(self._backend.pack_gated_linear, gate_up, None)
+        down_OI = weights.read_matrix(down, (hidden, size), columns=mine)
+        return Expert(up=packed, down=self._pack_down(down_OI, size))
+
+    def _pack_down(self, down_OI: Tensor | GroupedWeight, size: int) -> LinearLayer:
+        num_parts = self._shard.num_parts(size // 2)
+        return self._weights.pack(self._backend.pack_linear, down_OI, None, num_parts=num_parts)
 
     def _rope(self, number: int | None) -> Rope | None:
         return None if number is None else self._spec.ropes[number]
@@ -262,9 +345,12 @@ class _Maker:
             return None
         return self._weights.read(f"{name}.bias", (self._spec.hidden_size,))
 
-    def _add_branch(self, number: int, place: described.NormPlace, name: str) -> Iterator[Op]:
+    def _add_branch(
+        self, number: int, place: described.NormPlace, name: str, *, is_summed: bool = False
+    ) -> Iterator[Op]:
+        """``is_summed``: over all ranks."""
         layer, prefix = self._spec.layers[number], self._spec.names.layer.format(number)
-        if self._shard.size > 1:
+        if self._shard.size > 1 and not is_summed:
             yield AllReduce(x="branch")
         if place in layer.norms:
             yield self._norm(f"{prefix}.{name}", layer.norm, x="branch", out="branch")

@@ -166,6 +166,17 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts.{}."
+    """Before what follows; the braces are the expert's number. Without them, the matrices of all
+    experts are one tensor, and gate and up are one."""
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    shared: str = "mlp.shared_experts."
+    """Before ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

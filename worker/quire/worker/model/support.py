@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, Rope
+from quire.worker.model.spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, Rope
 
 _RUNS: dict[type, set[str]] = {
     ModelSpec: {
@@ -24,6 +24,10 @@ _RUNS: dict[type, set[str]] = {
         *("qkv_bias", "o_bias", "qk_norm", "score_cap", "position_scale", "position_period"),
     },
     Mlp: {"size", "activation", "gated", "bias"},
+    Experts: {
+        *("mlp", "num_experts", "top_k", "score", "softmax_after_top_k", "correction_bias"),
+        *("groups", "top_groups", "renormalise", "scale", "shared", "shared_gate"),
+    },
     Norm: {"eps", "kind", "unit_offset", "wide", "bias"},
 }
 """The fields that may have other values than their default. A field or a part that is not named
@@ -49,11 +53,7 @@ def _refusals(spec: ModelSpec) -> Iterator[str]:
         yield from _unknown(where, layer)
         for name in ("attention", "mlp", "norm"):
             yield from _unknown(f"{where}{name}.", getattr(layer, name))
-        mlp = layer.mlp
-        if isinstance(mlp, Mlp) and (mlp.activation, mlp.gated) not in _ACTIVATIONS:
-            yield (
-                f"{where}mlp.activation={mlp.activation!r} is not supported with gated={mlp.gated}"
-            )
+        yield from _refused_mlp(f"{where}mlp.", layer.mlp)
         if attention.value_size != attention.key_size:
             yield (
                 f"{where}attention.value_size={attention.value_size} is not supported beside "
@@ -65,6 +65,23 @@ def _refusals(spec: ModelSpec) -> Iterator[str]:
                 yield (
                     f"{where}attention.{name}={value} is not supported beside {expected} in layer 0"
                 )
+
+
+def _refused_mlp(where: str, mlp: Mlp | Experts) -> Iterator[str]:
+    if isinstance(mlp, Mlp):
+        if (mlp.activation, mlp.gated) not in _ACTIVATIONS:
+            yield f"{where}activation={mlp.activation!r} is not supported with gated={mlp.gated}"
+        return
+    for name in ("mlp", "shared"):
+        each = getattr(mlp, name)
+        if each is None:
+            continue
+        yield from _unknown(f"{where}{name}.", each)
+        if (each.activation, each.gated, each.bias) != ("silu", True, False):
+            yield (
+                f"{where}{name} with activation={each.activation!r}, gated={each.gated} and "
+                f"bias={each.bias} is not supported"
+            )
 
 
 def _unknown(where: str, part: Any) -> Iterator[str]:

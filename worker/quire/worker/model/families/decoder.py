@@ -27,13 +27,13 @@ def decoder(
     config: Fields,
     *,
     attention: Attention | tuple[Attention, ...],
-    mlp: Mlp | Experts,
+    mlp: Mlp | Experts | tuple[Mlp | Experts, ...],
     norm: Norm | None = None,
     layer: Mapping[str, Any] | None = None,
     knows: tuple[str, ...] = (),
     **model: Any,
 ) -> ModelSpec:
-    """A model whose layers are alike but for attention.
+    """A model whose layers are alike but for attention and MLP.
 
     ``layer`` and ``model`` are more fields of `Layer` and `ModelSpec`. A field that changes what is
     computed is refused, unless the family ``knows`` it.
@@ -47,9 +47,12 @@ def decoder(
     norm = norm or Norm(eps=config.number("rms_norm_eps", default=1e-6))
     if isinstance(attention, Attention):
         attention = (attention,) * config.count("num_hidden_layers")
+    if isinstance(mlp, Mlp | Experts):
+        mlp = (mlp,) * len(attention)
+    pairs = list(zip(attention, mlp, strict=True))
     layers = {
-        each: Layer(attention=each, mlp=mlp, norm=norm, **(layer or {}))
-        for each in dict.fromkeys(attention)
+        pair: Layer(attention=pair[0], mlp=pair[1], norm=norm, **(layer or {}))
+        for pair in dict.fromkeys(pairs)
     }
     if "ropes" not in model:
         model["ropes"] = (rope(config, head_size=attention[0].key_size),)
@@ -57,7 +60,7 @@ def decoder(
         model["tied"] = config.flag("tie_word_embeddings")
     return ModelSpec(
         hidden_size=config.count("hidden_size"),
-        layers=tuple(layers[each] for each in attention),
+        layers=tuple(layers[pair] for pair in pairs),
         final_norm=norm,
         vocab_size=config.count("vocab_size"),
         max_positions=config.count("max_position_embeddings"),
@@ -117,6 +120,21 @@ def mlp(
         size=config.count("intermediate_size"),
         activation=config.choice(field, _ACTIVATIONS, default=activation),
         **options,
+    )
+
+
+def experts(
+    config: Fields, *, size: str = "moe_intermediate_size", num: str = "num_experts", **options: Any
+) -> Experts:
+    """``size`` and ``num`` name the fields of an expert's inner channels and of how many there
+    are, ``options`` are more fields of `Experts`."""
+    num_experts, top_k = config.count(num), config.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.broken(f"num_experts_per_tok={top_k} is more than the {num_experts} experts")
+    if config.choice("hidden_act", _ACTIVATIONS, default="silu") != "silu":
+        raise config.refused("hidden_act", config.raw["hidden_act"])
+    return Experts(
+        mlp=Mlp(size=config.count(size)), num_experts=num_experts, top_k=top_k, **options
     )
 
 

@@ -7,6 +7,14 @@ from quire.worker.model.families.gemma import gemma2, gemma3
 from quire.worker.model.families.glm import glm, glm4
 from quire.worker.model.families.granite import granite
 from quire.worker.model.families.llama import llama, ministral, ministral3, mistral, smollm3
+from quire.worker.model.families.moe import (
+    glm4_moe,
+    granite_moe,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from quire.worker.model.families.olmo import olmo2, olmo3
 from quire.worker.model.families.phi import phi3
 from quire.worker.model.families.qwen import qwen2, qwen3
@@ -20,17 +28,23 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo3,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quire.kernels.experts import rows_by_expert
 from quire.kernels.ops import LinearLayer
 
 # T tokens   E experts   N pairs of a token and an expert   I, O a layer's input and output
@@ -148,16 +149,12 @@ def run_experts(module: Any, hidden: Tensor, experts_Tk: Tensor, weights_Tk: Ten
     if hidden.is_meta:
         return torch.empty_like(hidden)
     layers: ExpertLayers = module.quire_layers
-    num_experts = len(layers.up)
-    order_N = experts_Tk.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_Tk.flatten(), minlength=num_experts)[:num_experts].tolist()
     out_NC = hidden.new_zeros(num_tokens * top_k, hidden.shape[-1])
     # A router may send a token to no expert, which it calls by the number behind the last one.
-    for expert, rows_N in enumerate(torch.split(order_N[: sum(counts)], counts)):
-        if len(rows_N):
-            inner = layers.up[expert](hidden[rows_N // top_k])
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            out_NC[rows_N] = layers.down[expert](inner)
+    for expert, rows_N in rows_by_expert(experts_Tk, len(layers.up)):
+        inner = layers.up[expert](hidden[rows_N // top_k])
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        out_NC[rows_N] = layers.down[expert](inner)
     out_TkC = out_NC.view(num_tokens, top_k, -1) * weights_Tk[..., None]
     total_TC = out_TkC[:, 0]
     for place in range(1, top_k):

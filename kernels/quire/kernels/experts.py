@@ -1,0 +1,119 @@
+"""Mixtures of experts (Shazeer et al. 2017), in which a token's bits do not depend on the others.
+
+Tokens are sorted by expert, stably, and each expert multiplies its rows at once: a packed layer's
+row has the same bits beside any others. A token's results are summed in the order in which its
+router ranks the experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.kernels.linear import PlainLinear, unrounded
+from quire.kernels.ops import LinearLayer
+
+# T tokens   C hidden size   E experts   k experts of a token   S the same and the shared one
+# N rows of one expert
+
+_LEAST_SUM = 1e-20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """Which experts a token goes to, and with what weights, in float32. Of equal scores the expert
+    of the lower number comes first."""
+
+    layer: PlainLinear
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    correction_E: Tensor | None = None
+    """Added to the scores for the choice only."""
+    groups: int = 1
+    top_groups: int = 1
+    """Experts are taken of this number of ``groups``, by the sums of their two best scores."""
+    renormalise: bool = False
+    """Weights add up to ``scale``."""
+    scale: float = 1.0
+
+    def __call__(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and their weights, ``[T, k]`` each, the best first."""
+        score_TE = self.layer(x_TC.float())
+        if self.score == "sigmoid":
+            score_TE = 1 / (1 + torch.exp(-score_TE))
+        elif not self.softmax_after_top_k:
+            score_TE = score_TE.softmax(-1)
+        choice_TE = score_TE if self.correction_E is None else score_TE + self.correction_E
+        if self.groups > 1:
+            choice_TE = self._of_the_best_groups(choice_TE)
+        experts_Tk = _best(choice_TE, self.top_k)
+        weights_Tk = score_TE.gather(1, experts_Tk)
+        if self.softmax_after_top_k:
+            weights_Tk = weights_Tk.softmax(-1)
+        if self.renormalise:
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _LEAST_SUM)
+        return experts_Tk, weights_Tk * self.scale
+
+    def _of_the_best_groups(self, choice_TE: Tensor) -> Tensor:
+        """``choice``, minus infinity outside of the groups that are taken."""
+        choice_TGX = choice_TE.view(len(choice_TE), self.groups, -1)
+        best_TG = choice_TGX.topk(2, dim=-1).values.sum(-1)
+        groups_Tg = _best(best_TG, self.top_groups)
+        is_taken_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, groups_Tg, True)
+        return choice_TGX.masked_fill(~is_taken_TG[..., None], float("-inf")).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expert:
+    """An MLP; ``up`` ends with the activation."""
+
+    up: LinearLayer
+    down: LinearLayer
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        """In float32, not rounded where that can be."""
+        return unrounded(self.down, self.up(x_TC)).float()
+
+
+def run_experts(
+    x_TC: Tensor,
+    router: Router,
+    experts: Sequence[Expert],
+    shared: Expert | None,
+    shared_gate: PlainLinear | None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's results ``[S, T, C]``, the shared expert's last, and their weights ``[T, S]``,
+    both float32."""
+    experts_Tk, weights_Tk = router(x_TC)
+    num_tokens, top_k = experts_Tk.shape
+    out_TkC = x_TC.new_empty(num_tokens * top_k, x_TC.shape[1], dtype=torch.float32)
+    for expert, rows_N in rows_by_expert(experts_Tk, len(experts)):
+        out_TkC[rows_N] = experts[expert](x_TC[rows_N // top_k])
+    out_STC = out_TkC.view(num_tokens, top_k, -1).transpose(0, 1)
+    if shared is None:
+        return out_STC, weights_Tk
+    weight_T1 = weights_Tk.new_ones(num_tokens, 1)
+    if shared_gate is not None:
+        weight_T1 = 1 / (1 + torch.exp(-shared_gate(x_TC.float())))
+    return torch.cat([out_STC, shared(x_TC)[None]]), torch.cat([weights_Tk, weight_T1], dim=1)
+
+
+def _best(score_TE: Tensor, num: int) -> Tensor:
+    """The places of the greatest, in order; of equal ones the first."""
+    return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :num]
+
+
+def rows_by_expert(experts_Tk: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Each expert that has any, with its places in ``[T * k]`` in ascending order.
+
+    Numbers of ``num_experts`` and above are no expert's.
+    """
+    flat = experts_Tk.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)[:num_experts].tolist()
+    for expert, rows_N in enumerate(torch.split(order[: sum(counts)], counts)):
+        if len(rows_N):
+            yield expert, rows_N
