@@ -25,10 +25,10 @@ from torch import Tensor
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.config import EngineConfig
+from quire.worker.model import load
 from quire.worker.model.loader import Weights
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.ranks.executor import InProcessExecutor
-from quire.worker.runner import model_runner
 from quire.worker.runner.model_runner import ModelRunner
 
 MODES: dict[str, Any] = {
@@ -86,7 +86,7 @@ def _executor(folder: Path, threads: int, mode: dict[str, Any]) -> InProcessExec
         **mode,
     )
     with (
-        mock.patch.object(model_runner, "open_checkpoint"),
+        mock.patch.object(load, "open_checkpoint"),
         mock.patch.object(Weights, "open", open_random),
     ):
         return InProcessExecutor(config)

@@ -22,12 +22,12 @@ from quire.worker.api.hashing import as_token_ids
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
+from quire.worker.model import load
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import ModelFacts
 from quire.worker.model.loader import Weights
 from quire.worker.model.spec import Experts, ModelSpec
 from quire.worker.ranks.executor import InProcessExecutor
-from quire.worker.runner import model_runner
 from quire.worker.runner.model_runner import ModelRunner
 from quire.worker.step.messages import StepInput
 from quire.worker.step.sampling_batch import SamplingBatch
@@ -125,7 +125,7 @@ def engine_rank(
         )
         start = time.perf_counter()
         with (
-            mock.patch.object(model_runner, "open_checkpoint"),
+            mock.patch.object(load, "open_checkpoint"),
             mock.patch.object(Weights, "open", open_random),
         ):
             executor = InProcessExecutor(config)

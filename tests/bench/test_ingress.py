@@ -15,4 +15,4 @@ def test_what_large_requests_do_can_be_measured() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "2 × 400" in done.stdout  # 200 kB of text are too many tokens.
-    assert "1 × 200" in done.stdout  # 17,000 keys that nobody knows are ignored.
+    assert "1 × 400" in done.stdout  # The first of 17,000 keys that nobody knows is refused.
