@@ -23,6 +23,7 @@ from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_backend import TritonBackend
 from quire.llm import LLM, SamplingParams
+from quire.worker.model import load
 from quire.worker.runner import model_runner
 from quire.worker.runner.decode_graphs import Bucket, DecodeGraphs, make_buckets
 from quire.worker.step.messages import StepInput
@@ -61,7 +62,7 @@ def test_a_model_generates_what_it_does_on_a_cpu(
     changed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     expected = generate(path)
-    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     assert generate(path) == expected
 
 
@@ -96,7 +97,7 @@ def test_decodes_that_share_a_prefix_generate_what_they_do_on_a_cpu(
         )
         return found[-1]
 
-    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     monkeypatch.setattr(model_runner.ModelRunner, "_find_shared", find)
     assert generate_both() == expected
     assert any(each is not None for each in found)
@@ -108,7 +109,7 @@ def test_decodes_in_graphs_generate_what_they_do_on_a_cpu(
 ) -> None:
     path = make_llama("one-layer", num_hidden_layers=1, max_position_embeddings=64)
     expected = generate(path)
-    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     monkeypatch.setattr(model_runner, "CudaCapture", lambda: Again)
     run, replayed = DecodeGraphs.run, set()
 

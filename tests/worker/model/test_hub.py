@@ -144,11 +144,11 @@ def test_only_what_is_needed_is_fetched_and_the_configuration_first(
 def test_a_model_of_an_unsupported_kind_is_refused_before_its_weights_are_fetched(
     hub: Hub, refusal: Callable[..., str]
 ) -> None:
-    config = json.dumps({"architectures": ["FalconForCausalLM"]}).encode()
+    config = json.dumps({"architectures": ["BloomForCausalLM"]}).encode()
     files = {"config.json": config, "model.safetensors": b"weights", "tokenizer.json": b"{}"}
-    hub.repositories["org/falcon"] = Repository()
-    hub.repositories["org/falcon"].commit(files)
-    assert "architecture 'FalconForCausalLM' is not supported" in refusal("org/falcon")
+    hub.repositories["org/bloom"] = Repository()
+    hub.repositories["org/bloom"].commit(files)
+    assert "BloomForCausalLM has alibi" in refusal("org/bloom")
     assert hub.sent() == ["config.json"]
 
 

@@ -35,7 +35,7 @@ from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
 from quire.kernels.triton_backend import TritonBackend
 from quire.llm import LLM, SamplingParams
-from quire.worker.model import tensor_parallel
+from quire.worker.model import load, tensor_parallel
 from quire.worker.model.symmetric import FixedOrder
 from quire.worker.runner import model_runner
 from quire.worker.runner.decode_graphs import make_buckets
@@ -173,7 +173,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(Runner, "launches", noted, raising=False)
     monkeypatch.setattr(model_runner, "ModelRunner", Runner)
     monkeypatch.setattr(model_runner, "pick_device", lambda *_, **__: torch.device("cpu"))
-    monkeypatch.setattr(model_runner, "backend_for", lambda *_, **__: TritonBackend())
+    monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     monkeypatch.setattr(model_runner, "CudaCapture", lambda: Again)
     for module in ("runner.model_runner", "runner.decode_graphs", "sampling.device"):
         monkeypatch.setattr(f"quire.worker.{module}.stage", stage_as_on_a_gpu)
