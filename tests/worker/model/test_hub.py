@@ -144,7 +144,7 @@ def test_only_what_is_needed_is_fetched_and_the_configuration_first(
 def test_a_model_of_an_unsupported_kind_is_refused_before_its_weights_are_fetched(
     hub: Hub, refusal: Callable[..., str]
 ) -> None:
-    config = json.dumps({"architectures": ["BloomForCausalLM"]}).encode()
+    config = json.dumps({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}).encode()
     files = {"config.json": config, "model.safetensors": b"weights", "tokenizer.json": b"{}"}
     hub.repositories["org/bloom"] = Repository()
     hub.repositories["org/bloom"].commit(files)
