@@ -48,15 +48,14 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
             f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
     stored = read_stored_weights(config)
-    eos_token_ids = _eos_token_ids(path, config)
     if family is None or model_impl == "transformers":
         if stored is not None:
             raise CheckpointError(
                 f"{file}: quantized weights ({stored.layout!r}) are not supported through "
                 "transformers; get the checkpoint in bfloat16"
             )
-        return replace(other(config), eos_token_ids=eos_token_ids)
-    spec = replace(family(config), eos_token_ids=eos_token_ids, stored=stored)
+        return replace(other(config), eos_token_ids=_eos_token_ids(path, config))
+    spec = replace(family(config), eos_token_ids=_eos_token_ids(path, config), stored=stored)
     check_runnable(spec, file)
     return spec
 
