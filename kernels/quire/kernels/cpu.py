@@ -7,13 +7,14 @@ chunk or part of the whole prompt. Three rules ensure this.
 2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
    and the tiles' sums are added in order. What is masked adds exact zeros.
 3. A matrix product has 16 rows or more. Below that MKL takes other paths, which sum in another
-   order (up to 3 rows on one CPU with AVX-512, up to 10 on another). Asked to
-   (``MKL_CBWR=AUTO,STRICT``, unless the environment has another value), it does so nowhere.
+   order (up to 3 rows on one CPU with AVX-512, up to 10 on another). On Intel's CPUs it is asked
+   not to (``MKL_CBWR=AUTO,STRICT``, unless the environment has another value).
 
 Inputs may be bfloat16; everything from the scores to the output is float32.
 """
 
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ from quire.kernels.shared_prefix import SharedSplits
 # (of `rotate_and_write_kv`: A heads of Q, K and V together   R half of the rotated size)
 # X = queries * G pairs of a query and a head of its group
 
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # MKL looks when it is first called.
+_CPU_INFO = Path("/proc/cpuinfo")
+if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text(encoding="utf-8", errors="replace"):
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # MKL looks when it is first called.
 
 TILE = 128
 """Tokens of KV in one matrix product. The result depends on it in the last bits."""
