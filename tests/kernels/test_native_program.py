@@ -29,6 +29,7 @@ from quire.kernels.ops import (
     KvCache,
     Linear,
     Logits,
+    MixExperts,
     Norm,
     Op,
     Program,
@@ -458,7 +459,7 @@ def test_all_fields_of_all_operations_are_known_or_have_defaults() -> None:
     for kind, known in native_ops._KNOWN.items():
         for each in fields(kind):
             assert each.name in known or each.default is not MISSING, (kind, each.name)
-    assert set(native_ops._KNOWN) == set(get_args(Op)) - {Activate}
+    assert set(native_ops._KNOWN) == set(get_args(Op)) - {Activate, MixExperts}
 
 
 def test_an_operation_that_the_library_does_not_have_is_refused(library: ctypes.CDLL) -> None:
