@@ -258,12 +258,22 @@ class Engine:
         self._scheduler.finished()
         outputs = []
         end = 0
-        for seq, num_samples in zip(schedule.sequences, schedule.num_samples, strict=True):
+        for seq, num_samples, num_scored in zip(
+            schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
+        ):
             begin, end = end, end + num_samples
             # One that has finished was aborted since, or its end was not known when this was
             # submitted.
-            if num_samples and seq.status is not Status.FINISHED:
-                outputs.append(self._take_samples(seq, result, range(begin, end)))
+            if not num_samples or seq.status is Status.FINISHED:
+                continue
+            drawn = begin + num_scored
+            if any(sample in result.broken_rows for sample in range(begin, drawn)):
+                outputs.append(self._break_off(seq))
+                continue
+            if num_scored:
+                seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
+            if drawn < end:
+                outputs.append(self._take_samples(seq, result, range(drawn, end)))
         return outputs
 
     def _take_samples(self, seq: Sequence, result: StepOutput, samples: range) -> TokenDelta:
@@ -295,6 +305,7 @@ class Engine:
         finish_reason = seq.finish_reason()
         if finish_reason is not None:
             self._forget(seq)
+        prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
         return TokenDelta(
             seq.request.request_id,
             seq.num_output_tokens - len(token_ids),
@@ -302,6 +313,7 @@ class Engine:
             logprobs,
             finish_reason,
             seq.num_cached or 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _break_off(self, seq: Sequence) -> TokenDelta:
@@ -315,7 +327,7 @@ class Engine:
             "damaged, or too large for the type it is computed in; other requests are unharmed"
         )
         request_id = seq.request.request_id
-        return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error)
+        return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
 
     def _forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]

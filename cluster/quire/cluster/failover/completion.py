@@ -189,6 +189,7 @@ class Completion:
                 num_cached_tokens=delta.num_cached_tokens,
                 routing=routing_message(decision, with_candidates=self._request.explain_routing),
                 seed=self._request.sampling.seed,
+                prompt_logprobs=delta.prompt_logprobs,
             )
         )
 

@@ -57,6 +57,8 @@ class OutputBuffer:
         delta.token_ids.extend(output.token_ids)
         if output.logprobs:
             delta.logprobs.extend(logprobs_to_proto(output.logprobs))
+        if output.prompt_logprobs:
+            delta.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
         if output.finish_reason is not None:
             delta.finish_reason = _FINISH_REASONS[output.finish_reason]
         num_output = output.token_offset + len(output.token_ids)
@@ -74,6 +76,6 @@ class OutputBuffer:
         head.CopyFrom(delta)
         head.ClearField("finish_reason")
         del head.token_ids[room:], head.logprobs[room:]
-        del delta.token_ids[:room], delta.logprobs[:room]
+        del delta.token_ids[:room], delta.logprobs[:room], delta.prompt_logprobs[:]
         delta.token_offset += room
         return head

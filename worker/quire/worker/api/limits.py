@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # A gateway has neither.
     from quire.worker.api.config import EngineConfig
     from quire.worker.model.facts import ModelFacts
 
+MAX_PROMPT_SCORES = 2**18
+"""Log-probabilities of one prompt: they come in one message."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
@@ -75,6 +78,12 @@ def check_request(
         token_ids = np.array(list(getattr(sampling, name) or ()))
         _check_token_ids(name, token_ids, limits.vocab_size)
     check_prompt_length(num_prompt, limits)
+    num_scores = num_prompt * (1 + (sampling.prompt_logprobs or 0))
+    if sampling.prompt_logprobs is not None and num_scores > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"prompt of {num_prompt} tokens with prompt_logprobs={sampling.prompt_logprobs} asks "
+            f"for {num_scores} log-probabilities: at most {MAX_PROMPT_SCORES} in one answer"
+        )
     room = limits.max_model_len - num_prompt
     limit = f"max_model_len is {limits.max_model_len}, {limits.reason}"
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens

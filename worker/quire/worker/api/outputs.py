@@ -36,6 +36,8 @@ class TokenDelta(NamedTuple):
     """Set on a request's last output."""
     num_cached_tokens: int
     """Prompt tokens whose KV was in the cache when the request first ran."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens behind the first, with the first output, where they were asked for."""
     error: QuireError | None = None
     """Why the request ended before its time, with ``finish_reason`` "abort"."""
 
@@ -78,3 +80,5 @@ class RequestOutput:
     """Prompt tokens whose KV the first completion found in the cache."""
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt, ``None`` for the first; ``None`` unless asked for."""

@@ -134,12 +134,14 @@ class Prepared(Terms):
     """Both on the gateway's clock."""
 
     def completions(self) -> Iterator["Prepared"]:
-        """One for each of ``sampling.n``, their seeds one after another."""
+        """One for each of ``sampling.n``, their seeds one after another. Only the first scores the
+        prompt."""
         assert self.sampling.seed is not None
         for number in range(self.sampling.n):
             seed = (self.sampling.seed + number) & MAX_SEED
+            scores = None if number else self.sampling.prompt_logprobs
             yield replace(
                 self,
                 request_id=f"{self.request_id}-{number}",
-                sampling=replace(self.sampling, n=1, seed=seed),
+                sampling=replace(self.sampling, n=1, seed=seed, prompt_logprobs=scores),
             )

@@ -52,6 +52,9 @@ class SamplingParams:
     """Go on past the model's end-of-sequence token."""
     logprobs: int | None = None
     """Report the log-probability of each sampled token and of this many most probable ones."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which has none before it. Such a prompt
+    is computed whole, whatever of it is cached."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the output already holds."""
     frequency_penalty: float = 0.0
@@ -126,13 +129,10 @@ class SamplingParams:
         ):
             if len(getattr(self, name)) > most:
                 raise InvalidRequest(f"{name} has {len(getattr(self, name))}: at most {most}")
-        _require(
-            self.logprobs is None
-            or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            "logprobs",
-            self.logprobs,
-            f"0 to {MAX_LOGPROBS}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            is_count = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
+            _require(is_count, name, value, f"0 to {MAX_LOGPROBS}")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_in_range(value, -2, 2), name, value, "-2 to 2")

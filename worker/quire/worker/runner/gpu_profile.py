@@ -9,7 +9,7 @@ import torch
 from quire.kernels.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
 from quire.worker.api.config import EngineConfig
 from quire.worker.runner.decode_graphs import DecodeGraphs
-from quire.worker.step.messages import StepInput
+from quire.worker.step.messages import MAX_SCORED_TOKENS, StepInput
 from quire.worker.step.sampling_batch import Adjustments, Edits, SamplingBatch
 
 
@@ -57,7 +57,14 @@ def largest_steps(
     num_blocks = -(-max_model_len // block_size)
     seq_lens = np.full(rows, row_len)
     seq_lens[0] = max_model_len
-    yield _step(num_tokens, starts, seq_lens, num_decodes=0, num_blocks=num_blocks)
+    yield _step(
+        num_tokens,
+        starts,
+        seq_lens,
+        num_decodes=0,
+        num_blocks=num_blocks,
+        num_scored=min(MAX_SCORED_TOKENS, num_tokens),
+    )
     seq_lens = np.ones(rows, np.int64)
     seq_lens[0] = max_model_len
     yield _step(rows, np.arange(rows + 1), seq_lens, num_decodes=rows, num_blocks=num_blocks)
@@ -125,10 +132,13 @@ def _step(
     *,
     num_decodes: int,
     num_blocks: int,
+    num_scored: int = 0,
 ) -> StepInput:
+    """``num_scored``: samples beside each row's last token."""
     rows = len(seq_lens_B)
-    halves = np.full(rows, 0.5, np.float32)
-    ones = np.ones(rows, np.int32)
+    samples = np.concatenate([np.arange(num_scored), starts_B1[1:] - 1])
+    halves = np.full(len(samples), 0.5, np.float32)
+    ones = np.ones(len(samples), np.int32)
     return StepInput(
         token_ids_T=np.zeros(num_tokens, np.int64),
         positions_T=np.zeros(num_tokens, np.int64),
@@ -137,7 +147,7 @@ def _step(
         seq_lens_B=seq_lens_B.astype(np.int32),
         query_starts_B1=starts_B1.astype(np.int32),
         num_decodes=num_decodes,
-        samples_S=(starts_B1[1:] - 1).astype(np.int32),
+        samples_S=np.sort(samples).astype(np.int32),
         sampling=SamplingBatch(
             temperature_S=halves,
             top_p_S=halves,

@@ -49,6 +49,8 @@ class DeviceSampler:
             **{name: getattr(batch, name) for name in drawn_by},
             **{name: getattr(batch.adjustments, name) for name in adjusted_by},
         }
+        if batch.given_S is not None:
+            arrays["given_S"] = batch.given_S
         staged = dict(zip(arrays, stage(list(arrays.values()), self._device), strict=True))
         rows_R = staged["rows_R"]
         # Log-probabilities are the model's, so its logits are taken before they are adjusted.
@@ -57,6 +59,8 @@ class DeviceSampler:
             logits_SV = logits_SV.float()
             self._adjust(logits_SV, **{name: staged[name] for name in adjusted_by})
         token_ids_S = self._sample(logits_SV, **{name: staged[name] for name in drawn_by})
+        if batch.given_S is not None:
+            token_ids_S = torch.where(staged["given_S"] >= 0, staged["given_S"], token_ids_S)
         # Looked at by the host, which waits for the tokens anyway.
         chosen_S = logits_SV.gather(1, token_ids_S[:, None])[:, 0]
         pieces = [token_ids_S, chosen_S.double()]

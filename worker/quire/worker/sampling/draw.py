@@ -62,6 +62,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> StepOutput:
         drawn = _draw(chosen, _Rows.of(batch, rows))
         broken_S[rows] |= drawn < 0
         token_ids_S[rows] = np.maximum(drawn, 0)
+    token_ids_S = batch.with_given(token_ids_S)
     broken_rows = tuple(np.flatnonzero(broken_S).tolist()) if broken_S.any() else ()
     if not (batch.num_logprobs_S >= 0).any():
         return StepOutput(token_ids_S, broken_rows=broken_rows)

@@ -14,10 +14,12 @@ class Schedule:
     num_decodes: int
     """Sequences at the beginning that compute exactly one token; it may be the last of a prompt."""
     num_samples: list[int]
-    """Behind how many of its last tokens each sequence samples one."""
+    """Behind how many of its last tokens each sequence samples or scores one."""
+    num_scored: list[int]
+    """How many of these, the first ones, score the prompt's next token instead of drawing one."""
 
 
-NOTHING = Schedule([], [], 0, [])
+NOTHING = Schedule([], [], 0, [], [])
 
 
 def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
@@ -26,12 +28,17 @@ def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
     chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
     sequences = decodes + [seq for seq, _ in chunks]
     num_tokens_B = [1] * len(decodes) + [num_tokens for _, num_tokens in chunks]
+    scored = [
+        seq.num_to_score(num_tokens)
+        for seq, num_tokens in zip(sequences, num_tokens_B, strict=True)
+    ]
     return Schedule(
         sequences=sequences,
         num_tokens=num_tokens_B,
         num_decodes=len(decodes),
         num_samples=[
-            int(num_tokens == seq.num_uncomputed)
-            for seq, num_tokens in zip(sequences, num_tokens_B, strict=True)
+            num_scored + (num_tokens == seq.num_uncomputed)
+            for seq, num_tokens, num_scored in zip(sequences, num_tokens_B, scored, strict=True)
         ],
+        num_scored=scored,
     )

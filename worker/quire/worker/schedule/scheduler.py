@@ -18,6 +18,7 @@ from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.tables import BlockTables
 from quire.worker.schedule.waiting import Turn, WaitingQueue, turn_of
+from quire.worker.step.messages import MAX_SCORED_TOKENS
 
 
 class Scheduler:
@@ -115,11 +116,16 @@ class Scheduler:
             seq.last_step = self._tables.num_submitted
             self._num_computed += num_tokens
         num_leaving = num_samples = 0
-        for seq, num_sampled in zip(schedule.sequences, schedule.num_samples, strict=True):
+        for seq, num_sampled, num_scored in zip(
+            schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
+        ):
             if not num_sampled:
                 continue
             num_samples += num_sampled
-            seq.num_in_flight += num_sampled
+            seq.num_scored += num_scored
+            if num_scored == num_sampled:
+                continue
+            seq.num_in_flight += num_sampled - num_scored
             seq.last_sample = num_samples - 1
             if seq.is_last_in_flight:
                 seq.status = Status.LEAVING
@@ -148,6 +154,7 @@ class Scheduler:
         """Gives the budget to the prompts that have ``begun`` and to those that wait, in their
         turns. Where one of those lacks blocks, or one of these finds no room, nobody is let in."""
         started = begun.copy()
+        score_budget = MAX_SCORED_TOKENS
         begun.sort(key=self._turn)
         while budget > 0:
             seq = begun[0] if begun else None
@@ -174,6 +181,11 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # Preempted a moment ago.
             num_tokens = min(seq.num_uncomputed, budget)
+            if seq.must_score:
+                num_tokens = min(num_tokens, score_budget)
+                score_budget -= num_tokens
+                if not num_tokens:
+                    continue
             if self._tables.are_lacking(seq, num_tokens):
                 may_admit = False
                 if not self._make_room(seq, num_tokens, chosen):

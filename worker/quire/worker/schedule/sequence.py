@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quire.worker.api.arrays import Ints
 from quire.worker.api.hashing import BlockHash, HashChain, TokenIds
-from quire.worker.api.outputs import FinishReason
+from quire.worker.api.outputs import FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
@@ -66,6 +66,10 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.num_scored = 0
+        """Tokens of the prompt whose log-probabilities are known or under way."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those that are known."""
         self.num_queued = 0
         """Tokens it will have to compute, as it seemed when it was queued."""
 
@@ -110,6 +114,9 @@ class Sequence:
         )
         self._edits = None if edits.is_empty else edits
         self._needs_tokens = edits.needs_tokens
+        # The output that a resumed request begins with came with them.
+        is_scored = sampling.prompt_logprobs is not None and not len(request.resumed_token_ids)
+        self._num_to_score = self.num_prompt_tokens - 1 if is_scored else 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -129,8 +136,24 @@ class Sequence:
     @property
     def num_shareable(self) -> int:
         """Blocks that others may compute for it. Its last token it computes in any case: the next
-        one comes of it."""
-        return min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
+        one comes of it; so it does all tokens of a prompt whose logits are not known yet."""
+        return (
+            0
+            if self.must_score
+            else min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
+        )
+
+    @property
+    def must_score(self) -> bool:
+        """Whether log-probabilities of the prompt are yet to be computed."""
+        return self.num_scored < self._num_to_score
+
+    def num_to_score(self, num_tokens: int) -> int:
+        """Behind how many of its next ``num_tokens`` the prompt's next token is to be scored."""
+        if not self.must_score:
+            return 0
+        end = min(self.num_computed + num_tokens, self._num_to_score)
+        return max(0, end - max(self.num_computed, self.num_scored))
 
     @property
     def num_end_tokens(self) -> int:

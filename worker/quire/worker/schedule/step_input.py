@@ -116,12 +116,23 @@ class StepInputs:
             for seq, num_samples in zip(schedule.sequences, schedule.num_samples, strict=True)
             for _ in range(num_samples)
         ]
-        edits = [(sample, each) for sample, seq in enumerate(sampled) if (each := seq.edits)]
+        given_S = _given(schedule)
+        edits = [
+            (sample, each)
+            for sample, seq in enumerate(sampled)
+            if (given_S is None or given_S[sample] < 0) and (each := seq.edits)
+        ]
         rows_S = np.array([seq.row for seq in sampled], dtype=np.int64)
         columns = {name: values_R.take(rows_S) for name, values_R in self._params_R.items()}
         columns["position_S"] = positions_S + 1
+        if given_S is not None:
+            scored_S = np.flatnonzero(given_S >= 0)
+            columns["temperature_S"][scored_S] = 0
+            columns["num_logprobs_S"][scored_S] = [
+                sampled[sample].request.sampling.prompt_logprobs for sample in scored_S
+            ]
         adjustments = Adjustments.of(edits, num_samples=len(sampled)) if edits else None
-        return SamplingBatch(**columns, adjustments=adjustments)
+        return SamplingBatch(**columns, adjustments=adjustments, given_S=given_S)
 
 
 def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
@@ -129,6 +140,20 @@ def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
     before_B = counts_B.cumsum() - counts_B
     place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
     return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
+
+
+def _given(schedule: Schedule) -> Longs | None:
+    """The tokens of prompts that the step scores, by sample; -1 where one is drawn."""
+    if not any(schedule.num_scored):
+        return None
+    given: list[Longs] = []
+    for seq, num_samples, num_scored in zip(
+        schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
+    ):
+        first = max(seq.num_computed, seq.num_scored) + 1
+        given.append(seq.token_ids[first : first + num_scored].astype(np.int64))
+        given.append(np.full(num_samples - num_scored, -1, np.int64))
+    return np.concatenate(given)
 
 
 def _token_ids(schedule: Schedule) -> Longs:

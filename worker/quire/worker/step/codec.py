@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.worker.api.config import EngineConfig
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.messages import MAX_SCORED_TOKENS, StepInput, StepOutput
 from quire.worker.step.sampling_batch import SAMPLE_TYPES, SamplingBatch
 
 Bytes = npt.NDArray[np.uint8]
@@ -83,7 +83,7 @@ def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
         "B": seqs,
         "Q": seqs + 1,
         "M": -(-max_model_len // config.block_size),
-        "S": seqs,
+        "S": seqs + MAX_SCORED_TOKENS,
         "L": seqs,
     }
     arrays = (*_STEP_ARRAYS, *_SAMPLING_ARRAYS)
@@ -155,7 +155,9 @@ def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
             values = getattr(source, name)
             np.ndarray(values.shape, dtype, slot, offset)[...] = values
             offset += _aligned(values.nbytes)
-    return sampling.adjustments, offset
+    if sampling.adjustments is None and sampling.given_S is None:
+        return None, offset
+    return (sampling.adjustments, sampling.given_S), offset
 
 
 def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
@@ -164,7 +166,7 @@ def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
     counts = dict(zip(_COUNTS, header, strict=True))
     step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
     sampling, offset = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
-    sampling["adjustments"] = message_behind(offset)
+    sampling["adjustments"], sampling["given_S"] = message_behind(offset) or (None, None)
     return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
 
 

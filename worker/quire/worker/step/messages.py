@@ -18,6 +18,11 @@ from quire.worker.step.sampling_batch import SamplingBatch
 # S samples                      L tokens that are not known yet
 
 
+MAX_SCORED_TOKENS = 256
+"""Tokens of prompts that one step scores at most. Their logits lie in memory all at once: 128 MiB
+with a vocabulary of 128k."""
+
+
 def _no_rows() -> Ints:
     return np.empty(0, dtype=np.int32)
 

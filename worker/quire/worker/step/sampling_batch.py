@@ -114,6 +114,8 @@ class SamplingBatch:
     num_logprobs_S: Ints
     """-1: none; 0: of the sampled token only; k: of the k most probable too."""
     adjustments: Adjustments | None = None
+    given_S: Longs | None = None
+    """Tokens that are known and only scored; -1 where one is drawn, ``None`` where all are."""
 
     @property
     def adjusted_rows(self) -> Ints:
@@ -124,7 +126,14 @@ class SamplingBatch:
         """Some of the samples, every adjusted one among them."""
         adjustments = None if self.adjustments is None else self.adjustments.take(rows_L)
         columns = {name: getattr(self, name)[rows_L] for name in SAMPLE_TYPES}
-        return SamplingBatch(**columns, adjustments=adjustments)
+        given_L = None if self.given_S is None else self.given_S[rows_L]
+        return SamplingBatch(**columns, adjustments=adjustments, given_S=given_L)
+
+    def with_given(self, token_ids_S: Longs) -> Longs:
+        """The tokens that were drawn, and the known ones in their places."""
+        if self.given_S is None:
+            return token_ids_S
+        return np.where(self.given_S >= 0, self.given_S, token_ids_S)
 
 
 SAMPLE_TYPES: dict[str, np.dtype[Any]] = {

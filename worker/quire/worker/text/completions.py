@@ -37,6 +37,7 @@ class OfflineCompletion:
         self._streamed = ""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def receive(self, delta: TokenDelta) -> None:
         """Takes a step's tokens; ``finish_reason`` is set after the last ones.
@@ -48,6 +49,7 @@ class OfflineCompletion:
             raise delta.error
         if not self._token_ids:
             self.num_cached_tokens = delta.num_cached_tokens
+            self._prompt_logprobs += delta.prompt_logprobs
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
@@ -79,6 +81,12 @@ class OfflineCompletion:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason(),
         )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of each token of the prompt, where they were asked for."""
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return [None, *(self._readable(token) for token in self._prompt_logprobs)]
 
     def _text(self) -> str:
         if self._tokenizer is None or self._stream is not None:
@@ -158,4 +166,5 @@ def request_output(completions: Sequence[OfflineCompletion]) -> RequestOutput:
         prompt_token_ids=first.request.prompt_token_ids.tolist(),
         num_cached_tokens=first.num_cached_tokens,
         outputs=[completion.output() for completion in completions],
+        prompt_logprobs=first.prompt_logprobs(),
     )
