@@ -29,7 +29,7 @@ def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
     sequences = decodes + [seq for seq, _ in chunks]
     num_tokens_B = [1] * len(decodes) + [num_tokens for _, num_tokens in chunks]
     scored = [
-        seq.num_to_score(num_tokens)
+        seq.num_to_score(num_tokens) if seq.must_score else 0
         for seq, num_tokens in zip(sequences, num_tokens_B, strict=True)
     ]
     return Schedule(

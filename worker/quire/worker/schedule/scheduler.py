@@ -122,7 +122,8 @@ class Scheduler:
             if not num_sampled:
                 continue
             num_samples += num_sampled
-            seq.num_scored += num_scored
+            if num_scored:
+                seq.score(num_scored)
             if num_scored == num_sampled:
                 continue
             seq.num_in_flight += num_sampled - num_scored

@@ -117,6 +117,8 @@ class Sequence:
         # The output that a resumed request begins with came with them.
         is_scored = sampling.prompt_logprobs is not None and not len(request.resumed_token_ids)
         self._num_to_score = self.num_prompt_tokens - 1 if is_scored else 0
+        self.must_score = self._num_to_score > 0
+        """Whether log-probabilities of the prompt are yet to be asked for."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -137,23 +139,19 @@ class Sequence:
     def num_shareable(self) -> int:
         """Blocks that others may compute for it. Its last token it computes in any case: the next
         one comes of it; so it does all tokens of a prompt whose logits are not known yet."""
-        return (
-            0
-            if self.must_score
-            else min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
-        )
-
-    @property
-    def must_score(self) -> bool:
-        """Whether log-probabilities of the prompt are yet to be computed."""
-        return self.num_scored < self._num_to_score
+        if self.must_score:
+            return 0
+        return min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
 
     def num_to_score(self, num_tokens: int) -> int:
         """Behind how many of its next ``num_tokens`` the prompt's next token is to be scored."""
-        if not self.must_score:
-            return 0
         end = min(self.num_computed + num_tokens, self._num_to_score)
         return max(0, end - max(self.num_computed, self.num_scored))
+
+    def score(self, num_tokens: int) -> None:
+        """So many more of the prompt's tokens are scored by a step that is submitted."""
+        self.num_scored += num_tokens
+        self.must_score = self.num_scored < self._num_to_score
 
     @property
     def num_end_tokens(self) -> int:
