@@ -146,6 +146,7 @@ class HashExecutor(DirectExecutor):
             banned = banned_ids(step.sampling, sample)
             seed = int(step.sampling.seed_S[sample])
             token_ids.append(self._model.next_token(context, seed=seed, banned=banned))
+        token_ids = step.sampling.with_given(np.array(token_ids, dtype=np.int64)).tolist()
         wanted = step.sampling.num_logprobs_S.tolist()
         logprobs = tuple(
             _logprobs(token, number) if number >= 0 else None

@@ -19,7 +19,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
-        ("completions", "echo", True),
+        ("chat/completions", "echo", True),
         ("completions", "best_of", 2),
         ("completions", "structured_outputs", {"choice": ["a", "b"]}),
         ("chat/completions", "guided_json", {"type": "object"}),

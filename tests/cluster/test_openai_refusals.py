@@ -26,7 +26,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"logit_bias": {"five": 1}}, 400, "logit_bias", "'five'"),
     ({"logit_bias": {"99999": 1}}, 400, None, "99999"),
     ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, 400, None, "at most 1024"),
-    ({"echo": True}, 400, "echo", "not supported"),
+    ({"suffix": "."}, 400, "suffix", "not supported"),
     ({"stop": [""]}, 400, "stop", "none empty"),
     ({"max_tokens": 10_000, "stream": True}, 400, None, "max_tokens=10000"),
 ]

@@ -6,13 +6,14 @@ in which they come, and gives either the pieces of a stream or, at the end, the 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.cluster.edge.openai_schema import StreamOptions
+from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, StreamOptions
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.hashing import TokenIds
+from quire.worker.api.request import Text
 from quire.worker.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -32,6 +33,35 @@ class _Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Echo:
+    """Prompts that are shown before their completions."""
+
+    texts: list[str | None]
+    """``None`` where the prompt came as token ids."""
+    is_all: bool
+    """Nothing else is shown."""
+    token_ids: Sequence[TokenIds] = ()
+
+    @classmethod
+    def of(cls, body: GenerationBody) -> "Echo | None":
+        """``None`` unless ``body`` asks for it."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        spans = [span for (span,) in body.prompts()]
+        texts = [span.text if isinstance(span, Text) else None for span in spans]
+        return cls(texts, is_all=body.shows_only_prompt)
+
+    async def read(
+        self, token_ids: Sequence[TokenIds], detokenize: Callable[..., Awaitable[str]]
+    ) -> None:
+        """Takes the prompts' token ids, and the texts of those that came without."""
+        self.token_ids = token_ids
+        for index, ids in enumerate(token_ids):
+            if self.texts[index] is None:
+                self.texts[index] = await detokenize(ids, skip_special_tokens=False)
 
 
 class Format(ABC):
@@ -54,9 +84,14 @@ class Format(ABC):
         tokenizer: Tokenizer,
         fingerprint: str,
         prompt_token_ids: Sequence[TokenIds] | None = None,
+        scores: bool = False,
+        echo: Echo | None = None,
     ) -> None:
         """``fingerprint`` names what decides the bits of an answer besides the request. With
-        ``prompt_token_ids``, one for each prompt, answers show token ids."""
+        ``prompt_token_ids``, one for each prompt, answers show token ids; with ``scores``, the
+        log-probabilities of prompts, which cannot be streamed."""
+        self._echo = echo
+        self._scores: dict[int, Sequence[pb.TokenLogprobs]] | None = {} if scores else None
         self._header = {
             "id": reply_id,
             "created": int(time.time()),
@@ -73,6 +108,8 @@ class Format(ABC):
     def take(self, chunk: pb.GenerateResponse) -> None:
         """Adds a chunk to the whole answer."""
         self._count(chunk)
+        if self._scores is not None and chunk.start.prompt_logprobs:
+            self._scores[chunk.index // self._num_per_prompt] = chunk.start.prompt_logprobs
         choice = self._choices[chunk.index]
         choice.texts.append(chunk.text)
         choice.logprobs.extend(chunk.logprobs)
@@ -84,7 +121,8 @@ class Format(ABC):
     def num_steps(self) -> int:
         """How much work `whole` is, roughly: with log-probabilities, up to 21 tokens for each are
         decoded one by one."""
-        return self._num_output * (100 if self._logprobs else 1)
+        num_scores = sum(len(scores) for scores in (self._scores or {}).values())
+        return self._num_output * (100 if self._logprobs else 1) + 100 * num_scores
 
     def whole(self) -> Json:
         """The answer to a request that does not stream."""
@@ -99,6 +137,23 @@ class Format(ABC):
             "object": self.whole_object,
             "choices": choices,
             "usage": self._usage(),
+        }
+
+    def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
+        """In vLLM's form; ``None`` unless asked for."""
+        if self._scores is None:
+            return None
+        return [None, *(self._by_token(entry) for entry in self._scores.get(prompt, ()))]
+
+    def _by_token(self, entry: pb.TokenLogprobs) -> Json:
+        ranked = [(top.token_id, top.logprob, rank) for rank, top in enumerate(entry.top, 1)]
+        return {
+            str(token_id): {
+                "logprob": logprob,
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, logprob, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
         }
 
     def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
@@ -143,7 +198,8 @@ class Format(ABC):
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]: ...
 
     def _count(self, chunk: pb.GenerateResponse) -> None:
-        self._num_output += len(chunk.token_ids)
+        if self._echo is None or not self._echo.is_all:
+            self._num_output += len(chunk.token_ids)
         if chunk.HasField("start") and chunk.index % self._num_per_prompt == 0:
             self._num_prompt += chunk.start.num_prompt_tokens
             self._num_cached += chunk.start.num_cached_tokens
@@ -163,30 +219,62 @@ class CompletionFormat(Format):
     whole_object = chunk_object = "text_completion"
 
     def _whole_choice(self, index: int) -> Json:
-        choice = self._choices[index]
-        return {
+        choice, prompt = self._choices[index], index // self._num_per_prompt
+        text, entries = "".join(choice.texts), choice.logprobs
+        first: int | None = None
+        if self._echo is not None:
+            text = self._echoed(index) + ("" if self._echo.is_all else text)
+            if self._scores is not None:
+                first = int(self._echo.token_ids[prompt][0])
+                entries = [*self._scores.get(prompt, ()), *([] if self._echo.is_all else entries)]
+        shown = {
             "index": index,
-            "text": "".join(choice.texts),
-            "logprobs": self._render_logprobs(choice, choice.logprobs),
+            "text": text,
+            "logprobs": self._render_logprobs(choice, entries, first=first),
             "finish_reason": choice.finish_reason,
         }
+        if self._scores is not None:
+            shown["prompt_logprobs"] = self._prompt_logprobs(prompt)
+        return shown
+
+    def _echoed(self, index: int) -> str:
+        """The prompt's text, where it is shown before a choice."""
+        if self._echo is None:
+            return ""
+        return self._echo.texts[index // self._num_per_prompt] or ""
 
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
-        if self._says_nothing(chunk):
+        text = chunk.text
+        if self._echo is not None:
+            text = "" if self._echo.is_all else text
+            text = (self._echoed(chunk.index) if chunk.HasField("start") else "") + text
+        if not text and self._says_nothing(chunk):
             return []
         logprobs = self._render_logprobs(self._choices[chunk.index], chunk.logprobs)
         piece = {
             "index": chunk.index,
-            "text": chunk.text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": _finish_reason(chunk),
         }
         return [piece]
 
-    def _render_logprobs(self, choice: _Choice, entries: Iterable[pb.TokenLogprobs]) -> Json | None:
+    def _render_logprobs(
+        self,
+        choice: _Choice,
+        entries: Iterable[pb.TokenLogprobs],
+        *,
+        first: int | None = None,
+    ) -> Json | None:
+        """``first``: the first token of a prompt that is shown, which has no log-probability."""
         if not self._logprobs:
             return None
         shown: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if first is not None:
+            text = self._tokenizer.token_text(first)
+            shown = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
+            shown["text_offset"] = [0]
+            choice.text_offset = len(text)
         for entry in entries:
             text = self._tokenizer.token_text(entry.token_id)
             # The chosen token is listed even where it is not among the most probable.
@@ -204,6 +292,11 @@ class ChatFormat(Format):
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def whole(self) -> Json:
+        if self._scores is None:
+            return super().whole()
+        return super().whole() | {"prompt_logprobs": self._prompt_logprobs(0)}
 
     def _whole_choice(self, index: int) -> Json:
         choice = self._choices[index]

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import in_turn, read_json
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
-from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Format
+from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
 from quire.cluster.edge.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -158,6 +158,7 @@ class _Api:
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids = bool(body.return_token_ids)
+            echo = Echo.of(body)
             # The prompts go once they are token ids, not with the answer.
             del body
             answer = self._answer(
@@ -167,6 +168,7 @@ class _Api:
                 prefix=prefix,
                 options=options,
                 return_token_ids=return_token_ids,
+                echo=echo,
             )
             return await unless_disconnected(request, answer)
 
@@ -184,6 +186,7 @@ class _Api:
         prefix: str,
         options: StreamOptions | None,
         return_token_ids: bool,
+        echo: Echo | None,
     ) -> Response:
         """The whole answer; or, with ``options``, a stream, once its first chunk has decided its
         status.
@@ -194,6 +197,8 @@ class _Api:
         requests.clear()
         hold.release()
         params = prepared[0].sampling
+        if echo is not None:
+            await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
         reply_id = f"{prefix}-{prepared[0].request_id}"
         shape = format_type(
             reply_id=reply_id,
@@ -206,6 +211,8 @@ class _Api:
             prompt_token_ids=[each.prompt_token_ids for each in prepared]
             if return_token_ids
             else None,
+            scores=params.prompt_logprobs is not None,
+            echo=echo,
         )
         chunks = self._gateway.stream(prepared)
         response: Response

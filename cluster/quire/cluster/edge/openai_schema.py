@@ -106,6 +106,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -121,6 +122,8 @@ class GenerationBody(Body):
         """Raises InvalidRequest: fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs is only allowed when stream is false")
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
@@ -133,7 +136,7 @@ class GenerationBody(Body):
     def _params(self, **values: object) -> SamplingParams:
         """The sampling parameters; a field that the body leaves out takes its default, and
         without ``max_tokens`` the answer may fill the context."""
-        values |= {name: getattr(self, name) for name in _SHARED}
+        values = {name: getattr(self, name) for name in _SHARED} | values
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **given})
 
@@ -160,7 +163,6 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     "structured_outputs": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
@@ -188,7 +190,6 @@ class CompletionBody(GenerationBody):
     neutral = {
         **_NOWHERE,
         "response_format": ({"type": "text"},),
-        "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
         "prompt_embeds": (),
@@ -198,6 +199,17 @@ class CompletionBody(GenerationBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
     max_tokens: int | None = 16
     logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def shows_only_prompt(self) -> bool:
+        """OpenAI's way to have a text scored. One token is generated and not shown."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.stream and self.logprobs is not None:
+            raise InvalidRequest("echo with logprobs is only allowed when stream is false")
 
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt: text or token ids."""
@@ -214,7 +226,14 @@ class CompletionBody(GenerationBody):
         ]
 
     def params(self) -> SamplingParams:
-        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        scores = self.prompt_logprobs
+        if scores is None and self.echo:
+            scores = self.logprobs
+        return self._params(
+            max_tokens=1 if self.shows_only_prompt else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=scores,
+        )
 
 
 class ContentPart(BaseModel):
