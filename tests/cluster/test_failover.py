@@ -46,7 +46,7 @@ async def begin(call: Any, *, num_chunks: int) -> list[pb.GenerateResponse]:
 async def test_a_stream_goes_on_exactly_when_its_group_is_killed(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
         cluster.take_steps_of(SLOW_S)
-        call = generate(cluster, logprobs=0, presence_penalty=0.5)
+        call = generate(cluster, logprobs=0, presence_penalty=0.5, prompt_logprobs=0)
         chunks = await begin(call, num_chunks=5)
         killed = cluster.groups[chunks[0].start.routing.group]
         await killed.kill()
@@ -57,6 +57,8 @@ async def test_a_stream_goes_on_exactly_when_its_group_is_killed(start_cluster: 
         assert other.executor.num_steps > 0
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
     assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == found
+    scored = [entry.token_id for chunk in chunks for entry in chunk.start.prompt_logprobs]
+    assert scored == PROMPT[1:]
     assert chunks[-1].finish_reason == pb.FINISH_REASON_LENGTH
     assert chunks[-1].usage.num_output_tokens == NUM_TOKENS
     text = "".join(chunk.text for chunk in chunks)
