@@ -24,7 +24,7 @@ from quire.cluster.edge.http_errors import error_body
 from quire.cluster.errors import Unauthenticated
 from quire.worker.api.errors import ConfigError
 
-_OPEN_PATHS = ("/health", "/metrics")
+_OPEN_PATHS = ("/health", "/ping", "/metrics")
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 
 _OPERATOR = "*"

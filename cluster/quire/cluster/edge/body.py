@@ -12,16 +12,20 @@ After an answer to a body that was not read to its end, the connection is closed
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
 
 import numpy as np
 from pydantic_core import from_json
 from starlette.requests import Request
 
 from quire.cluster.edge.http_errors import BodyTooLarge, BodyTooSlow, NotJson
+from quire.cluster.edge.openai_schema import Body
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.byte_budget import ByteBudget, Hold
 from quire.worker.api.errors import InvalidRequest
+
+B = TypeVar("B", bound=Body)
 
 MAX_BODY_BYTES = 8 * 2**20
 SMALL_BODY_BYTES = 2**16
@@ -38,6 +42,53 @@ MAX_PARTS = {
 }
 _NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[{:,"')
 _JSON_TYPE = re.compile(r"application/(json|[^;\s]+\+json)\s*(;|$)", re.IGNORECASE)
+
+
+class BodyReader:
+    """Reads and checks the bodies of one gateway's requests."""
+
+    def __init__(
+        self,
+        budget: ByteBudget,
+        *,
+        ignore_unknown_fields: bool = False,
+        refused: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``ignore_unknown_fields``: rather than refuse the request. ``refused`` is called before
+        `Overloaded` is raised."""
+        self._budget = budget
+        self._ignore_unknown_fields = ignore_unknown_fields
+        self._refused = refused
+        self._turn = asyncio.Lock()
+
+    async def read(self, request: Request, body_type: type[B]) -> tuple[B, Hold]:
+        """The body, and the memory that it holds until that is released.
+
+        Raises:
+            NotJson, BodyTooLarge, BodyTooSlow, Overloaded: As `read_json`.
+            InvalidRequest, ValidationError: It is not as ``body_type`` wants it.
+        """
+        value, hold = await read_json(request, self._budget, turn=self._turn, refused=self._refused)
+        try:
+            async with self.in_turn(hold):
+                return self._validated(value, body_type), hold
+        except BaseException:
+            hold.release()
+            raise
+
+    def in_turn(self, hold: Hold) -> AbstractAsyncContextManager[None]:
+        """For what is long with a large body and cannot leave the loop."""
+        return in_turn(self._turn, is_large=hold.num_bytes > 0)
+
+    def _validated(self, value: object, body_type: type[B]) -> B:
+        """It validates the value and not the JSON text: an error keeps its input, and validation
+        from JSON would build that input again for each error."""
+        if not isinstance(value, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        body_type.check_served(value, ignore_unknown=self._ignore_unknown_fields)
+        body = body_type.model_validate(value)
+        body.check()
+        return body
 
 
 async def read_json(

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
-from quire.cluster.edge.body import in_turn, read_json
+from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
 from quire.cluster.edge.openai_schema import (
@@ -31,6 +31,7 @@ from quire.cluster.edge.openai_schema import (
     GenerationBody,
     StreamOptions,
 )
+from quire.cluster.edge.reference import reference_routes
 from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import (
     EventStream,
@@ -38,6 +39,7 @@ from quire.cluster.edge.streams import (
     client_id,
     unless_disconnected,
 )
+from quire.cluster.edge.text_api import text_routes
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import ModelService
@@ -68,17 +70,23 @@ def build_http_app(
     which origins' pages browsers may call; "*" is all. ``ignore_unknown_fields``: of bodies, rather
     than refuse the request.
     """
-    api = _Api(gateway, ignore_unknown_fields=ignore_unknown_fields)
+    bodies = BodyReader(
+        gateway.bodies,
+        ignore_unknown_fields=ignore_unknown_fields,
+        refused=partial(gateway.admission.refused, "bodies"),
+    )
+    api = _Api(gateway, bodies)
+    routes = [
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", api.model, methods=["GET"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        routing_route(gateway.explanations),
+        *text_routes(gateway, bodies),
+        *_open_routes(gateway),
+    ]
     app: ASGIApp = Starlette(
-        routes=[
-            Route("/v1/models", api.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", api.model, methods=["GET"]),
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-            routing_route(gateway.explanations),
-            *_open_routes(api),
-        ],
-        exception_handlers=error_handlers(),
+        routes=[*routes, *reference_routes(routes)], exception_handlers=error_handlers()
     )
     if keys is not None:
         app = HttpAuth(app, keys=keys)
@@ -94,23 +102,36 @@ def build_http_app(
 
 
 def build_metrics_app(gateway: ModelService) -> ASGIApp:
-    """What `build_http_app` answers without a key: ``/health`` and ``/metrics``."""
-    return Starlette(routes=_open_routes(_Api(gateway)), exception_handlers=error_handlers())
+    """What `build_http_app` answers without a key."""
+    return Starlette(routes=_open_routes(gateway), exception_handlers=error_handlers())
 
 
-def _open_routes(api: "_Api") -> list[Route]:
+def _open_routes(gateway: ModelService) -> list[Route]:
+    """What needs no key. ``/ping`` is ``/health`` by the name that some load balancers know."""
+
+    async def health(request: HttpRequest) -> Response:
+        body = {
+            "status": "ready" if gateway.is_ready else "not ready",
+            "ready_groups": gateway.groups.num_ready,
+        }
+        return JSONResponse(body, status_code=200 if gateway.is_ready else 503)
+
+    async def metrics(request: HttpRequest) -> Response:
+        metrics = gateway.telemetry.render()
+        return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     return [
-        Route("/health", api.health, methods=["GET"]),
-        Route("/metrics", api.metrics, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
     ]
 
 
 class _Api:
-    def __init__(self, gateway: ModelService, *, ignore_unknown_fields: bool = False) -> None:
+    def __init__(self, gateway: ModelService, bodies: BodyReader) -> None:
         self._gateway = gateway
-        self._ignore_unknown_fields = ignore_unknown_fields
+        self._bodies = bodies
         self._created = int(time.time())
-        self._turn = asyncio.Lock()
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -118,18 +139,6 @@ class _Api:
     async def model(self, request: HttpRequest) -> Response:
         self._gateway.check_model(request.path_params["model"])
         return JSONResponse(self._model())
-
-    async def health(self, request: HttpRequest) -> Response:
-        is_ready = self._gateway.is_ready
-        body = {
-            "status": "ready" if is_ready else "not ready",
-            "ready_groups": self._gateway.groups.num_ready,
-        }
-        return JSONResponse(body, status_code=200 if is_ready else 503)
-
-    async def metrics(self, request: HttpRequest) -> Response:
-        metrics = self._gateway.telemetry.render()
-        return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl")
@@ -145,16 +154,9 @@ class _Api:
         *,
         prefix: str,
     ) -> Response:
-        value, hold = await read_json(
-            request,
-            self._gateway.bodies,
-            turn=self._turn,
-            refused=partial(self._gateway.admission.refused, "bodies"),
-        )
+        body, hold = await self._bodies.read(request, body_type)
         with hold:
-            async with in_turn(self._turn, is_large=hold.num_bytes > 0):
-                body = _validated(value, body_type, ignore_unknown=self._ignore_unknown_fields)
-                del value
+            async with self._bodies.in_turn(hold):
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids = bool(body.return_token_ids)
@@ -242,22 +244,6 @@ def _fingerprint(card: ModelCard | None) -> str:
     assert card is not None, "a gateway prepared the request"
     digest = hashlib.sha256(f"{card.model_fingerprint}\0{card.kv_dtype}\0{card.numerics}".encode())
     return f"fp_{digest.hexdigest()[:12]}"
-
-
-def _validated(
-    value: object, body_type: type[GenerationBody], *, ignore_unknown: bool
-) -> GenerationBody:
-    """Raises ValidationError or InvalidRequest.
-
-    It validates the value and not the JSON text: an error keeps its input, and validation from
-    JSON would build that input again for each error.
-    """
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    body_type.check_served(value, ignore_unknown=ignore_unknown)
-    body = body_type.model_validate(value)
-    body.check()
-    return body
 
 
 def _asked_for(

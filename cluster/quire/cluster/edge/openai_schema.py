@@ -40,6 +40,9 @@ class Body(BaseModel):
     accepted: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing in the answer, whatever their value."""
 
+    def check(self) -> None:
+        """Raises InvalidRequest: fields contradict each other."""
+
     @classmethod
     def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
         """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served, or has
@@ -119,7 +122,7 @@ class GenerationBody(Body):
             StreamOptions.check_served(options, ignore_unknown=ignore_unknown)
 
     def check(self) -> None:
-        """Raises InvalidRequest: fields contradict each other."""
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true")
         if self.stream and self.prompt_logprobs is not None:
@@ -259,7 +262,34 @@ class ChatTurn(Body):
         return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
 
 
-class ChatBody(GenerationBody):
+ChatTurns = Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class ChatFields(Body):
+    """The fields that a chat template reads."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both true: the text ends "
+                "either behind the last message or within it"
+            )
+
+    def chat(self, messages: list[ChatTurn]) -> Chat:
+        return Chat(
+            [turn.message() for turn in messages],
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
+        )
+
+
+class ChatBody(GenerationBody, ChatFields):
     neutral = {
         **_NOWHERE,
         "tools": ([],),
@@ -280,22 +310,14 @@ class ChatBody(GenerationBody):
         "stream_reasoning": (True,),
     }
 
-    messages: Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    messages: ChatTurns
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
-        if self.add_generation_prompt and self.continue_final_message:
-            raise InvalidRequest(
-                "add_generation_prompt and continue_final_message are both true: the text ends "
-                "either behind the last message or within it"
-            )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
@@ -305,13 +327,7 @@ class ChatBody(GenerationBody):
 
     def prompts(self) -> list[Prompt]:
         """All messages are one prompt."""
-        chat = Chat(
-            [turn.message() for turn in self.messages],
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
-            template_kwargs=self.chat_template_kwargs or {},
-        )
-        return [(chat,)]
+        return [(self.chat(self.messages),)]
 
     def params(self) -> SamplingParams:
         max_tokens = self.max_completion_tokens
@@ -319,3 +335,31 @@ class ChatBody(GenerationBody):
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+
+class TokenizeBody(ChatFields):
+    """vLLM's ``/tokenize``: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: ChatTurns | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt, a text, or messages, a chat")
+
+    def spans(self) -> Prompt:
+        if self.messages is not None:
+            return (self.chat(self.messages),)
+        return (Text(self.prompt or "", add_special_tokens=self.add_special_tokens is not False),)
+
+
+class DetokenizeBody(Body):
+    """vLLM's ``/detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool | None = None

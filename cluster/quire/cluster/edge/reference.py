@@ -1,0 +1,175 @@
+"""``GET /openapi.json``, the HTTP API in OpenAPI's form, and ``GET /docs``, the same as a page.
+
+Both are made of the routes and of the bodies that requests are checked with, so that they describe
+what is served.
+"""
+
+import html
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.edge.openai_schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+Json = dict[str, Any]
+
+
+class _Call(NamedTuple):
+    summary: str
+    body: type[Body] | None = None
+    streams: bool = False
+
+
+_CALLS = {
+    "/v1/models": _Call("The model that is served."),
+    "/v1/models/{model:path}": _Call("One model; 404 unless it is the one that is served."),
+    "/v1/completions": _Call("Text behind a prompt.", CompletionBody, streams=True),
+    "/v1/chat/completions": _Call("The next turn of a chat.", ChatBody, streams=True),
+    "/v1/routing/decisions": _Call("Why requests went where they did (?request_id=, ?limit=)."),
+    "/tokenize": _Call("A text or a chat as token ids.", TokenizeBody),
+    "/detokenize": _Call("Token ids as text.", DetokenizeBody),
+    "/version": _Call("The version of this software."),
+    "/load": _Call("Completions under way in this gateway."),
+    "/health": _Call("200 while a group can serve, else 503. Needs no key."),
+    "/ping": _Call("As /health."),
+    "/metrics": _Call("Prometheus metrics. Needs no key."),
+    "/openapi.json": _Call("This reference, for programs."),
+    "/docs": _Call("This reference, as a page."),
+}
+_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def reference_routes(routes: Iterable[Route]) -> list[Route]:
+    """The two routes, which describe ``routes`` and themselves."""
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(reference)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    own = [
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/docs", docs, methods=["GET"]),
+    ]
+    reference = _reference([*routes, *own])
+    page = _page(reference)
+    return own
+
+
+def _reference(routes: Iterable[Route]) -> Json:
+    bodies = [call.body for call in _CALLS.values() if call.body is not None]
+    names, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    paths: Json = {}
+    for route in routes:
+        call = _CALLS[route.path]
+        (method,) = (route.methods or set()) - {"HEAD"}
+        media = ["application/json", *(["text/event-stream"] if call.streams else [])]
+        operation: Json = {
+            "summary": call.summary,
+            "responses": {
+                "200": {"description": "The answer.", "content": {name: {} for name in media}},
+                "default": {
+                    "description": "An error.",
+                    "content": {
+                        "application/json": {"schema": {"$ref": "#/components/schemas/Error"}}
+                    },
+                },
+            },
+        }
+        if call.body is not None:
+            schema = names[call.body, "validation"]
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema}},
+            }
+        if "{" in route.path_format:
+            name = route.path_format.partition("{")[2].partition("}")[0]
+            parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [parameter]
+        paths[route.path_format] = {method.lower(): operation}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version("quire")},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _page(reference: Json) -> str:
+    schemas = reference["components"]["schemas"]
+    sections = []
+    for path, operations in reference["paths"].items():
+        for method, operation in operations.items():
+            sections.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            sections.append(f"<p>{html.escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                sections.append(_table(schemas[schema["$ref"].rpartition("/")[2]], schemas))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Quire: HTTP API</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56rem;
+  margin: 2rem auto; padding: 0 1rem }}
+h2 {{ margin: 2rem 0 .2rem; font-size: 1.1rem; border-top: 1px solid #ddd; padding-top: 1rem }}
+table {{ border-collapse: collapse; width: 100% }}
+td {{ border-top: 1px solid #eee; padding: .2rem .8rem .2rem 0; vertical-align: top }}
+</style></head><body><h1>Quire: HTTP API</h1>
+<p>OpenAI's API and vLLM's extensions of it. A field that is not known is refused by name.
+Errors are
+<code>{{"error": {{"message", "type", "param", "code"}}}}</code>.
+For programs: <a href="openapi.json">openapi.json</a>.</p>
+{"".join(sections)}</body></html>"""
+
+
+def _table(schema: Json, schemas: Json) -> str:
+    required = set(schema.get("required", ()))
+    rows = [
+        f"<tr><td><code>{name}</code>{'*' if name in required else ''}</td>"
+        f"<td>{html.escape(_kind(field, schemas))}</td></tr>"
+        for name, field in schema["properties"].items()
+    ]
+    note = "<p>* must be there.</p>" if required else ""
+    return f"<table>{''.join(rows)}</table>{note}"
+
+
+def _kind(schema: Json, schemas: Json) -> str:
+    """A field's type in words."""
+    if "anyOf" in schema:
+        kinds = [_kind(each, schemas) for each in schema["anyOf"]]
+        return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null"))
+    if "$ref" in schema:
+        fields = schemas[schema["$ref"].rpartition("/")[2]].get("properties", {})
+        return f"object of {', '.join(fields)}"
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}), schemas)}"
+    return str(schema.get("type", "any"))

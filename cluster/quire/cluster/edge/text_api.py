@@ -1,0 +1,64 @@
+"""Calls that generate nothing: text to token ids and back, and what load balancers ask.
+
+    POST /tokenize     a text, or a chat as the model's template writes it, as token ids
+    POST /detokenize   token ids as text
+    GET  /version      ``{"version": …}`` of this software
+    GET  /load         ``{"server_load": N}``: completions under way in this gateway
+
+Names and shapes are vLLM's.
+"""
+
+from importlib.metadata import version
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_schema import DetokenizeBody, TokenizeBody
+from quire.cluster.serving.prompts import off_loop
+from quire.cluster.serving.service import MAX_TOKEN_IDS, ModelService
+from quire.worker.api.errors import InvalidRequest
+
+
+def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
+    async def tokenize(request: Request) -> Response:
+        body, hold = await bodies.read(request, TokenizeBody)
+        with hold:
+            gateway.check_model(body.model or "")
+            card = await gateway.card()
+            token_ids = await gateway.prompts.tokenize(body.spans())
+        if len(token_ids) > MAX_TOKEN_IDS:
+            raise InvalidRequest(f"prompt has {len(token_ids)} tokens: at most {MAX_TOKEN_IDS}")
+        texts: list[str] | None = None
+        if body.return_token_strs:
+            text_of = gateway.tokenizer.token_text
+            texts = await off_loop(100 * len(token_ids), lambda: [*map(text_of, token_ids)])
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": card.max_model_len,
+            "tokens": list(token_ids),
+            "token_strs": texts,
+        }
+        return await off_loop(len(token_ids), lambda: JSONResponse(answer))
+
+    async def detokenize(request: Request) -> Response:
+        body, hold = await bodies.read(request, DetokenizeBody)
+        with hold:
+            gateway.check_model(body.model or "")
+            skips = bool(body.skip_special_tokens)
+            text = await gateway.detokenize(body.tokens, skip_special_tokens=skips)
+        return JSONResponse({"prompt": text})
+
+    async def show_version(request: Request) -> Response:
+        return JSONResponse({"version": version("quire")})
+
+    async def load(request: Request) -> Response:
+        return JSONResponse({"server_load": gateway.num_inflight})
+
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/version", show_version, methods=["GET"]),
+        Route("/load", load, methods=["GET"]),
+    ]
