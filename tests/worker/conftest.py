@@ -74,7 +74,8 @@ class PagedExecutor(DirectExecutor):
             assert sampling.position_S[sample] == length
             banned, seed = banned_ids(sampling, sample), int(sampling.seed_S[sample])
             token_ids.append(next_token(contexts[row][:length], seed=seed, banned=banned))
-        self._sampled = np.array(token_ids, dtype=np.int64)
+        self._sampled = sampling.with_given(np.array(token_ids, dtype=np.int64))
+        token_ids = self._sampled.tolist()
         wanted = sampling.num_logprobs_S.tolist()
         logprobs = tuple(
             TokenLogprobs(token_id, -1.0, 1, ()) if number >= 0 else None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,7 +20,7 @@ from tests.prepared import prepared
 
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored
-from quire.worker.api.hashing import BlockHash, as_token_ids, hash_blocks, root_hash
+from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
@@ -49,6 +50,7 @@ PARAMS = st.builds(
     min_tokens=st.sampled_from([0, 1]),
     ignore_eos=st.booleans(),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    prompt_logprobs=st.sampled_from([None, None, 0]),
 )
 SPECS = st.builds(
     Spec,
@@ -72,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.generate = generate
         self.num_added = 0
         self.expected: dict[str, tuple[list[int], str]] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self.to_score: dict[str, list[int]] = {}
         self.received: dict[str, list[int]] = {}
         self.replayed: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash | None] = {}
@@ -84,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         num_ahead=st.sampled_from([0, 1]),
         policy=st.sampled_from(["shortest_prefill", "fcfs"]),
+        guesses_wrong_at=st.sampled_from([None, 0, 2, 5]),
+        max_scored=st.sampled_from([256, 7]),
     )
     def start(
         self,
@@ -94,8 +100,14 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         num_ahead: int,
         policy: str,
+        guesses_wrong_at: int | None,
+        max_scored: int,
     ) -> None:
         self.num_ahead = num_ahead
+        self.guesses_wrong_at = guesses_wrong_at
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("quire.worker.schedule.draft.guess", self.guess)
+        self.patch.setattr("quire.worker.schedule.scheduler.MAX_SCORED_TOKENS", max_scored)
         self.block_size = block_size
         self.engine, self.executor = self.make_engine(
             block_size=block_size,
@@ -105,10 +117,24 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             num_ahead=num_ahead,
             scheduling_policy=policy,
+            speculation=guesses_wrong_at is not None,
         )
         self.executor.on_execute = self.its_blocks_are_held
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
         self.engine.events.subscribe(self.replay)
+
+    def guess(self, token_ids: TokenIds, *, max_tokens: int) -> list[int]:
+        """The tokens to come, but for one in so many."""
+        for prompt, (output, _) in zip(self.prompts.values(), self.expected.values(), strict=True):
+            known = [*prompt, *output]
+            if known[: len(token_ids)] == token_ids.tolist():
+                drafted = known[len(token_ids) :][:max_tokens]
+                wrong = self.guesses_wrong_at
+                return [
+                    (token + 1) % VOCAB_SIZE if wrong and place % wrong == 0 else token
+                    for place, token in enumerate(drafted, len(token_ids))
+                ]
+        return [0] * max_tokens
 
     @rule(burst=st.lists(SPECS, min_size=1, max_size=4))
     def add(self, burst: list[Spec]) -> None:
@@ -143,6 +169,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert fits
         self.num_added += 1
         self.expected[request.request_id] = (output, reason)
+        self.prompts[request.request_id] = prompt
+        if params.prompt_logprobs is not None and not spec.num_resumed:
+            self.to_score[request.request_id] = prompt[1:]
         self.received[request.request_id] = output[: spec.num_resumed]
         self.learn_chain([*prompt, *output], spec.salt)
 
@@ -158,7 +187,11 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = sorted(self.expected)[choice % len(self.expected)]
         assert self.engine.abort(request_id)
         assert not self.engine.abort(request_id)
-        del self.expected[request_id]
+        self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        del self.expected[request_id], self.prompts[request_id]
+        self.to_score.pop(request_id, None)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -205,6 +238,12 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        try:
+            self.run_to_the_end()
+        finally:
+            self.patch.undo()
+
+    def run_to_the_end(self) -> None:
         for _ in range(20_000):
             if not self.engine.has_work:
                 break
@@ -219,11 +258,13 @@ class EngineMachine(RuleBasedStateMachine):
         received = self.received[output.request_id]
         assert output.token_offset == len(received)
         received += output.token_ids
+        scored = [each.token_id for each in output.prompt_logprobs]
+        assert scored == self.to_score.pop(output.request_id, [])
         tokens, reason = self.expected[output.request_id]
         assert received == tokens[: len(received)]
         if output.finish_reason is not None:
             assert (received, output.finish_reason) == (tokens, reason)
-            del self.expected[output.request_id]
+            self.forget(output.request_id)
 
     def replay(self, _: int, event: BlockEvent) -> None:
         match event:

@@ -70,6 +70,8 @@ class LLM:
         deterministic: On a GPU, keep a row's bits independent of the batch.
         num_threads: CPU threads of each rank; the machine's cores shared out by default.
         async_scheduling: Prepare the next step while one runs; by default on a GPU.
+        speculation: Compute guessed tokens too where few sequences run, which changes no token; by
+            default on a CPU.
         scheduling_policy: "shortest_prefill" computes the prompt with the least left next, "fcfs"
             the first to come.
 
@@ -103,6 +105,7 @@ class LLM:
         deterministic: bool = True,
         num_threads: int | None = None,
         async_scheduling: bool | None = None,
+        speculation: bool | None = None,
         scheduling_policy: SchedulingPolicy = "shortest_prefill",
     ) -> None:
         self.config = EngineConfig(
@@ -126,6 +129,7 @@ class LLM:
             deterministic=deterministic,
             num_threads=num_threads,
             async_scheduling=async_scheduling,
+            speculation=speculation,
             scheduling_policy=scheduling_policy,
         )
         self._tokenizer = _load_tokenizer(self.config.model)

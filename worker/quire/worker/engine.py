@@ -64,6 +64,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
+            speculates=_speculates(config, executor),
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._under_way: deque[Schedule] = deque()
@@ -149,6 +150,7 @@ class Engine:
         outputs = [self._output(seq, ()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
         schedule = self._scheduler.schedule()
+        num_prefilled = schedule.num_prefilled
         if schedule.sequences:
             with self._failing():
                 self._executor.submit(self._inputs.build(schedule))
@@ -157,7 +159,6 @@ class Engine:
         if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
             outputs += self._take_tokens()
         self._settle()
-        num_prefilled = sum(schedule.num_tokens[schedule.num_decodes :])
         if num_prefilled:
             self._num_prefilled_tokens += num_prefilled
             if self._scheduler.num_pending_prefill_tokens:
@@ -187,6 +188,8 @@ class Engine:
             num_hit_tokens=scheduler.num_hit_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_drafted_tokens=scheduler.num_drafted_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
             num_steps=self._num_steps,
             num_prefilled_tokens=self._num_prefilled_tokens,
             num_full_step_tokens=self._num_full_step_tokens,
@@ -279,6 +282,9 @@ class Engine:
     def _take_samples(self, seq: Sequence, result: StepOutput, samples: range) -> TokenDelta:
         """Appends what a step sampled for ``seq``, and lets go of it where that ends it."""
         token_ids: list[int] = []
+        if seq.draft:
+            drawn = result.token_ids_S[samples.start : samples.stop].tolist()
+            samples = samples[: self._scheduler.settle_draft(seq, drawn)]
         for sample in samples:
             if sample in result.broken_rows:
                 return self._break_off(seq)
@@ -341,3 +347,10 @@ class Engine:
         except BaseException as error:
             self._failure = f"the engine has failed in an earlier step: {error!r}"
             raise
+
+
+def _speculates(config: EngineConfig, executor: Executor) -> bool:
+    """A step ahead is asked for before the tokens are known that guesses would follow."""
+    if config.speculation is None:
+        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
+    return config.speculation and executor.num_ahead == 0

@@ -76,6 +76,12 @@ def add_engine_flags(
         action=argparse.BooleanOptionalAction,
         help=f"prepare the next step while one runs; {async_scheduling} if absent",
     )
+    add(
+        "--speculation",
+        action=argparse.BooleanOptionalAction,
+        help="compute guessed tokens too where few sequences run, which changes no token; on CPUs "
+        "if absent",
+    )
     return group
 
 
@@ -100,4 +106,5 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         num_threads=arguments.num_threads,
         async_scheduling=arguments.async_scheduling,
+        speculation=arguments.speculation,
     )

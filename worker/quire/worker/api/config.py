@@ -85,6 +85,9 @@ class EngineConfig:
     """CPU threads of each rank; ``None`` shares the machine's cores among the ranks."""
     async_scheduling: bool | None = None
     """Prepare the next step while one runs; ``None`` does so where it pays: on GPUs."""
+    speculation: bool | None = None
+    """Compute guessed tokens too where few sequences run, which changes no token; ``None`` does so
+    on CPUs. Not with ``async_scheduling``."""
     step_timeout_s: float = 60.0
     """A step that takes longer means a hung rank: the group fails."""
 
@@ -147,6 +150,12 @@ class EngineConfig:
             self.max_num_batched_tokens,
             f"must be at least max_num_seqs ({self.max_num_seqs}): each running sequence "
             "decodes one token a step",
+        )
+        _check(
+            not (self.speculation and self.async_scheduling),
+            "speculation",
+            self.speculation,
+            "async_scheduling asks for steps before the tokens that guesses follow; leave one out",
         )
         _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
 

@@ -27,6 +27,10 @@ class EngineStats:
     """Those among them that were in the cache."""
     num_output_tokens: int
     num_preemptions: int
+    num_drafted_tokens: int
+    """Tokens that were guessed, beside few sequences."""
+    num_accepted_tokens: int
+    """Those of them that were right, and so cost no step of their own."""
     num_steps: int
     num_prefilled_tokens: int
     """Prompt tokens computed, those computed again after a preemption too."""

@@ -11,12 +11,20 @@ class Schedule:
 
     sequences: list[Sequence]
     num_tokens: list[int]
+    """Guessed ones counted, which stand behind those that are known."""
     num_decodes: int
     """Sequences at the beginning that compute exactly one token; it may be the last of a prompt."""
     num_samples: list[int]
     """Behind how many of its last tokens each sequence samples or scores one."""
     num_scored: list[int]
     """How many of these, the first ones, score the prompt's next token instead of drawing one."""
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of chunks of prompts."""
+        rows = slice(self.num_decodes, None)
+        pairs = zip(self.sequences[rows], self.num_tokens[rows], strict=True)
+        return sum(0 if seq.draft else num_tokens for seq, num_tokens in pairs)
 
 
 NOTHING = Schedule([], [], 0, [], [])
@@ -37,7 +45,7 @@ def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
         num_tokens=num_tokens_B,
         num_decodes=len(decodes),
         num_samples=[
-            num_scored + (num_tokens == seq.num_uncomputed)
+            num_scored + max(0, num_tokens - seq.num_uncomputed + 1)
             for seq, num_tokens, num_scored in zip(sequences, num_tokens_B, scored, strict=True)
         ],
         num_scored=scored,

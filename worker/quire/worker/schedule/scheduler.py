@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from quire.worker.api.config import SchedulingPolicy
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.schedule.draft import MAX_STEP_ROWS, Drafter
 from quire.worker.schedule.pending import PendingPrefill
 from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.schedule.sequence import Sequence, Status
@@ -31,12 +32,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: SchedulingPolicy = "fcfs",
+        speculates: bool = False,
     ) -> None:
         self._tables = BlockTables(pool)
         self._block_size = pool.block_size
         self._policy: SchedulingPolicy = policy
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._speculates = speculates
         self.running: list[Sequence] = []
         """By rank."""
         self.waiting = WaitingQueue()
@@ -44,6 +47,9 @@ class Scheduler:
         self.num_prompt_tokens = 0
         """Prompt tokens of requests that began to run, each counted once; hits count the same."""
         self.num_hit_tokens = 0
+        self.num_drafted_tokens = 0
+        """Guessed ones, and those of them that were right."""
+        self.num_accepted_tokens = 0
         self._pending = PendingPrefill(block_size=pool.block_size)
         self._num_added = 0
         self._num_computed = 0  # Tokens of all requests together, in the steps so far.
@@ -88,6 +94,7 @@ class Scheduler:
         num_ready = sum([seq.num_uncomputed == 1 and not seq.is_held_back for seq in self.running])
         budget = self._max_num_batched_tokens - num_ready
         enough_blocks = True
+        num_drafts = self._num_drafts(num_ready)
         for seq in self.running.copy():
             if seq.status is not Status.RUNNING:
                 break  # Preempted by one before it, as is every sequence behind it.
@@ -96,14 +103,19 @@ class Scheduler:
                 continue
             if seq.is_held_back:
                 continue
+            if num_drafts:
+                self._draft(seq, num_drafts)
+            num_tokens = 1 + len(seq.draft)
             # Most decodes neither need a block nor fill one.
-            if seq.num_slots - seq.num_computed <= 1:
+            if seq.num_slots - seq.num_computed <= num_tokens:
+                if self._tables.are_lacking(seq, num_tokens):
+                    seq.draft, num_tokens = [], 1
                 if self._tables.are_lacking(seq, 1):
                     enough_blocks = False
                     if not self._make_room(seq, 1, chosen):
                         break
-                self._extend(seq, 1)
-            chosen.append((seq, 1))
+                self._extend(seq, num_tokens)
+            chosen.append((seq, num_tokens))
         if begun or self.waiting:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
         return in_row_order(chosen)
@@ -138,6 +150,14 @@ class Scheduler:
     def finished(self) -> None:
         """The oldest step under way has run: blocks that only it still used can be let go."""
         self._tables.finished()
+
+    def settle_draft(self, seq: Sequence, drawn: list[int]) -> int:
+        """How many of the tokens drawn for ``seq``, which has a draft, count: those behind right
+        guesses, and one."""
+        self.num_drafted_tokens += len(seq.draft)
+        num = seq.settle_draft(drawn)
+        self.num_accepted_tokens += num - 1
+        return num
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Takes the oldest token in flight of ``seq``, which must not have been removed."""
@@ -194,6 +214,22 @@ class Scheduler:
             budget -= num_tokens
             self._extend(seq, num_tokens)
             chosen.append((seq, num_tokens))
+
+    def _num_drafts(self, num_ready: int) -> int:
+        """How many tokens to guess for each of ``num_ready`` sequences that decode: none beside
+        prompts, whose chunks take the time that a step has."""
+        if not self._speculates or num_ready < len(self.running) or self.waiting or not num_ready:
+            return 0
+        rows = min(MAX_STEP_ROWS, self._max_num_batched_tokens)
+        return max(0, rows - num_ready) // num_ready
+
+    def _draft(self, seq: Sequence, max_tokens: int) -> None:
+        if seq.drafter is None:
+            if not seq.can_draft:
+                return
+            seq.drafter = Drafter()
+        max_tokens = min(max_tokens, seq.num_to_draft)
+        seq.draft = seq.drafter.draft(seq.token_ids, max_tokens=max_tokens)
 
     def _turn(self, seq: Sequence) -> Turn:
         lacks = self._first_missing(seq, seq.num_registered)

@@ -23,6 +23,7 @@ from quire.worker.api.outputs import FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
+from quire.worker.schedule.draft import Drafter
 from quire.worker.step.sampling_batch import Edits
 
 
@@ -66,6 +67,10 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.drafter: Drafter | None = None
+        """Guesses its next tokens; ``None`` where that is not done."""
+        self.draft: list[int] = []
+        """Guessed tokens that the next step computes, or the one under way."""
         self.num_scored = 0
         """Tokens of the prompt whose log-probabilities are known or under way."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -177,6 +182,16 @@ class Sequence:
         return self.num_tokens + self.num_in_flight >= self._last_end
 
     @property
+    def can_draft(self) -> bool:
+        """Whether each token behind a guessed one can be drawn as it would be without."""
+        return self._edits is None
+
+    @property
+    def num_to_draft(self) -> int:
+        """How many may be guessed, so that the request's last token is none of those drawn."""
+        return self._last_end - self.num_tokens - 2
+
+    @property
     def token_ids(self) -> TokenIds:
         """Prompt and output. A view, as are all arrays here."""
         return self._tokens[: self.num_tokens]
@@ -200,6 +215,22 @@ class Sequence:
     def token_at(self, position: int) -> int:
         """A token that is known."""
         return int(self._tokens[position])
+
+    def settle_draft(self, drawn: Items[int]) -> int:
+        """How many of the tokens ``drawn`` behind the last known one and each guessed one count.
+
+        The KV of guessed tokens that are not among them will be written again.
+        """
+        num = 1
+        while num <= len(self.draft) and self.draft[num - 1] == drawn[num - 1]:
+            num += 1
+        if self.drafter is not None:
+            self.drafter.learn(num_drafted=len(self.draft), num_accepted=num - 1)
+        num_wrong = len(self.draft) + 1 - num
+        self.num_in_flight -= num_wrong
+        self.num_computed -= num_wrong
+        self.draft = []
+        return num
 
     def append_token(self, token_id: int) -> None:
         """Takes the oldest token in flight."""

@@ -163,14 +163,14 @@ def _token_ids(schedule: Schedule) -> Longs:
         for seq in schedule.sequences[: schedule.num_decodes]
     ]
     token_ids: list[npt.NDArray[Any]] = [np.array(singles, dtype=np.int64)]
-    token_ids += [
-        seq.token_ids[seq.num_computed : seq.num_computed + num_tokens]
-        for seq, num_tokens in zip(
-            schedule.sequences[schedule.num_decodes :],
-            schedule.num_tokens[schedule.num_decodes :],
-            strict=True,
-        )
-    ]
+    for seq, num_tokens in zip(
+        schedule.sequences[schedule.num_decodes :],
+        schedule.num_tokens[schedule.num_decodes :],
+        strict=True,
+    ):
+        token_ids.append(seq.token_ids[seq.num_computed : seq.num_computed + num_tokens])
+        if seq.draft:
+            token_ids.append(np.array(seq.draft, dtype=np.int64))
     return np.concatenate(token_ids, dtype=np.int64)
 
 

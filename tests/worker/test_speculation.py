@@ -1,0 +1,132 @@
+"""Guessed tokens change how many steps a request takes, and nothing else."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire import demo_model
+from quire.kernels import native
+from quire.llm import LLM, SamplingParams
+from quire.worker.api.errors import ConfigError
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.schedule.draft import MAX_STEP_ROWS, Drafter, guess
+
+QUESTIONS = ["What is Quire?", "How does prefix caching work?", "What is a block?"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=60, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=8, max_tokens=60, prompt_logprobs=0),
+]
+Chat = list[dict[str, str]]
+KINDS: list[dict[str, object]] = [{}, {"quantization": "int8"}, {"quantization": "w4"}]
+VARIANTS: list[dict[str, object]] = [
+    {},
+    {"tensor_parallel_size": 2},
+    {"num_blocks": 24, "max_model_len": 256, "block_size": 16},
+    {"enable_prefix_caching": False, "max_num_batched_tokens": 128, "block_size": 4},
+]
+
+needs_native = pytest.mark.skipif(
+    native.library() is None, reason="in bfloat16 and fewer bits, the native library alone is exact"
+)
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Chat]:
+    """Questions that are asked again: the answers are there to be found."""
+    with _llm(speculation=False) as llm:
+        first = [[{"role": "user", "content": text}] for text in QUESTIONS]
+        answers = llm.chat(first, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    return [
+        [*chat, {"role": "assistant", "content": answer.outputs[0].text}, *chat]
+        for chat, answer in zip(first, answers, strict=True)
+    ]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=["bfloat16", "int8", "w4"])
+def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[str, object]) -> None:
+    with _llm(**kind, speculation=False) as llm:
+        expected = [_ask(llm, chats, [number])[0] for number in range(len(chats))]
+        assert llm.engine.stats().num_drafted_tokens == 0
+    for variant in VARIANTS:
+        with _llm(**kind, **variant, speculation=True) as llm:
+            alone = [_ask(llm, chats, [number])[0] for number in range(len(chats))]
+            num_accepted = llm.engine.stats().num_accepted_tokens
+            together = _ask(llm, chats, range(len(chats)))
+            assert llm.engine.stats().num_accepted_tokens > num_accepted > 20
+        assert alone == together == expected
+
+
+@needs_native
+def test_what_is_drawn_by_what_came_before_is_not_guessed(chats: list[Chat]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.05, min_tokens=3)
+    answers = []
+    for speculation in (False, True):
+        with _llm(speculation=speculation) as llm:
+            outputs = [llm.chat(chat, params, use_tqdm=False)[0] for chat in chats]
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            assert llm.engine.stats().num_drafted_tokens == 0
+    assert answers[0] == answers[1]
+
+
+@given(token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=40), max_tokens=st.integers(0, 9))
+def test_a_guess_follows_the_last_of_the_longest_matches(
+    token_ids: list[int], max_tokens: int
+) -> None:
+    num, best = len(token_ids), (2, -1)
+    for end in range(num - 1):  # The match's last token.
+        length = 0
+        while length < 16 and end >= length and token_ids[end - length] == token_ids[-1 - length]:
+            length += 1
+        best = max(best, (length, end))
+    length, end = best
+    followed = (token_ids[end + 1 :] * max_tokens)[:max_tokens]
+    expected = followed if length > 2 else []
+    assert guess(as_token_ids(token_ids), max_tokens=max_tokens) == expected
+
+
+def test_pauses_double_while_guesses_fail() -> None:
+    drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
+    attempts = []
+    for step in range(140):
+        drafted = drafter.draft(repeated, max_tokens=8)
+        if drafted:
+            attempts.append(step)
+            drafter.learn(num_drafted=len(drafted), num_accepted=0)
+    gaps = [after - before for before, after in pairwise(attempts)]
+    assert gaps == [3, 5, 9, 17, 33, 65]
+    drafter = Drafter()
+    sizes = []
+    for _ in range(3):
+        drafted = drafter.draft(repeated, max_tokens=MAX_STEP_ROWS - 1)
+        sizes.append(len(drafted))
+        drafter.learn(num_drafted=len(drafted), num_accepted=len(drafted))
+    assert sizes == [4, 8, 8]
+
+
+def test_guesses_and_steps_ahead_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="speculation=True: async_scheduling asks for steps"):
+        _llm(speculation=True, async_scheduling=True)
+
+
+def _llm(**settings: object) -> LLM:
+    options = {"num_blocks": 512, "num_threads": 1, **settings}
+    return LLM(demo_model.PATH, **options)  # type: ignore[arg-type]
+
+
+def _ask(llm: LLM, chats: list[Chat], numbers: Iterable[int]) -> list[tuple[object, ...]]:
+    """All that is told of the answers."""
+    outputs = llm.chat(
+        [chats[number] for number in numbers],
+        [PARAMS[number] for number in numbers],
+        use_tqdm=False,
+    )
+    return [
+        (each.token_ids, each.text, each.logprobs, output.prompt_logprobs)
+        for output in outputs
+        for each in output.outputs
+    ]
