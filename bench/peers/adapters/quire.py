@@ -1,5 +1,6 @@
 """Quire, through its offline API."""
 
+from inspect import signature
 from typing import Any
 
 from quire.llm import LLM, SamplingParams
@@ -10,6 +11,10 @@ PACKAGES = ("torch",)
 class Engine:
     def __init__(self, checkpoint: str, *, dtype: str, threads: int) -> None:
         options: Any = {"quantization": "int8"} if dtype == "int8" else {}
+        # Random weights repeat themselves, which no real model's text does. Older checkouts do not
+        # guess.
+        if "speculation" in signature(LLM).parameters:
+            options["speculation"] = False
         self._llm = LLM(
             checkpoint,
             dtype="float32" if dtype == "float32" else "bfloat16",
