@@ -331,6 +331,8 @@ class _Maker:
         is_wide = is_layer or (norm.wide and weight_C.dtype != torch.float32)
         if is_wide or norm.unit_offset:
             weight_C = weight_C.float() + norm.unit_offset
+        if is_wide and bias_C is not None:
+            bias_C = bias_C.float()
         return {
             "weight_C": weight_C,
             "bias_C": bias_C,
