@@ -149,7 +149,9 @@ def test_tokens_are_those_of_transformers(
     ("case", "quantization"),
     [
         ("granite", None),
+        ("ministral", None),
         ("gemma2", "int8"),
+        ("gemma3", None),
         ("olmo3", None),
         ("glm4", "int8"),
         ("cohere2", None),
@@ -183,7 +185,10 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
 
 @pytest.mark.parametrize(
     ("case", "quantization"),
-    [("qwen2-moe", None), ("qwen3-moe", "int8"), ("glm4", None)],
+    [
+        *[("qwen2-moe", None), ("qwen3-moe", "int8"), ("glm4", None), ("gemma2", None)],
+        *[("gemma3", "int8"), ("ministral", None), ("cohere2", None), ("starcoder2", None)],
+    ],
 )
 def test_a_request_has_the_same_bits_on_any_number_of_ranks(
     case: str, quantization: Any, checkpoint: Callable[[str], Checkpoint]
@@ -209,6 +214,22 @@ def test_a_request_has_the_same_bits_on_any_number_of_ranks(
             completions = [each.outputs[0] for each in outputs]
             answers.append([(each.token_ids, each.logprobs) for each in completions])
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if "moe" not in name and name != "mixtral"]
+)
+def test_dense_models_run_in_one_call(
+    case: str, checkpoint: Callable[[str], Checkpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.library() is None:
+        pytest.skip("there is no native library on this machine")
+    path, _, _ = checkpoint(case)
+    caplog.set_level("INFO")
+    with LLM(path, device="cpu", dtype="bfloat16", num_blocks=16, num_threads=1):
+        pass
+    assert "computed by quire" in caplog.text
+    assert "operation by operation" not in caplog.text
 
 
 def test_norms_over_all_heads_need_one_rank(checkpoint: Callable[[str], Checkpoint]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from quire import native_build
 from quire.kernels import native, reference
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
@@ -178,22 +179,91 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_as_a_decode(
         assert torch.equal(decode, whole[token : token + 1])
 
 
+@pytest.mark.parametrize("window", [None, 3000])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_threads_that_share_one_long_row_give_its_bits(best: NativeBackend, queries: int) -> None:
+def test_threads_that_share_one_long_row_give_its_bits(
+    best: NativeBackend, queries: int, window: int | None
+) -> None:
+    # With the window, the row's queries begin in two splits: 2000 and on.
     batch = paged_batch(
-        [(5000, queries)], num_heads=3, num_kv_heads=1, head_size=64, block_size=16
+        [(5050, queries)], num_heads=3, num_kv_heads=1, head_size=64, block_size=16
     ).stored_by(best)
+    options = AttentionOptions(window=window)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = batch.attend(best)
+        alone = batch.attend(best, options=options)
         for num_threads in (2, 7):
             torch.set_num_threads(num_threads)
             for _ in range(3):  # the last thread adds up
-                assert torch.equal(batch.attend(best), alone)
+                assert torch.equal(batch.attend(best, options=options), alone)
     finally:
         torch.set_num_threads(before)
-    assert_near_twin(alone, _dense_attention(batch))
+    assert_near_twin(alone, _dense_attention(batch, window=window))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 60, SPLIT, 201, 10_000])
+def test_a_window_and_a_cap_are_those_of_the_twin(
+    any_isa: NativeBackend, window: int | None, cap: float | None
+) -> None:
+    options = AttentionOptions(window=window, soft_cap=cap)
+    for block_size, dtype in [(4, torch.bfloat16), (16, torch.float32), (64, torch.bfloat16)]:
+        batch = paged_batch(
+            [*RAGGED, (700, 260)],
+            num_heads=6,
+            num_kv_heads=2,
+            head_size=32,
+            block_size=block_size,
+            dtype=dtype,
+        )
+        got = batch.stored_by(any_isa).attend(any_isa, options=options)
+        assert_near_twin(got, batch.expected(options=options))
+    got = batch.stored_by(any_isa, int8=True).attend(any_isa, options=options)
+    expected = batch.stored_by(reference, int8=True).expected(options=options)
+    assert_near_twin(got, expected)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [60, 300])
+def test_windowed_rows_have_the_same_bits_in_any_batch_and_chunk(
+    any_isa: NativeBackend, window: int, dtype: torch.dtype, int8: bool
+) -> None:
+    options = AttentionOptions(window=window, soft_cap=3.0)
+    # The first three share a prefix that is longer than the window, the fourth one that is not.
+    batch = paged_batch(
+        [(700, 1), (800, 1), (680, 30), (500, 1), (420, 420)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        block_size=16,
+        dtype=dtype,
+    )
+    for row, shared in [(1, 640), (2, 640), (3, 256)]:
+        batch = batch.with_shared_prefix(0, row, shared // 16)
+    batch = batch.stored_by(any_isa, int8=int8)
+    _assert_rows_are_as_if_alone(batch, any_isa, options)
+    whole = batch.only(4).attend(any_isa, options=options)
+    cuts = [0, 1, 59, 61, 128, 129, 190, 256, 301, 420]
+    for first, end in [*itertools.pairwise(cuts), *((at, at + 1) for at in range(40, 420, 47))]:
+        chunk = batch.cut(4, first, end).attend(any_isa, options=options)
+        assert torch.equal(chunk, whole[first:end]), (first, end)
+
+
+def test_what_is_before_all_windows_is_not_read(any_isa: NativeBackend) -> None:
+    options = AttentionOptions(window=150)
+    batch = paged_batch(
+        [(900, 1), (700, 20)], num_heads=4, num_kv_heads=2, head_size=32, block_size=16
+    ).stored_by(any_isa)
+    expected = batch.attend(any_isa, options=options)
+    for row, (tokens, queries) in enumerate(batch.rows):
+        before = (tokens - queries + 1 - 150) // 16
+        for cache in (batch.k_cache, batch.v_cache):
+            cache[batch.block_tables[row, :before].long()] = float("nan")
+    assert torch.equal(batch.attend(any_isa, options=options), expected)
 
 
 def test_a_step_without_rows_and_a_row_without_queries_are_fine(any_isa: NativeBackend) -> None:
@@ -304,15 +374,17 @@ def _backend(isa: str) -> NativeBackend:
         pytest.skip(str(error))
 
 
-def _assert_rows_are_as_if_alone(batch: PagedBatch, backend: NativeBackend) -> None:
-    together = batch.attend(backend)
+def _assert_rows_are_as_if_alone(
+    batch: PagedBatch, backend: NativeBackend, options: AttentionOptions = PLAIN
+) -> None:
+    together = batch.attend(backend, options=options)
     for row, (_, queries) in enumerate(batch.rows):
         start = batch.query_starts[row]
-        alone = batch.only(row).attend(backend)
+        alone = batch.only(row).attend(backend, options=options)
         assert torch.equal(alone, together[start : start + queries]), row
 
 
-def _dense_attention(batch: PagedBatch) -> torch.Tensor:
+def _dense_attention(batch: PagedBatch, *, window: int | None = None) -> torch.Tensor:
     """A batch of one row without paging, in the dtype of its inputs."""
     ((tokens, queries),) = batch.rows
     ((k, v),) = batch.dense_kv
@@ -320,5 +392,7 @@ def _dense_attention(batch: PagedBatch) -> torch.Tensor:
     k_HLD, v_HLD = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores_HQL = batch.q.transpose(0, 1) @ k_HLD.transpose(1, 2) * batch.scale
     hidden_QL = torch.ones(queries, tokens, dtype=torch.bool).triu(tokens - queries + 1)
+    if window is not None:
+        hidden_QL |= ~torch.ones_like(hidden_QL).triu(tokens - queries + 1 - window)
     weights_HQL = scores_HQL.masked_fill(hidden_QL, float("-inf")).softmax(-1)
     return (weights_HQL @ v_HLD).transpose(0, 1)

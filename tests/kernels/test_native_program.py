@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_ops
-from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.loop import Loop
@@ -20,10 +20,12 @@ from quire.kernels.native_program import NativeProgram
 from quire.kernels.ops import (
     Activate,
     Add,
+    AddNorm,
     AllReduce,
     Attend,
     Batch,
     Embed,
+    GateActivation,
     GatedLinear,
     Gather,
     KvCache,
@@ -31,10 +33,12 @@ from quire.kernels.ops import (
     Logits,
     MixExperts,
     Norm,
+    NormKind,
     Op,
     Program,
     RotaryTable,
     RotateAndWrite,
+    Value,
 )
 from quire.kernels.quantization import SCALE_BYTES
 
@@ -42,8 +46,51 @@ C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a family differs from Llama."""
+
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    places: tuple[str, ...] = ("in",)
+    """Norms before ("in") and behind ("out") attention and MLP."""
+    parallel: bool = False
+    activation: GateActivation | None = "silu"
+    """Of gates; ``None`` is a GELU of an MLP without."""
+    all_heads: bool = False
+    q_scale: bool = False
+    sums: float = 1.0
+    logits: dict[str, float] = field(default_factory=dict)
+    attention: tuple[AttentionOptions, ...] = (PLAIN, PLAIN)
+    scales: tuple[float, ...] = (D**-0.5, D**-0.5)
+
+
+LLAMA = Style()
+GEMMA = Style(
+    norm="wide",
+    places=("in", "out"),
+    activation="gelu_tanh",
+    logits={"cap": 1.5},
+    attention=(AttentionOptions(window=5, soft_cap=2.0), AttentionOptions(soft_cap=2.0)),
+    scales=(0.3, 0.4),
+)
+COHERE = Style(norm="layer", parallel=True, logits={"scale": 0.4}, q_scale=True)
+STARCODER = Style(norm="layer", norm_bias=True, activation=None, sums=0.22)
+OLMO = Style(places=("out",), all_heads=True, attention=(AttentionOptions(window=6), PLAIN))
+STYLES = {
+    **{"llama": LLAMA, "gemma": GEMMA, "cohere": COHERE},
+    **{"starcoder": STARCODER, "olmo": OLMO},
+}
+every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+
+
 def _program(
-    backend: AttentionBackend, dtype: torch.dtype, *, num_ranks: int = 1, lm_head: Any = None
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    *,
+    style: Style = LLAMA,
+    num_ranks: int = 1,
+    lm_head: Any = None,
 ) -> Program:
     """For one rank of ``num_ranks`` that holds all weights; the last layer's heads have norms."""
     rng = torch.Generator().manual_seed(0)
@@ -51,23 +98,50 @@ def _program(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng).div(shape[-1] ** 0.5).to(dtype)
 
-    def norm() -> Norm:
-        return Norm(weight_C=random(C) + 1, eps=1e-5, x="residual", out="normed")
+    norm_type = dtype if style.norm == "rms" else torch.float32
 
-    sums: list[Op] = [Add(x="branch", to="residual")]
-    if num_ranks > 1:
-        sums.insert(0, AllReduce(x="branch"))
+    def norm(x: Value = "residual", out: Value = "normed") -> Norm:
+        return Norm(
+            weight_C=(random(C) + 1).to(norm_type),
+            bias_C=random(C).to(norm_type) if style.norm_bias else None,
+            eps=1e-5,
+            kind=style.norm,
+            x=x,
+            out=out,
+        )
+
+    def head_norm(num_heads: int) -> Tensor:
+        return (random(num_heads * D if style.all_heads else D) + 1).to(norm_type)
+
+    def before(*, again: bool = True) -> list[Op]:
+        return [norm()] if "in" in style.places and again else []
+
+    def behind() -> list[Op]:
+        ops: list[Op] = [AllReduce(x="branch")] if num_ranks > 1 else []
+        ops += [norm("branch", "branch")] if "out" in style.places else []
+        return [*ops, Add(x="branch", to="residual", scale=style.sums)]
+
+    def up(at: str, x: Value) -> list[Op]:
+        if style.activation is None:
+            layer = backend.pack_linear(random(F, C), random(F))
+            return [Linear(name=f"{at}.up", layer=layer, x=x, out="hidden"), Activate(x="hidden")]
+        layer = backend.pack_gated_linear(
+            random(2 * F, C), random(2 * F), activation=style.activation
+        )
+        return [GatedLinear(name=f"{at}.gate_up", layer=layer, x=x, out="hidden")]
+
+    read: Value = "normed" if "in" in style.places else "residual"
     angles = torch.outer(torch.arange(64.0), 100 ** -torch.linspace(0, 1, D // 2))
     table = RotaryTable(angles.cos(), angles.sin())
     ops: list[Op] = []
     for kv in range(LAYERS):
         at = f"layers.{kv}"
         ops += [
-            norm(),
+            *before(),
             Linear(
                 name=f"{at}.qkv",
                 layer=backend.pack_linear(random((H + 2 * K) * D, C), random((H + 2 * K) * D)),
-                x="normed",
+                x=read,
                 out="qkv",
             ),
             RotateAndWrite(
@@ -78,36 +152,40 @@ def _program(
                 table=table,
                 x="qkv",
                 out="queries",
-                q_norm_D=random(D) + 1 if kv else None,
-                k_norm_D=random(D) + 1 if kv else None,
+                q_norm_D=head_norm(H) if kv else None,
+                k_norm_D=head_norm(K) if kv else None,
                 eps=1e-5,
+                kind=style.norm,
+                options=style.attention[kv],
+                q_scale_P=(random(64) + 1) if style.q_scale else None,
             ),
-            Attend(kv=kv, scale=D**-0.5, x="queries", out="attended"),
+            Attend(
+                kv=kv,
+                scale=style.scales[kv],
+                x="queries",
+                out="attended",
+                options=style.attention[kv],
+            ),
             Linear(
                 name=f"{at}.o",
                 layer=backend.pack_linear(random(C, H * D), random(C), num_parts=2),
                 x="attended",
                 out="branch",
             ),
-            *sums,
-            norm(),
-            GatedLinear(
-                name=f"{at}.gate_up",
-                layer=backend.pack_gated_linear(random(2 * F, C), random(2 * F)),
-                x="normed",
-                out="hidden",
-            ),
+            *behind(),
+            *before(again=not style.parallel),
+            *up(at, read),
             Linear(
                 name=f"{at}.down",
                 layer=backend.pack_linear(random(C, F), None, num_parts=4),
                 x="hidden",
                 out="branch",
             ),
-            *sums,
+            *behind(),
         ]
     embedding, last_norm = Embed(weight_VC=random(V, C), out="residual"), norm()
     lm_head = backend.pack_linear(random(V, C)) if lm_head is None else lm_head
-    logits = Logits(name="lm_head", layer=lm_head, x="normed")
+    logits = Logits(name="lm_head", layer=lm_head, x="normed", **style.logits)
     return (embedding, *ops, Gather(x="residual"), last_norm, logits)
 
 
@@ -164,9 +242,9 @@ SECOND = _batch([(B[0], 20, B[1]), (A[0] + [6, 2], 7, [3, 9, 10])])
 
 
 def _native_program(
-    backend: NativeBackend, dtype: torch.dtype, *, num_ranks: int = 1
+    backend: NativeBackend, dtype: torch.dtype, *, style: Style = LLAMA, num_ranks: int = 1
 ) -> NativeProgram:
-    runner = backend.prepare(_program(backend, dtype, num_ranks=num_ranks))
+    runner = backend.prepare(_program(backend, dtype, style=style, num_ranks=num_ranks))
     assert isinstance(runner, NativeProgram)
     return runner
 
@@ -175,15 +253,16 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+@every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 def test_logits_are_those_of_plain_pytorch(
-    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool, style: Style
 ) -> None:
-    decoder = _native_program(_native(library, int8=int8), dtype)
+    decoder = _native_program(_native(library, int8=int8), dtype, style=style)
     kv, plain_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
     plain = CpuBackend(quantization="int8" if int8 else None)
-    loop = Loop(plain, _program(plain, dtype))
+    loop = Loop(plain, _program(plain, dtype, style=style))
     for batch in (FIRST, SECOND):
         logits = decoder.forward(batch, kv, all_reduce=_same)
         expected = loop.forward(batch, plain_kv, all_reduce=_same)
@@ -192,15 +271,19 @@ def test_logits_are_those_of_plain_pytorch(
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
+@every_style
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 def test_one_call_gives_the_bits_of_many(
-    library: ctypes.CDLL, int8: bool, dtype: torch.dtype, threads: int
+    library: ctypes.CDLL, int8: bool, dtype: torch.dtype, threads: int, style: Style
 ) -> None:
+    # These the loop computes in PyTorch.
+    style = replace(style, logits={}, activation=style.activation or "gelu_tanh")
     backend = _native(library, int8=int8)
     kv, parts_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
-    decoder, loop = _native_program(backend, dtype), Loop(backend, _program(backend, dtype))
+    decoder = _native_program(backend, dtype, style=style)
+    loop = Loop(backend, _program(backend, dtype, style=style))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -212,10 +295,11 @@ def test_one_call_gives_the_bits_of_many(
         torch.set_num_threads(before)
 
 
+@every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 def test_call_by_call_gives_the_bits_of_one_call(
-    library: ctypes.CDLL, dtype: torch.dtype, int8: bool
+    library: ctypes.CDLL, dtype: torch.dtype, int8: bool, style: Style
 ) -> None:
     backend, sums = _native(library, int8=int8), 0
 
@@ -226,17 +310,20 @@ def test_call_by_call_gives_the_bits_of_one_call(
         return x
 
     kv, shared_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
-    alone, shared = (_native_program(backend, dtype, num_ranks=ranks) for ranks in (1, 2))
+    alone, shared = (
+        _native_program(backend, dtype, style=style, num_ranks=ranks) for ranks in (1, 2)
+    )
     for batch in (FIRST, SECOND):
         logits = alone.forward(batch, kv, all_reduce=_same)
         assert torch.equal(shared.forward(batch, shared_kv, all_reduce=all_reduce), logits)
     assert sums == 2 * 2 * LAYERS
 
 
+@pytest.mark.parametrize("style", [LLAMA, GEMMA, COHERE], ids=["llama", "gemma", "cohere"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
-    library: ctypes.CDLL, dtype: torch.dtype, threads: int
+    library: ctypes.CDLL, dtype: torch.dtype, threads: int, style: Style
 ) -> None:
     backend = NativeBackend(library)
     # Columns 0 to 56 again from 57 on: whatever is the greatest is there twice.
@@ -246,7 +333,7 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
     torch.set_num_threads(threads)
     try:
         for num_ranks in (1, 2):
-            program = _program(backend, dtype, num_ranks=num_ranks, lm_head=lm_head)
+            program = _program(backend, dtype, style=style, num_ranks=num_ranks, lm_head=lm_head)
             decoder = NativeProgram(library, program)
             logits = decoder.forward(FIRST, _kv(dtype), all_reduce=_same)
             for num_greedy in (1, 2):
@@ -417,22 +504,23 @@ def test_what_the_library_cannot_run_goes_through_the_loop_and_is_said(
     backend = NativeBackend(library)
     program = _program(backend, torch.float32)
     plain = CpuBackend().pack_linear(torch.zeros(C, H * D))
-    window = AttentionOptions(window=9)
     heads = [op for op in program if isinstance(op, RotateAndWrite)]
     small = tuple(replace(op, head_size=8) if op in heads else op for op in program)
     gather = next(place for place, op in enumerate(program) if isinstance(op, Gather))
     for wrong, message in [
         (_program(backend, torch.float16), "no native dtype torch.float16"),
         (small, "no native RotateAndWrite.head_size=8"),
-        (_changed(program, Attend, options=window), "no native Attend.options=AttentionOptions("),
-        (_changed(program, Attend, scale=1.0), "no native layers of unlike heads"),
+        (
+            _changed(program, RotateAndWrite, num_kv_heads=3),
+            "no native layers of unlike heads",
+        ),
         (_changed(program, Linear, at=1, layer=plain), "no native layers.0.o, a PlainLinear"),
         ((*program[:-1], Scale(x="normed"), program[-1]), "no native operation Scale"),
         (program[:gather] + program[gather + 1 :], "no native end Linear, Norm, Logits"),
         (program[: gather + 1] + program[gather + 2 :], "no native end Linear, Gather, Logits"),
         (
             (program[0], Add(x="normed", to="residual"), *program[1:]),
-            "no native AddNorm.x='normed'",
+            "no native Add of 'normed'",
         ),
         ((program[0], AllReduce(x="residual"), *program[1:]), "no native AllReduce.x='residual'"),
     ]:
@@ -459,10 +547,11 @@ def test_all_fields_of_all_operations_are_known_or_have_defaults() -> None:
     for kind, known in native_ops._KNOWN.items():
         for each in fields(kind):
             assert each.name in known or each.default is not MISSING, (kind, each.name)
-    assert set(native_ops._KNOWN) == set(get_args(Op)) - {Activate, MixExperts}
+    assert set(native_ops._KNOWN) == set(get_args(Op)) - {AddNorm, MixExperts}
 
 
 def test_an_operation_that_the_library_does_not_have_is_refused(library: ctypes.CDLL) -> None:
     program = _program(NativeBackend(library), torch.float32)
-    with pytest.raises(native_ops.NotNative, match="operation Activate"):
-        native_ops.NativeOps((*program[:1], Activate(x="hidden", gated=True), *program[1:]))
+    fused = AddNorm(weight_C=torch.ones(C), eps=1e-5, x="branch", to="residual", out="normed")
+    with pytest.raises(native_ops.NotNative, match="operation AddNorm"):
+        native_ops.NativeOps((*program[:1], fused, *program[1:]))

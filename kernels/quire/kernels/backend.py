@@ -5,7 +5,6 @@ is the function of the same name in `quire.kernels.reference` (`attend` is `page
 in `quire.kernels.linear`.
 """
 
-from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.ops import LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
 
@@ -120,29 +119,27 @@ class AttentionBackend(Protocol):
         """
 
     def pack_gated_linear(
-        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        activation: GateActivation = "silu",
     ) -> LinearLayer:
-        """``silu(gate) * up`` of a layer whose outputs are the gates, then the ups."""
+        """``activation(gate) * up`` of a layer whose outputs are the gates, then the ups."""
 
     def prepare(self, program: Program) -> ProgramRunner:
         """A program over layers that this backend packed, in the fastest way that it has."""
 
 
 def backend_for(
-    device: torch.device,
-    *,
-    quantization: Quantization | None = None,
-    options: Collection[AttentionOptions] = (PLAIN,),
+    device: torch.device, *, quantization: Quantization | None = None
 ) -> AttentionBackend:
-    """The kernels for a device, and for all that the model's layers ask of attention.
-
-    Where there are several GPUs, the device must be the current one. The native library attends
-    to all tokens, so on a CPU a model with a window or a score cap gets plain PyTorch.
+    """The kernels for a device. Where there are several GPUs, it must be the current one.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
     Raises:
-        ValueError: There are none for this kind of device, or none that quantise or attend so.
+        ValueError: There are none for this kind of device, or none that quantise so.
         ImportError: The device is a GPU and Triton is not installed.
     """
     if device.type == "cpu":
@@ -150,7 +147,7 @@ def backend_for(
         from quire.kernels.native import library
         from quire.kernels.native_backend import NativeBackend
 
-        native = library() if all(each == PLAIN for each in options) else None
+        native = library()
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)

@@ -25,7 +25,7 @@ from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
@@ -187,9 +187,13 @@ class CpuBackend:
         return PlainLinear(weight_OI, bias_O)
 
     def pack_gated_linear(
-        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        activation: GateActivation = "silu",
     ) -> LinearLayer:
-        return PlainGatedLinear(self.pack_linear(weight_OI, bias_O))
+        return PlainGatedLinear(self.pack_linear(weight_OI, bias_O), activation)
 
     def _kind(self, *, is_lm_head: bool) -> Quantization | None:
         """What a layer's weights become: 4 bits would be too few for the LM head."""

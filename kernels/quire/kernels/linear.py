@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.native_linear import NativeLinear
-from quire.kernels.ops import LinearLayer
+from quire.kernels.ops import GateActivation, LinearLayer
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
@@ -63,9 +63,13 @@ class PlainInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class PlainGatedLinear:
-    """``silu(gate) * up``; the layer's output is gate, then up."""
+    """``activation(gate) * up``; the layer's output is gate, then up."""
 
     gate_up: LinearLayer
+    activation: GateActivation = "silu"
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return reference.silu_and_mul(self.gate_up(x_TI))
+        gate_up_TG = self.gate_up(x_TI)
+        if self.activation == "silu":
+            return reference.silu_and_mul(gate_up_TG)
+        return reference.gelu_and_mul(gate_up_TG)

@@ -76,7 +76,7 @@ class Loop:
                     adds = isinstance(op, Linear) and op.adds
                     values[op.out] = values[op.out] + product if adds else product
                 case Activate():
-                    values[op.x] = reference.gelu(values[op.x], gated=op.gated)
+                    values[op.x] = reference.gelu(values[op.x])
                 case RotateAndWrite():
                     values[op.out] = backend.rotate_and_write_kv(
                         self._heads(op, values[op.x]),

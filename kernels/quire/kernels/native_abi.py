@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.ops import GateActivation, NormKind
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-STORE, STORE_F32, ADD, GATED, GREATEST = range(5)
+STORE, STORE_F32, ADD, GATED, LOGITS_F32, GATED_GELU = range(6)
+GATE_MODES: dict[GateActivation, int] = {"silu": GATED, "gelu_tanh": GATED_GELU}
+NORM_KINDS: dict[NormKind, int] = {"rms": 0, "wide": 1, "layer": 2}
+_ALL_TOKENS = (1 << 31) - 1
 
 
 class AttendArgs(Structure):
@@ -32,8 +38,19 @@ class AttendArgs(Structure):
         ("head_size", c_int32),
         ("block_size", c_int32),
         ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
         ("cache_is_int8", c_int32),
     )
+
+
+def attention_fields(scale: float, options: AttentionOptions) -> dict[str, Any]:
+    """The fields of `AttendArgs` and `AttendOp` that say what becomes of the scores."""
+    return {
+        "scale": scale,
+        "soft_cap": options.soft_cap or 0.0,
+        "window": min(options.window or 0, _ALL_TOKENS),
+    }
 
 
 class WriteKvArgs(Structure):
@@ -96,6 +113,8 @@ class LinearArgs(Structure):
         ("x_scales", c_void_p),
         ("num_greedy", c_int64),
         ("greatest", c_void_p),
+        ("scale", c_float),
+        ("cap", c_float),
     )
 
 
@@ -119,10 +138,12 @@ class NormArgs(Structure):
         ("x", c_void_p),
         ("rows", c_void_p),
         ("weight", c_void_p),
+        ("bias", c_void_p),
         ("out", c_void_p),
         ("num_rows", c_int64),
         ("num_channels", c_int64),
         ("eps", c_float),
+        ("kind", c_int32),
     )
 
 
@@ -141,9 +162,12 @@ class RotaryArgs(Structure):
     )
 
 
-BUFFERS = {"residual": 0, "normed": 1, "qkv": 2, "queries": 2, "attended": 3, "hidden": 4}
+BUFFERS = {
+    **{"residual": 0, "normed": 1, "qkv": 2, "queries": 2, "attended": 3, "hidden": 4},
+    "branch": 5,
+}
 """Where a program's values are kept: `QuireBuffer`. Queries stay where Q, K and V are."""
-PARTIAL, NUM_BUFFERS = 5, 6
+PARTIAL, NUM_BUFFERS = 6, 7
 
 
 class EmbedOp(Structure):
@@ -155,12 +179,13 @@ class NormOp(Structure):
     kind = 2
     _fields_ = (
         ("weight", c_void_p),
+        ("bias", c_void_p),
         ("next", POINTER(LinearWeights)),
         ("x", c_int32),
         ("out", c_int32),
-        ("adds_partial", c_int32),
         ("is_sampled", c_int32),
         ("eps", c_float),
+        ("norm_kind", c_int32),
     )
 
 
@@ -184,8 +209,11 @@ class RotateAndWriteOp(Structure):
         ("v_cache", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("q_scale", c_void_p),
         ("x", c_int32),
         ("eps", c_float),
+        ("norm_kind", c_int32),
+        ("norms_all_heads", c_int32),
     )
 
 
@@ -196,27 +224,57 @@ class AttendOp(Structure):
         ("v_cache", c_void_p),
         ("x", c_int32),
         ("out", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
     )
 
 
-class AddPartialOp(Structure):
+class RoundPartialOp(Structure):
     kind = 6
     _fields_ = (("out", c_int32),)
 
 
-class LogitsOp(Structure):
+class AddOp(Structure):
     kind = 7
-    _fields_ = (("weights", POINTER(LinearWeights)), ("x", c_int32))
+    _fields_ = (("x", c_int32), ("to", c_int32), ("scale", c_float))
 
 
-AnyOp = EmbedOp | NormOp | LinearOp | RotateAndWriteOp | AttendOp | AddPartialOp | LogitsOp
+class GeluOp(Structure):
+    kind = 8
+    _fields_ = (("x", c_int32),)
+
+
+class LogitsOp(Structure):
+    kind = 9
+    _fields_ = (
+        ("weights", POINTER(LinearWeights)),
+        ("x", c_int32),
+        ("scale", c_float),
+        ("cap", c_float),
+    )
+
+
+AnyOp = (
+    EmbedOp
+    | NormOp
+    | LinearOp
+    | RotateAndWriteOp
+    | AttendOp
+    | RoundPartialOp
+    | AddOp
+    | GeluOp
+    | LogitsOp
+)
 _OPS: dict[str, type[AnyOp]] = {
     "embed": EmbedOp,
     "norm": NormOp,
     "linear": LinearOp,
     "rotate_and_write": RotateAndWriteOp,
     "attend": AttendOp,
-    "add_partial": AddPartialOp,
+    "round_partial": RoundPartialOp,
+    "add": AddOp,
+    "gelu": GeluOp,
     "logits": LogitsOp,
 }
 
@@ -249,7 +307,6 @@ class ForwardArgs(Structure):
         ("num_blocks", c_int32),
         ("block_size", c_int32),
         ("cache_is_int8", c_int32),
-        ("scale", c_float),
         ("num_positions", c_int64),
         ("num_tokens", c_int64),
         ("token_ids", c_void_p),
@@ -297,8 +354,8 @@ class Refusal(Structure):
 
 STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
-    *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp, AddPartialOp),
-    *(LogitsOp, Op, ForwardArgs, ArgmaxArgs, Refusal),
+    *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
+    *(RoundPartialOp, AddOp, GeluOp, LogitsOp, Op, ForwardArgs, ArgmaxArgs, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 
@@ -333,7 +390,7 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_w4_bytes": [POINTER(LinearWeights)],
         "quire_pack_w4": [POINTER(PackArgs), c_int32],
         "quire_quantize": [POINTER(QuantizeArgs), c_int32],
-        "quire_rms_norm": [POINTER(NormArgs), c_int32],
+        "quire_norm": [POINTER(NormArgs), c_int32],
         "quire_rotary": [POINTER(RotaryArgs), c_int32],
         "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
         "quire_huge_pages": [c_void_p, c_int64],

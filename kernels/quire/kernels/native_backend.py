@@ -12,12 +12,18 @@ from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
-from quire.kernels.native_check import check_caches, check_heads, pointer, rows_pointer
+from quire.kernels.native_check import (
+    check_caches,
+    check_heads,
+    norm_pointer,
+    pointer,
+    rows_pointer,
+)
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
 from quire.kernels.native_ops import NotNative, can_attend
 from quire.kernels.native_program import NativeProgram
-from quire.kernels.ops import LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
 
@@ -52,12 +58,15 @@ class NativeBackend(CpuBackend):
         )
 
     def pack_gated_linear(
-        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        activation: GateActivation = "silu",
     ) -> LinearLayer:
         kind = self._kind(is_lm_head=False)
-        return self._pack(weight_OI, bias_O, kind, gated=True) or super().pack_gated_linear(
-            weight_OI, bias_O
-        )
+        packed = self._pack(weight_OI, bias_O, kind, gated=True, activation=activation)
+        return packed or super().pack_gated_linear(weight_OI, bias_O, activation=activation)
 
     def _pack(
         self,
@@ -67,9 +76,14 @@ class NativeBackend(CpuBackend):
         *,
         num_parts: int = 1,
         gated: bool = False,
+        activation: GateActivation = "silu",
     ) -> LinearLayer | None:
         """``None`` where the library has no such layer."""
-        options: dict[str, Any] = {"num_parts": num_parts, "gated": gated}
+        options: dict[str, Any] = {
+            "num_parts": num_parts,
+            "gated": gated,
+            "activation": activation,
+        }
         if kind == "int8":
             weight_OI = decoded(weight_OI)
             if not can_pack_int8(weight_OI, num_parts=num_parts):
@@ -100,9 +114,8 @@ class NativeBackend(CpuBackend):
         *,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(k_TKD.dtype, k_TKD.shape[2]):
-            return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+            return super().write_kv(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T, options=options)
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
         num_tokens, num_kv_heads, head_size = k_TKD.shape
         num_blocks, block_size = check_caches(
@@ -143,7 +156,6 @@ class NativeBackend(CpuBackend):
         shared: SharedSplits | None = None,
     ) -> Tensor:
         del shared  # the library finds out by itself
-        assert options == PLAIN, f"{options}: `backend_for` has another backend for these"
         if not _can_attend(q_THD.dtype, q_THD.shape[2]):
             return super().attend(
                 q_THD,
@@ -156,6 +168,7 @@ class NativeBackend(CpuBackend):
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 scale=scale,
+                options=options,
             )
         q_THD = _dense_heads(q_THD)
         num_tokens, num_heads, head_size = q_THD.shape
@@ -188,8 +201,8 @@ class NativeBackend(CpuBackend):
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             block_size=block_size,
-            scale=scale,
             cache_is_int8=k_cache.dtype == torch.int8,
+            **native_abi.attention_fields(scale, options),
         )
         self._library.quire_attend(byref(arguments))
         return out_THD
@@ -200,18 +213,40 @@ class NativeBackend(CpuBackend):
         if x_TC.dtype not in native_abi.DTYPES:
             return super().rms_norm(x_TC, weight_C, eps=eps, residual_TC=residual_TC)
         sum_TC = (x_TC if residual_TC is None else x_TC + residual_TC).contiguous()
-        out_TC = torch.empty_like(sum_TC)
+        return self._norm(sum_TC, weight_C, None, eps=eps, kind="rms"), sum_TC
+
+    def wide_norm(
+        self,
+        x_TC: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor | None,
+        *,
+        eps: float,
+        is_centred: bool,
+    ) -> Tensor:
+        if x_TC.dtype not in native_abi.DTYPES:
+            return super().wide_norm(x_TC, weight_C, bias_C, eps=eps, is_centred=is_centred)
+        kind: NormKind = "layer" if is_centred else "wide"
+        return self._norm(x_TC.contiguous(), weight_C, bias_C, eps=eps, kind=kind)
+
+    def _norm(
+        self, x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float, kind: NormKind
+    ) -> Tensor:
+        out_TC = torch.empty_like(x_TC)
+        shape = (kind, x_TC.dtype, x_TC.shape[1])
         arguments = native_abi.NormArgs(
             dtype=native_abi.DTYPES[x_TC.dtype],
-            x=pointer("what is normed", sum_TC, x_TC.dtype, *x_TC.shape),
-            weight=pointer("a norm's weight", weight_C, x_TC.dtype, x_TC.shape[1]),
+            x=pointer("what is normed", x_TC, x_TC.dtype, *x_TC.shape),
+            weight=norm_pointer("a norm's weight", weight_C, *shape),
+            bias=None if bias_C is None else norm_pointer("a norm's bias", bias_C, *shape),
             out=out_TC.data_ptr(),
-            num_rows=len(sum_TC),
-            num_channels=sum_TC.shape[1],
+            num_rows=len(x_TC),
+            num_channels=x_TC.shape[1],
             eps=eps,
+            kind=native_abi.NORM_KINDS[kind],
         )
-        self._library.quire_rms_norm(byref(arguments), torch.get_num_threads())
-        return out_TC, sum_TC
+        self._library.quire_norm(byref(arguments), torch.get_num_threads())
+        return out_TC
 
     def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         if x_THD.dtype not in native_abi.DTYPES:

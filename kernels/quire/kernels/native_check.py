@@ -4,6 +4,7 @@ anywhere. Indices are not looked at here: the library does that itself, once a s
 import torch
 from torch import Tensor
 
+from quire.kernels.ops import NormKind
 from quire.kernels.quantization import SCALE_BYTES
 
 # N blocks   L tokens of a block   K KV heads   D head size
@@ -29,6 +30,13 @@ def rows_pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
     if x.numel():
         pointer(f"a row of {name}", x[0], dtype, *shape[1:])
     return x.data_ptr()
+
+
+def norm_pointer(
+    name: str, x_C: Tensor, kind: NormKind, dtype: torch.dtype, num_channels: int
+) -> int:
+    """Where a norm's weights or biases are, in a model of ``dtype``; raises as `pointer`."""
+    return pointer(name, x_C, dtype if kind == "rms" else torch.float32, num_channels)
 
 
 def check_caches(

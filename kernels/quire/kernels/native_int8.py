@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.native_linear import Arena, NativeLinear
+from quire.kernels.ops import GateActivation
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
@@ -32,12 +33,17 @@ class Int8Linear(NativeLinear):
         *,
         num_parts: int = 1,
         gated: bool = False,
+        activation: GateActivation = "silu",
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack_int8`."""
         if not can_pack_int8(weight_OI, num_parts=num_parts):
             raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         super().__init__(
-            library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=True
+            *(library, arena, weight_OI, bias_O),
+            num_parts=num_parts,
+            gated=gated,
+            activation=activation,
+            is_int8=True,
         )
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.grouped import LINE, GroupedWeight
 from quire.kernels.native_check import pointer
+from quire.kernels.ops import GateActivation
 
 # T tokens   I, O a layer's input and output   G twice the gated output
 
@@ -63,6 +64,7 @@ class NativeLinear(ABC):
         *,
         num_parts: int,
         gated: bool,
+        activation: GateActivation,
         is_int8: bool,
     ) -> None:
         _check_weights(weight_OI, bias_O, num_parts=num_parts, gated=gated)
@@ -70,6 +72,8 @@ class NativeLinear(ABC):
         panel = library.quire_panel_columns()
         columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
         num_columns = -(-columns // each) * panel
+        self.mode = native_abi.GATE_MODES[activation] if gated else native_abi.STORE
+        """What is done with the product."""
         self._library = library
         self._bias = None if bias_O is None else torch.empty(num_columns)
         self.dtype = weight_OI.dtype
@@ -124,7 +128,7 @@ class NativeLinear(ABC):
                 f"input: {x_TI.dtype} {tuple(x_TI.shape)}; must be {self.dtype} of {num_in} columns"
             )
         out_TO = torch.empty(len(x_TI), self.num_out, dtype=self.dtype)
-        self.run(x_TI, out_TO, native_abi.GATED if self.weights.gated else native_abi.STORE)
+        self.run(x_TI, out_TO, self.mode)
         return out_TO
 
     def unrounded(self, x_TI: Tensor) -> Tensor:
@@ -166,12 +170,17 @@ class PackedLinear(NativeLinear):
         *,
         num_parts: int = 1,
         gated: bool = False,
+        activation: GateActivation = "silu",
     ) -> None:
         """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
         if not can_pack(weight_OI, num_parts=num_parts):
             raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         super().__init__(
-            library, arena, weight_OI, bias_O, num_parts=num_parts, gated=gated, is_int8=False
+            *(library, arena, weight_OI, bias_O),
+            num_parts=num_parts,
+            gated=gated,
+            activation=activation,
+            is_int8=False,
         )
 
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:

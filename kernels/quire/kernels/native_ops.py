@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.native_abi import PARTIAL
-from quire.kernels.native_check import check_heads, pointer
+from quire.kernels.native_check import check_heads, norm_pointer, pointer
 from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import (
+    Activate,
     Add,
-    AddNorm,
     AllReduce,
     Attend,
     Embed,
@@ -35,16 +35,17 @@ from quire.kernels.ops import (
     RotateAndWrite,
     Value,
 )
-from quire.kernels.rewrites import fuse_add_norm, fuse_linear_add
+from quire.kernels.rewrites import fuse_linear_add
 
 MAX_COLUMNS = 1 << 24
 """The LM head's limit: columns travel as float32, which holds integers up to there."""
 
 _KNOWN: dict[type[Op], set[str]] = {
     Embed: {"weight_VC", "out"},
-    Norm: {"weight_C", "eps", "x", "out"},
+    Norm: {"weight_C", "eps", "x", "out", "kind", "bias_C"},
     Linear: {"name", "layer", "x", "out", "adds"},
     GatedLinear: {"name", "layer", "x", "out"},
+    Activate: {"x"},
     RotateAndWrite: {
         "kv",
         "num_heads",
@@ -56,13 +57,15 @@ _KNOWN: dict[type[Op], set[str]] = {
         "q_norm_D",
         "k_norm_D",
         "eps",
+        "kind",
+        "options",
+        "q_scale_P",
     },
-    Attend: {"kv", "scale", "x", "out"},
+    Attend: {"kv", "scale", "x", "out", "options"},
     AllReduce: {"x"},
-    Add: {"x", "to"},
-    AddNorm: {"weight_C", "eps", "x", "to", "out"},
+    Add: {"x", "to", "scale"},
     Gather: {"x"},
-    Logits: {"name", "layer", "x"},
+    Logits: {"name", "layer", "x", "scale", "cap"},
 }
 """The fields that are read here; all others must have their defaults."""
 
@@ -78,7 +81,6 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    scale: float
 
 
 class NativeOps:
@@ -101,7 +103,7 @@ class NativeOps:
         """The widths of the buffers in use, in elements."""
         self.quantized: list[Int8Linear] = []
         """Layers that take their input in int8."""
-        ops = fuse_add_norm(fuse_linear_add(program))
+        ops = fuse_linear_add(program)
         _check_known(ops)
         _check_end(ops)
         self.dtype = next(op.weight_VC.dtype for op in ops if isinstance(op, Embed))
@@ -123,7 +125,7 @@ class NativeOps:
                 weight = pointer("embedding", op.weight_VC, self.dtype, self.vocab_size, width)
                 self._append(native_abi.EmbedOp(weight=weight, out=self._put(op.out, width)))
             case Norm():
-                self._norm(op, op.x, is_sampled=isinstance(before, Gather))
+                self._norm(op, is_sampled=isinstance(before, Gather))
             case Linear(adds=False) if isinstance(after, AllReduce) and after.x == op.out:
                 self._linear(op, is_partial=True)
             case Linear() | GatedLinear():
@@ -132,30 +134,39 @@ class NativeOps:
                 self._rotate_and_write(op)
             case Attend():
                 width = self.heads.num_heads * self.heads.head_size
-                attend = native_abi.AttendOp(x=self._get(op.x), out=self._put(op.out, width))
+                attend = native_abi.AttendOp(
+                    x=self._get(op.x),
+                    out=self._put(op.out, width),
+                    **native_abi.attention_fields(op.scale, op.options),
+                )
                 self._append(attend, kv=op.kv)
+            case Activate():
+                self._append(native_abi.GeluOp(x=self._read(op, op.x)))
             case AllReduce():
                 if op.x != self._summed:
                     raise NotNative(f"AllReduce.x={op.x!r} that no layer wrote before it")
                 self.ends.append(len(self.ops))
-            case Add() | AddNorm():
-                if op.x != self._summed:
-                    raise NotNative(f"{type(op).__name__}.x={op.x!r} that is not of all ranks")
-                if self._channels[op.to] != self.widths[PARTIAL]:
+                out = self._put(op.x, self.widths[PARTIAL])
+                self._append(native_abi.RoundPartialOp(out=out))
+            case Add():
+                x, to = self._read(op, op.x), self._read(op, op.to)
+                if self._channels[op.x] != self._channels[op.to]:
                     raise ValueError(
-                        f"{op.x!r} of {self.widths[PARTIAL]} channels: must be "
+                        f"{op.x!r} of {self._channels[op.x]} channels: must be "
                         f"{self._channels[op.to]}"
                     )
-                if isinstance(op, AddNorm):
-                    self._norm(op, op.to, adds_partial=True)
-                else:
-                    self._append(native_abi.AddPartialOp(out=self._get(op.to)))
+                self._append(native_abi.AddOp(x=x, to=to, scale=op.scale))
             case Logits():
                 packed = self._packed(op.name, op.layer, x=op.x, is_gated=False)
                 self.num_columns = packed.num_out
                 self._quantize(packed, op.x)
-                weights = ctypes.pointer(packed.weights)
-                self._append(native_abi.LogitsOp(weights=weights, x=self._get(op.x)))
+                logits = native_abi.LogitsOp(
+                    weights=ctypes.pointer(packed.weights),
+                    x=self._get(op.x),
+                    scale=op.scale,
+                    cap=op.cap or 0.0,
+                )
+                self._append(logits)
 
     def _append(self, op: native_abi.AnyOp, *, kv: int | None = None) -> None:
         if kv is not None:
@@ -168,24 +179,30 @@ class NativeOps:
             raise NotNative(f"value {value!r}")
         return buffer
 
+    def _read(self, op: Op, value: Value) -> int:
+        if value not in self._channels:
+            raise NotNative(f"{type(op).__name__} of {value!r} that nothing wrote before it")
+        return self._get(value)
+
     def _put(self, value: Value, width: int) -> int:
         buffer = self._get(value)
         self._channels[value] = width
         self.widths[buffer] = max(self.widths.get(buffer, 0), width)
         return buffer
 
-    def _norm(
-        self, op: Norm | AddNorm, x: Value, *, adds_partial: bool = False, is_sampled: bool = False
-    ) -> None:
-        buffer, width = self._get(x), self._channels[x]
+    def _norm(self, op: Norm, *, is_sampled: bool) -> None:
+        buffer = self._read(op, op.x)
+        width = self._channels[op.x]
+        shape = (op.kind, self.dtype, width)
         self._append(
             native_abi.NormOp(
-                weight=pointer("a norm's weight", op.weight_C, self.dtype, width),
+                weight=norm_pointer("a norm's weight", op.weight_C, *shape),
+                bias=None if op.bias_C is None else norm_pointer("its bias", op.bias_C, *shape),
                 x=buffer,
                 out=self._put(op.out, width),
-                adds_partial=adds_partial,
                 is_sampled=is_sampled,
                 eps=op.eps,
+                norm_kind=native_abi.NORM_KINDS[op.kind],
             )
         )
 
@@ -201,7 +218,7 @@ class NativeOps:
             mode, out = native_abi.STORE_F32, PARTIAL
             self.widths[PARTIAL], self._summed = packed.num_out, op.out
         else:
-            mode = native_abi.GATED if is_gated else native_abi.STORE
+            mode = packed.mode
             out = self._put(op.out, packed.num_out)
         self._append(
             native_abi.LinearOp(
@@ -241,22 +258,29 @@ class NativeOps:
             raise ValueError(f"{op.x!r} of {self._channels[op.x]} channels: must be {width}")
         if self._put(op.out, width) != self._get(op.x):
             raise NotNative(f"RotateAndWrite.out={op.out!r}: Q stays where K and V are")
-        all_heads = shape.num_heads * shape.head_size
-        if op.q_norm_D is not None and shape.head_size < len(op.q_norm_D) == all_heads:
-            raise NotNative("RotateAndWrite.q_norm_D over all heads")
-        rotated = (torch.float32, len(op.table.cos_PR), shape.head_size // 2)
+        num_positions = len(op.table.cos_PR)
+        rotated = (torch.float32, num_positions, shape.head_size // 2)
+        counts = [1, 1]
+        if op.q_norm_D is not None and len(op.q_norm_D) > shape.head_size:
+            counts = [shape.num_heads, shape.num_kv_heads]
         norms = [
-            None if x is None else pointer("a head's norm", x, self.dtype, shape.head_size)
-            for x in (op.q_norm_D, op.k_norm_D)
+            None
+            if x is None
+            else norm_pointer("a head's norm", x, op.kind, self.dtype, count * shape.head_size)
+            for x, count in zip((op.q_norm_D, op.k_norm_D), counts, strict=True)
         ]
         rotate = native_abi.RotateAndWriteOp(
             q_norm=norms[0],
             k_norm=norms[1],
             eps=op.eps,
+            norm_kind=native_abi.NORM_KINDS[op.kind],
+            norms_all_heads=counts != [1, 1],
             cos=pointer("cos", op.table.cos_PR, *rotated),
             sin=pointer("sin", op.table.sin_PR, *rotated),
             x=self._get(op.x),
         )
+        if op.q_scale_P is not None:
+            rotate.q_scale = pointer("scales of Q", op.q_scale_P, self.dtype, num_positions)
         self._append(rotate, kv=op.kv)
 
 
@@ -283,16 +307,10 @@ def _check_known(ops: Program) -> None:
 
 def _heads(ops: Program) -> HeadShape:
     """Raises NotNative where layers differ."""
-    rotates = [op for op in ops if isinstance(op, RotateAndWrite)]
-    attends = [op for op in ops if isinstance(op, Attend)]
     shapes = {
-        HeadShape(
-            num_heads=rotate.num_heads,
-            num_kv_heads=rotate.num_kv_heads,
-            head_size=rotate.head_size,
-            scale=attend.scale,
-        )
-        for rotate, attend in zip(rotates, attends, strict=True)
+        HeadShape(num_heads=op.num_heads, num_kv_heads=op.num_kv_heads, head_size=op.head_size)
+        for op in ops
+        if isinstance(op, RotateAndWrite)
     }
     if len(shapes) != 1:
         raise NotNative(f"layers of unlike heads: {shapes}")

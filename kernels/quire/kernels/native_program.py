@@ -46,7 +46,6 @@ class NativeProgram:
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_size=heads.head_size,
-            scale=heads.scale,
             num_positions=native.num_positions,
         )
 

@@ -34,6 +34,9 @@ NormKind = Literal["rms", "wide", "layer"]
 rather than before; "layer" subtracts the mean, and is rounded like it."""
 
 
+GateActivation = Literal["silu", "gelu_tanh"]
+
+
 class LinearLayer(Protocol):
     """Weights, laid out as a backend likes them: ``[T, I]`` to ``[T, O]``. A row's bits do not
     depend on the other rows."""
@@ -85,7 +88,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatedLinear:
-    """``silu(gate) * up``, where the layer's product with ``x`` is gates, then ups."""
+    """``activation(gate) * up``, where the layer's product with ``x`` is gates, then ups."""
 
     name: str
     layer: LinearLayer
@@ -96,11 +99,9 @@ class GatedLinear:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Activate:
-    """``x``: its GELU, by the formula with tanh. Where it is gates, then ups, that of the gates
-    times the ups."""
+    """``x``: its GELU, by the formula with tanh."""
 
     x: Value
-    gated: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -191,13 +191,17 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     return (wide_TF / (1 + torch.exp(-wide_TF))).to(gate_up_TG.dtype) * up_TF
 
 
-def gelu(x_TF: Tensor, *, gated: bool) -> Tensor:
-    """GELU by the formula with tanh; ``gated`` is as in `silu_and_mul`, and so are the steps."""
-    gate_TF, up_TF = x_TF.chunk(2, dim=-1) if gated else (x_TF, None)
-    wide_TF = gate_TF.float()
+def gelu(x_TF: Tensor) -> Tensor:
+    """GELU by the formula with tanh; the steps are as in `silu_and_mul`."""
+    wide_TF = x_TF.float()
     inner_TF = math.sqrt(2 / math.pi) * (wide_TF + 0.044715 * (wide_TF * wide_TF * wide_TF))
-    out_TF = (0.5 * wide_TF * (1 + torch.tanh(inner_TF))).to(x_TF.dtype)
-    return out_TF if up_TF is None else out_TF * up_TF
+    return (0.5 * wide_TF * (1 + torch.tanh(inner_TF))).to(x_TF.dtype)
+
+
+def gelu_and_mul(gate_up_TG: Tensor) -> Tensor:
+    """``gelu(gate) * up``, as `silu_and_mul`."""
+    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+    return gelu(gate_TF) * up_TF
 
 
 def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.grouped import GroupedWeight, decoded
-from quire.kernels.linear import PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainLinear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_decode import decode_attention
@@ -134,9 +134,16 @@ class TritonBackend:
         return PlainLinear(decoded(weight_OI), bias_O)
 
     def pack_gated_linear(
-        self, weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None = None
+        self,
+        weight_OI: Tensor | GroupedWeight,
+        bias_O: Tensor | None = None,
+        *,
+        activation: GateActivation = "silu",
     ) -> LinearLayer:
-        return GatedLinear(PlainLinear(decoded(weight_OI), bias_O))
+        gate_up = PlainLinear(decoded(weight_OI), bias_O)
+        if activation == "silu":
+            return GatedLinear(gate_up)
+        return PlainGatedLinear(gate_up, activation)
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

@@ -1,10 +1,10 @@
 // Causal attention over the paged KV cache, for decodes and prompts alike.
 //
-// A row's result is made split by split: 128 tokens counted from token 0, each with a softmax of
-// its own, blended in order into the running result. Units (`attention_plan.cpp`) only choose who
-// computes a split and for how many rows at once, so that a token has the same bits as a decode,
-// in any chunk of its prompt, alone, in any batch, with its prefix shared or not, on any number
-// of threads.
+// A row's result is made split by split: 128 tokens counted from token 0, from the first that is in
+// its window, each with a softmax of its own, blended in order into the running result. Units
+// (`attention_plan.cpp`) only choose who computes a split and for how many rows at once, so that a
+// token has the same bits as a decode, in any chunk of its prompt, alone, in any batch, with its
+// prefix shared or not, on any number of threads.
 //
 // Traffic of one unit: K and V of its splits once per run of queries that share their blocks, and
 // q and out once.
@@ -59,7 +59,7 @@ class Attention {
         cache_(args),
         head_size_(args.head_size),
         group_(args.num_heads / args.num_kv_heads),
-        log2_scale_(args.scale * 1.44269504f),
+        score_scale_(args),
         scratch_(scratch) {}
 
   void run(const Unit& unit) {
@@ -138,18 +138,25 @@ class Attention {
     return settled(step);
   }
 
+  static bool sees(const Query& query, int split) {
+    return query.visible > split * kSplitTokens && query.hidden < (split + 1) * kSplitTokens;
+  }
+  static int first_split(const Query& query) { return query.hidden / kSplitTokens; }
+
   // The next run of queries at or after `step.first`: within its head, then the next head's, then
-  // the next split's.
+  // the next split's. The split is the first that each of them sees, or of none.
   Step settled(Step step) const {
     const Query* queries = plan_.queries.data();
     for (; step.split < unit_->end_split; ++step.split, step.head = unit_->first_head) {
       for (; step.head < unit_->end_head; ++step.head, step.first = unit_->first_query) {
-        while (step.first < unit_->end_query &&
-               queries[step.first].visible <= step.split * kSplitTokens)
+        while (step.first < unit_->end_query && !sees(queries[step.first], step.split))
           ++step.first;
         if (step.first == unit_->end_query) continue;
+        const auto starts = [&](int query) { return first_split(queries[query]) == step.split; };
         step.end = step.first + 1;
-        while (step.end < unit_->end_query && queries[step.end].shared > step.split) ++step.end;
+        while (step.end < unit_->end_query && queries[step.end].shared > step.split &&
+               sees(queries[step.end], step.split) && starts(step.end) == starts(step.first))
+          ++step.end;
         return step;
       }
       step.first = unit_->first_query;
@@ -177,22 +184,29 @@ class Attention {
       if (count < kRows)
         return attend_block<kRows - 1>(step, tiles, first, count, ahead_of_scores, ahead_of_values);
     const int row = row_of(step.head, step.first) + first;
-    int visible[kRows], most = 0;
+    Seen seen[kRows];
+    int least = kSplitTokens, most = 0;
     for (int i = 0; i < kRows; ++i) {
       const Query& query = plan_.queries[step.first + (first + i) / group_];
-      visible[i] = std::min(query.visible - step.split * kSplitTokens, kSplitTokens);
-      most = std::max(most, visible[i]);
+      seen[i].first = std::max(query.hidden - step.split * kSplitTokens, 0);
+      seen[i].end = std::min(query.visible - step.split * kSplitTokens, kSplitTokens);
+      least = std::min(least, seen[i].first);
+      most = std::max(most, seen[i].end);
     }
-    if (most <= 0) return;
-    const int num_tiles = (most + kTileTokens - 1) / kTileTokens;
+    // Tiles before all windows are left out: their weights would be zeros.
+    const int first_tile = least / kTileTokens, first_token = first_tile * kTileTokens;
+    for (Seen& each : seen) each.first -= first_token, each.end -= first_token;
+    const int num_tiles = (most + kTileTokens - 1) / kTileTokens - first_tile;
+    const int first_part = first_tile * (kTileTokens / cache_.part_tokens());
     const int num_lines = int(cache_.tile_bytes() / kLineBytes);
-    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride, num_lines, tiles.k,
-                           ahead_of_scores, num_tiles, scores_);
+    score_rows<Dot, kRows>(queries_ + int64_t{row} * kQueryStride, num_lines, tiles.k + first_tile,
+                           ahead_of_scores + first_tile, num_tiles, scores_);
     Vec sums[kRows];
-    const TokenScales* scales = cache_.kIsInt8 ? &tiles.scales : nullptr;
-    const Vec max =
-        weigh<Dot, kRows>(scores_, weights_, num_tiles, visible, log2_scale_, scales, sums);
-    const bool starts = step.split == 0 || unit_->merge >= 0;
+    const float* k_scales = cache_.kIsInt8 ? tiles.scales.k + first_token : nullptr;
+    const float* v_scales = cache_.kIsInt8 ? tiles.scales.v + first_token : nullptr;
+    const Vec max = weigh<Dot, kRows>(scores_, weights_, num_tiles, seen, score_scale_, k_scales,
+                                      v_scales, sums);
+    const bool starts = unit_->merge >= 0 || step.split == first_split(plan_.queries[step.first]);
     const Rows to = unit_->merge < 0 ? rows_ : saved(plan_.merges[unit_->merge], step.split);
     Blend blend;
     if (starts) {
@@ -202,14 +216,14 @@ class Attention {
       join_maxima(max, to.max + row, kRows, blend);
       for (int i = 0; i < kRows; ++i) join_sum(sums[i], to.sum + (row + i) * kLanes, blend, i);
     }
-    sum_value_rows<Dot, kRows>(weights_, num_tiles, cache_.part_tokens(), tiles.v, head_size_,
-                               ahead_of_values, starts ? nullptr : &blend,
+    sum_value_rows<Dot, kRows>(weights_, num_tiles, cache_.part_tokens(), tiles.v + first_part,
+                               head_size_, ahead_of_values + first_part, starts ? nullptr : &blend,
                                to.values + int64_t{row} * head_size_);
   }
 
   // Joins a split's maxima to the running ones, and says how its sums enter.
   void join_maxima(Vec split_max, float* running, int count, Blend& blend) const {
-    const Vec scale = splat(log2_scale_), before = load(running);
+    const Vec scale = splat(score_scale_.log2_scale), before = load(running);
     const Vec most = max(before, split_max);
     store_first(running, count, most);
     store(blend.keep, exp2_of<Dot::kShortExp>(mul(sub(before, most), scale)));
@@ -224,23 +238,32 @@ class Attention {
   // A split's place in the workspace of a merge.
   Rows saved(const Merge& merge, int split) const {
     return rows_at(plan_.workspace.data() + merge.offset +
-                   int64_t{split} * num_rows() * floats_per_row(head_size_));
+                   int64_t{split - merge.whole.first_split} * num_rows() *
+                       floats_per_row(head_size_));
   }
 
   void join(const Merge& merge) {
     const int count = num_rows();
-    const Rows sum = saved(merge, 0);
-    for (int split = 1; split < merge.whole.end_split; ++split) {
+    const Rows sum = saved(merge, merge.whole.first_split);
+    for (int split = merge.whole.first_split; split < merge.whole.end_split; ++split) {
       const Rows part = saved(merge, split);
       for (int row = 0; row < count; ++row) {
-        const int query = merge.whole.first_query + row / group_ % num_queries();
-        if (plan_.queries[query].visible <= split * kSplitTokens) continue;
+        const Query& query = plan_.queries[merge.whole.first_query + row / group_ % num_queries()];
+        if (!sees(query, split)) continue;
+        float* values = sum.values + int64_t{row} * head_size_;
+        const float* part_values = part.values + int64_t{row} * head_size_;
+        if (split == first_split(query)) {
+          if (split == merge.whole.first_split) continue;
+          sum.max[row] = part.max[row];
+          store(sum.sum + row * kLanes, load(part.sum + row * kLanes));
+          memcpy(values, part_values, head_size_ * sizeof(float));
+          continue;
+        }
         Blend blend;
         join_maxima(splat(part.max[row]), sum.max + row, 1, blend);
         join_sum(load(part.sum + row * kLanes), sum.sum + row * kLanes, blend, 0);
         for (int d = 0; d < head_size_; d += kLanes)
-          join_sum(load(part.values + int64_t{row} * head_size_ + d),
-                   sum.values + int64_t{row} * head_size_ + d, blend, 0);
+          join_sum(load(part_values + d), values + d, blend, 0);
       }
     }
     write_out(merge.whole, sum);
@@ -273,7 +296,7 @@ class Attention {
   CacheReader<Dot, Stored> cache_;
   const int head_size_;
   const int group_;
-  const float log2_scale_;
+  const ScoreScale score_scale_;
   Scratch& scratch_;
   const Unit* unit_ = nullptr;
   char* queries_ = nullptr;  // [rows], kQueryStride apart

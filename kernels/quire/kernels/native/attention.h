@@ -15,7 +15,8 @@ namespace quire {
 struct Query {
   int32_t row;
   int32_t token;    // its index in q and out
-  int32_t visible;  // it sees the tokens before this one
+  int32_t visible;  // it sees the tokens before this one,
+  int32_t hidden;   // from this one on: the first of its window
   int32_t shared;   // leading splits that it reads from the same blocks as the query before it
 };
 
@@ -23,7 +24,7 @@ struct Query {
 struct Unit {
   int32_t first_query, end_query;
   int32_t first_head, end_head;
-  int32_t first_split, end_split;
+  int32_t first_split, end_split;  // that one of the queries sees
   int32_t merge;  // the entry of `merges` that joins this part with the others, or -1
 };
 
@@ -36,8 +37,9 @@ struct Merge {
 };
 
 // A step's work. It holds no pointers into the step's tensors but the block tables, and serves
-// every layer that has these tables. One `attend_part` at a time uses it.
+// every layer that has these tables and this window. One `attend_part` at a time uses it.
 struct AttendPlan {
+  int32_t window;
   std::vector<Query> queries;
   std::vector<Unit> units;
   std::vector<Merge> merges;
@@ -45,8 +47,8 @@ struct AttendPlan {
   std::vector<float> workspace;
 };
 
-// Plans for `num_threads`; the bits of the results do not depend on it. Reads the tables and
-// lengths of `args`, not its tensors.
+// Plans for `num_threads`; the bits of the results do not depend on it. Reads the tables, lengths
+// and window of `args`, not its tensors.
 AttendPlan plan_attention(const AttendArgs& args, int num_threads);
 
 // See `team.h`.

@@ -1,5 +1,7 @@
 // The C entry points of attention and KV write, each with a parallel region of its own.
 
+#include <algorithm>
+
 #include "attention.h"
 #include "check.h"
 
@@ -22,9 +24,12 @@ QuireRefusal quire_attend(const AttendArgs* args) {
   const QuireRefusal refusal = quire::check_rows(*args);
   if (refusal.what) return refusal;
   int64_t scores = 0;
-  for (int row = 0; row < args->num_rows; ++row)
-    scores += int64_t{args->query_starts[row + 1] - args->query_starts[row]} * args->seq_lens[row] *
-              args->num_heads;
+  for (int row = 0; row < args->num_rows; ++row) {
+    const int num_tokens = args->seq_lens[row];
+    const int seen = args->window ? std::min(args->window, num_tokens) : num_tokens;
+    scores +=
+        int64_t{args->query_starts[row + 1] - args->query_starts[row]} * seen * args->num_heads;
+  }
   const int num_threads = threads_for(scores, kMinScores);
   quire::AttendPlan plan = quire::plan_attention(*args, num_threads);
   parallel(num_threads, [&](Team team) { quire::attend_part(*args, plan, team); });

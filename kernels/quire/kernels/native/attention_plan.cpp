@@ -50,16 +50,19 @@ struct Planner {
         shared = int(int64_t{shared_blocks(rows[i - 1], row)} * args.block_size / kSplitTokens);
       for (int query = 0; query < count; ++query) {
         const int visible = args.seq_lens[row] - count + query + 1;
-        plan.queries.push_back({row, start + query, visible, query == 0 ? shared : INT_MAX});
+        const int hidden = args.window ? std::max(0, visible - args.window) : 0;
+        plan.queries.push_back(
+            {row, start + query, visible, hidden, query == 0 ? shared : INT_MAX});
       }
     }
   }
 
   int64_t cost_of_query(int i) const {
     const Query& query = plan.queries[i];
-    const int64_t own_splits = (query.visible + kSplitTokens - 1) / kSplitTokens -
-                               int64_t{std::min(query.shared, query.visible / kSplitTokens)};
-    return query.visible * int64_t{group} + own_splits * kSplitTokens * kTileCost;
+    const int read_before =
+        std::max(std::min(query.shared, query.visible / kSplitTokens), query.hidden / kSplitTokens);
+    const int64_t own_splits = (query.visible + kSplitTokens - 1) / kSplitTokens - read_before;
+    return (query.visible - query.hidden) * int64_t{group} + own_splits * kSplitTokens * kTileCost;
   }
 
   // Units of queries that share blocks take one head each, so that a head's tiles are read from a
@@ -86,27 +89,30 @@ struct Planner {
 
   // Adds a unit, in pieces if it is more than a thread's fair piece: first by head, then by split.
   void add_unit(Unit unit, int64_t fair) {
-    int longest = 0;
+    int longest = 0, hidden = INT_MAX;
     int64_t cost = 0;
     for (int i = unit.first_query; i < unit.end_query; ++i) {
       longest = std::max(longest, plan.queries[i].visible);
+      hidden = std::min(hidden, plan.queries[i].hidden);
       cost += cost_of_query(i);
     }
+    unit.first_split = hidden / kSplitTokens;
     unit.end_split = (longest + kSplitTokens - 1) / kSplitTokens;
+    const int num_splits = unit.end_split - unit.first_split;
     const int num_heads = unit.end_head - unit.first_head;
     const int64_t num_pieces = num_threads == 1 ? 1 : (cost * num_heads + fair - 1) / fair;
     if (num_pieces <= 1) return plan.units.push_back(unit);
     const int head_pieces = int(std::min<int64_t>(num_pieces, num_heads));
     const int split_pieces =
-        int(std::min<int64_t>((num_pieces + head_pieces - 1) / head_pieces, unit.end_split));
+        int(std::min<int64_t>((num_pieces + head_pieces - 1) / head_pieces, num_splits));
     for (int i = 0; i < head_pieces; ++i) {
       Unit part = unit;
       part.first_head = unit.first_head + num_heads * i / head_pieces;
       part.end_head = unit.first_head + num_heads * (i + 1) / head_pieces;
       if (split_pieces > 1) part.merge = add_merge(part, split_pieces);
       for (int j = 0; j < split_pieces; ++j) {
-        part.first_split = unit.end_split * j / split_pieces;
-        part.end_split = unit.end_split * (j + 1) / split_pieces;
+        part.first_split = unit.first_split + num_splits * j / split_pieces;
+        part.end_split = unit.first_split + num_splits * (j + 1) / split_pieces;
         plan.units.push_back(part);
       }
     }
@@ -114,10 +120,11 @@ struct Planner {
 
   int add_merge(const Unit& whole, int num_parts) {
     const int64_t offset = int64_t(plan.workspace.size());
+    const int64_t num_splits = whole.end_split - whole.first_split;
     const int64_t num_rows =
         int64_t{whole.end_query - whole.first_query} * (whole.end_head - whole.first_head) * group;
     plan.merges.push_back({whole, num_parts, offset});
-    plan.workspace.resize(offset + whole.end_split * num_rows * floats_per_row(args.head_size));
+    plan.workspace.resize(offset + num_splits * num_rows * floats_per_row(args.head_size));
     return int(plan.merges.size()) - 1;
   }
 };
@@ -126,6 +133,7 @@ struct Planner {
 
 AttendPlan plan_attention(const AttendArgs& args, int num_threads) {
   Planner planner{args, num_threads};
+  planner.plan.window = args.window;
   planner.order_queries();
   planner.cut_units();
   AttendPlan plan = std::move(planner.plan);

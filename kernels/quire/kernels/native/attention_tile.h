@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "quire.h"
 #include "simd.h"
 
 namespace quire {
@@ -141,24 +142,46 @@ inline void score_rows(const char* q, int num_lines, const char* const* k, const
     }
 }
 
-// The rows' softmax over a split, relative to each row's maximum in the split, of the `num_tiles *
-// 16` scores of each. Row i's first `visible[i]` tokens count; the weights of the others are zero.
-// Lane i of the result is row i's maximum (-inf where nothing is visible), and sums[i] has a lane
-// for every 16th token. Of an int8 split, `scales` enter the scores and the weights, not the sums.
+// What is made of a score: `exp2(score * log2_scale)`; with a cap, of `tanh(score * to_cap)`.
+struct ScoreScale {
+  explicit ScoreScale(const AttendArgs& args)
+      : log2_scale((args.soft_cap > 0 ? args.soft_cap : args.scale) * 1.44269504f),
+        to_cap(args.soft_cap > 0 ? args.scale / args.soft_cap : 0) {}
+  const float log2_scale;
+  const float to_cap;  // 0: there is none
+};
+
+// The tokens of some tiles that a row sees: `first` to `end`, of which one is there.
+struct Seen {
+  int first, end;
+};
+
+// The rows' softmax over some tiles of a split, relative to each row's maximum there, of the
+// `num_tiles * 16` scores of each. The weights of tokens that row i does not see are zero. Lane i
+// of the result is row i's maximum, and sums[i] has a lane for every 16th token. Of an int8 split,
+// the scales enter the scores and the weights, not the sums.
 template <class Dot, int kRows>
-inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visible)[kRows],
-                 float log2_scale, const TokenScales* scales, Vec (&sums)[kRows]) {
+inline Vec weigh(float* scores, char* weights, int num_tiles, const Seen (&seen)[kRows],
+                 const ScoreScale& score_scale, const float* k_scales, const float* v_scales,
+                 Vec (&sums)[kRows]) {
   constexpr int kTileBytes = kTileTokens * 4 / Dot::kPack;
   const Vec hidden = splat(-__builtin_inff());
   Vec most[kRows];
   for (int row = 0; row < kRows; ++row) {
     float* at = scores + row * kSplitTokens;
-    if (scales)
+    if (k_scales)
       for (int i = 0; i < num_tiles * kTileTokens; i += kTileTokens)
-        store(at + i, mul(load(at + i), load(scales->k + i)));
-    const int whole = visible[row] > 0 ? visible[row] / kTileTokens : 0;
-    for (int tile = whole; tile < num_tiles; ++tile) {
-      const int count = visible[row] - tile * kTileTokens;
+        store(at + i, mul(load(at + i), load(k_scales + i)));
+    if (score_scale.to_cap > 0)
+      for (int i = 0; i < num_tiles * kTileTokens; i += kTileTokens)
+        store(at + i, tanh_of(mul(load(at + i), splat(score_scale.to_cap))));
+    for (int tile = 0; tile * kTileTokens < seen[row].first; ++tile) {
+      const int count = seen[row].first - tile * kTileTokens;
+      float* cut = at + tile * kTileTokens;
+      store(cut, count < kTileTokens ? first_lanes(hidden, count, load(cut)) : hidden);
+    }
+    for (int tile = seen[row].end / kTileTokens; tile < num_tiles; ++tile) {
+      const int count = seen[row].end - tile * kTileTokens;
       float* cut = at + tile * kTileTokens;
       store(cut, count > 0 ? first_lanes(load(cut), count, hidden) : hidden);
     }
@@ -167,11 +190,11 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visibl
       most[row] = max(most[row], load(at + tile * kTileTokens));
   }
   const Vec max_scores = max_of_each(most);
-  // A row that sees nothing has 2^-inf everywhere, not 2^(-inf + inf).
+  // Where all scores are -inf, weights are 2^-inf, not 2^(-inf + inf).
   const Vec finite = max(max_scores, splat(-1e30f));
   float offsets[kLanes];
-  store(offsets, mul(finite, splat(-log2_scale)));
-  const Vec scale = splat(log2_scale);
+  store(offsets, mul(finite, splat(-score_scale.log2_scale)));
+  const Vec scale = splat(score_scale.log2_scale);
   for (int row = 0; row < kRows; ++row) {
     const Vec offset = splat(offsets[row]);
     const float* at = scores + row * kSplitTokens;
@@ -181,7 +204,7 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const int (&visibl
       const Vec weight = exp2_of<Dot::kShortExp>(fma(load(at + tile * kTileTokens), scale, offset));
       sum = add(sum, weight);
       Dot::store_weights(to + tile * kTileBytes,
-                         scales ? mul(weight, load(scales->v + tile * kTileTokens)) : weight);
+                         v_scales ? mul(weight, load(v_scales + tile * kTileTokens)) : weight);
     }
     sums[row] = sum;
   }

@@ -1,4 +1,4 @@
-// What a layer does between its matrix products: RMS norm, rotary embedding; and the argmax of
+// What a layer does between its matrix products: norms, rotary embedding; and the argmax of
 // greedy sampling. Each row is computed alone, in one order, so its bits are its own.
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -15,7 +15,7 @@ namespace {
 
 // Hugging Face's roundings: the normed value is rounded before it meets the weight.
 template <class T>
-void norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float eps) {
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float eps) {
   Vec sums[4] = {zero(), zero(), zero(), zero()};
   for (int64_t c = 0; c < num_channels; c += kLanes) {
     const Vec value = read(x + c, num_channels - c);
@@ -31,12 +31,42 @@ void norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float e
 }
 
 template <class T>
+void wide_norm_row(const T* x, const NormArgs& args, T* out) {
+  const int64_t num_channels = args.num_channels;
+  const float count = static_cast<float>(num_channels);
+  const float* weight = static_cast<const float*>(args.weight);
+  Vec mean = zero();
+  if (args.kind == QUIRE_LAYER_NORM) {
+    for (int64_t c = 0; c < num_channels; c += kLanes)
+      mean = add(mean, read(x + c, num_channels - c));
+    mean = splat(sum_of_lanes(mean) / count);
+  }
+  Vec squares = zero();
+  for (int64_t c = 0; c < num_channels; c += kLanes) {
+    const int64_t left = num_channels - c;
+    Vec value = sub(read(x + c, left), mean);
+    if (left < kLanes) value = first_lanes(value, static_cast<int>(left), zero());
+    squares = fma(value, value, squares);
+  }
+  const Vec scale = splat(1 / std::sqrt(sum_of_lanes(squares) / count + args.eps));
+  for (int64_t c = 0; c < num_channels; c += kLanes) {
+    const int64_t left = num_channels - c;
+    const Vec normed = mul(sub(read(x + c, left), mean), scale);
+    const Vec value = mul(normed, read(weight + c, left));
+    write(out + c, args.bias ? add(value, read(args.bias + c, left)) : value, left);
+  }
+}
+
+template <class T>
 void norm_rows_of(const NormArgs& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     int64_t source = args.rows ? args.rows[row] : row;
-    norm_row(static_cast<const T*>(args.x) + source * args.num_channels,
-             static_cast<const T*>(args.weight),
-             static_cast<T*>(args.out) + row * args.num_channels, args.num_channels, args.eps);
+    const T* x = static_cast<const T*>(args.x) + source * args.num_channels;
+    T* out = static_cast<T*>(args.out) + row * args.num_channels;
+    if (args.kind == QUIRE_RMS_NORM)
+      rms_norm_row(x, static_cast<const T*>(args.weight), out, args.num_channels, args.eps);
+    else
+      wide_norm_row(x, args, out);
   }
 }
 
@@ -80,7 +110,7 @@ int64_t argmax_row(const float* x, int64_t size) {
 
 using namespace quire;
 
-void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
+void norm_rows(const NormArgs& args, int64_t begin, int64_t end) {
   args.dtype == QUIRE_BF16 ? norm_rows_of<bf16>(args, begin, end)
                            : norm_rows_of<float>(args, begin, end);
 }
@@ -90,10 +120,10 @@ void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end) {
                            : rotate_tokens<float>(args, begin, end);
 }
 
-void quire_rms_norm(const NormArgs* args, int32_t num_threads) {
+void quire_norm(const NormArgs* args, int32_t num_threads) {
   parallel(num_threads, [=](Team team) {
     team.share_rows(args->num_rows,
-                    [=](int64_t begin, int64_t end) { rms_norm_rows(*args, begin, end); });
+                    [=](int64_t begin, int64_t end) { norm_rows(*args, begin, end); });
   });
 }
 

@@ -1,4 +1,5 @@
-// A program in one call: its operations, in one parallel region. Each is one stage or two.
+// A program in one call: its operations, in one parallel region. Each is one stage or two, but
+// neighbours that work row by row are one stage together.
 //
 // A stage reads what the ones before have written, all of whose pieces are done by then. Rounds
 // where PyTorch's layer by layer does: what is fused here (residual sums, SiLU) keeps the roundings
@@ -10,6 +11,7 @@
 #include "check.h"
 #include "elements.h"
 #include "greatest.h"
+#include "linear_store.h"
 #include "quire.h"
 
 namespace quire {
@@ -34,7 +36,6 @@ AttendArgs attend_args(const ForwardArgs& a) {
   args.num_kv_heads = a.num_kv_heads;
   args.head_size = a.head_size;
   args.block_size = a.block_size;
-  args.scale = a.scale;
   args.cache_is_int8 = a.cache_is_int8;
   return args;
 }
@@ -58,12 +59,15 @@ class Forward {
         stages_(kStagesPerOp * (args.end_op - args.first_op)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
         attend_(attend_args(args)) {
-    bool attends = false, ends = false;
-    for (int op = args.first_op; op < args.end_op; ++op) {
-      attends |= args.ops[op].kind == QUIRE_ATTEND;
-      ends |= args.ops[op].kind == QUIRE_LOGITS;
+    bool ends = false;
+    for (int i = args.first_op; i < args.end_op; ++i) {
+      const Op& op = args.ops[i];
+      ends |= op.kind == QUIRE_LOGITS;
+      if (op.kind != QUIRE_ATTEND || plan_for(op.attend.window)) continue;
+      AttendArgs attend = attend_;
+      attend.window = op.attend.window;
+      plans_.push_back(plan_attention(attend, args.num_threads));
     }
-    if (attends) plan_ = plan_attention(attend_, args.num_threads);
     if (ends) {
       greatest_.resize(args.num_threads * args.num_greedy);
       for (Greatest& greatest : greatest_) greatest.clear();
@@ -71,43 +75,77 @@ class Forward {
   }
 
   void run(Team team) {
-    for (int i = a_.first_op; i < a_.end_op; ++i) {
+    for (int i = a_.first_op, next; i < a_.end_op; i = next) {
       team.stage = &stages_[kStagesPerOp * (i - a_.first_op)];
       const Op& op = a_.ops[i];
+      next = i + 1;
       switch (op.kind) {
-        case QUIRE_EMBED: embed(op.embed, team); break;
-        case QUIRE_NORM: norm(op.norm, team); break;
         case QUIRE_LINEAR: linear(op.linear, team); break;
-        case QUIRE_ROTATE_AND_WRITE: rotate_and_write(op.rotate_and_write, team); break;
         case QUIRE_ATTEND: attend(op.attend, team); break;
-        case QUIRE_ADD_PARTIAL: add_partial(op.add_partial, team); break;
         case QUIRE_LOGITS: logits(op.logits, team); break;
+        default: {
+          const bool samples = is_sampled(op);
+          while (!samples && next < a_.end_op && is_by_token(a_.ops[next])) ++next;
+          team.share_rows(samples ? a_.num_samples : a_.num_tokens,
+                          [&](int64_t begin, int64_t end) {
+                            for (int each = i; each < next; ++each)
+                              row_op(a_.ops[each], begin, end);
+                          });
+        }
       }
     }
   }
 
  private:
-  void embed(const EmbedOp& op, Team team) {
-    const int64_t row_bytes = a_.widths[op.out] * size_;
-    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; ++token)
-        std::memcpy(buffer(op.out) + token * row_bytes,
-                    static_cast<const char*>(op.weight) + a_.token_ids[token] * row_bytes,
-                    row_bytes);
-    });
+  static bool is_sampled(const Op& op) { return op.kind == QUIRE_NORM && op.norm.is_sampled; }
+
+  // Whether each token's row is made of that token's rows alone.
+  static bool is_by_token(const Op& op) {
+    const bool shares =
+        op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND || op.kind == QUIRE_LOGITS;
+    return !shares && !is_sampled(op);
   }
 
-  void norm(const NormOp& op, Team team) {
-    const int64_t num_rows = op.is_sampled ? a_.num_samples : a_.num_tokens;
-    const NormArgs args = {
-        a_.dtype,        buffer(op.x),   op.is_sampled ? a_.last_tokens : nullptr,
-        op.weight,       buffer(op.out), num_rows,
-        a_.widths[op.x], op.eps};
-    team.share_rows(num_rows, [&](int64_t begin, int64_t end) {
-      if (op.adds_partial) add_partial_rows(op.x, begin, end);
-      rms_norm_rows(args, begin, end);
-      if (op.next) quantize(*op.next, op.out, begin, end);
-    });
+  void row_op(const Op& op, int64_t begin, int64_t end) {
+    switch (op.kind) {
+      case QUIRE_EMBED: return embed(op.embed, begin, end);
+      case QUIRE_NORM: return norm(op.norm, begin, end);
+      case QUIRE_ROTATE_AND_WRITE: return rotate_and_write(op.rotate_and_write, begin, end);
+      case QUIRE_ROUND_PARTIAL:
+        return with_type(
+            [&](auto type) { round_partial<decltype(type)>(op.round_partial, begin, end); });
+      case QUIRE_ADD_VALUE:
+        return with_type([&](auto type) { add_value<decltype(type)>(op.add, begin, end); });
+      case QUIRE_GELU:
+        return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
+    }
+  }
+
+  template <class Work>
+  void with_type(const Work& work) {
+    a_.dtype == QUIRE_BF16 ? work(bf16()) : work(float());
+  }
+
+  void embed(const EmbedOp& op, int64_t begin, int64_t end) {
+    const int64_t row_bytes = a_.widths[op.out] * size_;
+    for (int64_t token = begin; token < end; ++token)
+      std::memcpy(buffer(op.out) + token * row_bytes,
+                  static_cast<const char*>(op.weight) + a_.token_ids[token] * row_bytes, row_bytes);
+  }
+
+  void norm(const NormOp& op, int64_t begin, int64_t end) {
+    NormArgs args = {};
+    args.dtype = a_.dtype;
+    args.x = buffer(op.x);
+    args.rows = op.is_sampled ? a_.last_tokens : nullptr;
+    args.weight = op.weight;
+    args.bias = op.bias;
+    args.out = buffer(op.out);
+    args.num_channels = a_.widths[op.x];
+    args.eps = op.eps;
+    args.kind = op.norm_kind;
+    norm_rows(args, begin, end);
+    if (op.next) quantize(*op.next, op.out, begin, end);
   }
 
   void linear(const LinearOp& op, Team team) {
@@ -123,7 +161,7 @@ class Forward {
     linear_part(args, team);
   }
 
-  void rotate_and_write(const RotateAndWriteOp& op, Team team) {
+  void rotate_and_write(const RotateAndWriteOp& op, int64_t begin, int64_t end) {
     const int64_t width = a_.widths[op.x], head = a_.head_size;
     const RotaryArgs rotary = {
         a_.dtype,     buffer(op.x), width,         op.cos,
@@ -143,21 +181,37 @@ class Forward {
     write.head_size = a_.head_size;
     write.block_size = a_.block_size;
     write.cache_is_int8 = a_.cache_is_int8;
-    team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) {
-      if (op.q_norm) norm_heads(op.q_norm, op, 0, a_.num_heads, begin, end);
-      if (op.k_norm) norm_heads(op.k_norm, op, a_.num_heads, a_.num_kv_heads, begin, end);
-      rotary_rows(rotary, begin, end);
-      write_kv_rows(write, begin, end);
-    });
+    if (op.q_norm) norm_heads(op.q_norm, op, 0, a_.num_heads, begin, end);
+    if (op.k_norm) norm_heads(op.k_norm, op, a_.num_heads, a_.num_kv_heads, begin, end);
+    rotary_rows(rotary, begin, end);
+    write_kv_rows(write, begin, end);
+    if (op.q_scale) with_type([&](auto type) { scale_queries<decltype(type)>(op, begin, end); });
   }
 
   // Some heads of some tokens, in place.
   void norm_heads(const void* weight, const RotateAndWriteOp& op, int64_t first, int64_t count,
                   int64_t begin, int64_t end) {
+    NormArgs args = {};
+    args.dtype = a_.dtype;
+    args.weight = weight;
+    args.num_channels = op.norms_all_heads ? count * a_.head_size : a_.head_size;
+    args.eps = op.eps;
+    args.kind = op.norm_kind;
     for (int64_t token = begin; token < end; ++token) {
-      char* heads = buffer(op.x) + (token * a_.widths[op.x] + first * a_.head_size) * size_;
-      rms_norm_rows({a_.dtype, heads, nullptr, weight, heads, count, a_.head_size, op.eps}, 0,
-                    count);
+      args.out = buffer(op.x) + (token * a_.widths[op.x] + first * a_.head_size) * size_;
+      args.x = args.out;
+      norm_rows(args, 0, op.norms_all_heads ? 1 : count);
+    }
+  }
+
+  template <class T>
+  void scale_queries(const RotateAndWriteOp& op, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      T* q = values<T>(op.x) + token * a_.widths[op.x];
+      const T* scale = static_cast<const T*>(op.q_scale) + a_.positions[token];
+      const Vec factor = splat(sum_of_lanes(read(scale, 1)));
+      for (int64_t i = 0; i < int64_t{a_.num_heads} * a_.head_size; i += kLanes)
+        write(q + i, mul(read(q + i), factor));
     }
   }
 
@@ -168,16 +222,22 @@ class Forward {
     args.out = buffer(op.out);
     args.k_cache = op.k_cache;
     args.v_cache = op.v_cache;
-    attend_part(args, plan_, team);
+    args.scale = op.scale;
+    args.soft_cap = op.soft_cap;
+    args.window = op.window;
+    attend_part(args, *plan_for(op.window), team);
   }
 
-  void add_partial(const AddPartialOp& op, Team team) {
-    team.share_rows(a_.num_tokens,
-                    [&](int64_t begin, int64_t end) { add_partial_rows(op.out, begin, end); });
+  AttendPlan* plan_for(int32_t window) {
+    for (AttendPlan& plan : plans_)
+      if (plan.window == window) return &plan;
+    return nullptr;
   }
 
   void logits(const LogitsOp& op, Team team) {
-    LinearArgs args = linear_args(*op.weights, QUIRE_GREATEST, op.x);
+    LinearArgs args = linear_args(*op.weights, QUIRE_LOGITS_F32, op.x);
+    args.scale = op.scale;
+    args.cap = op.cap;
     args.out = a_.logits;
     args.out_stride = op.weights->num_out;
     args.num_rows = a_.num_samples;
@@ -191,20 +251,37 @@ class Forward {
     });
   }
 
-  void add_partial_rows(int32_t out, int64_t begin, int64_t end) {
-    a_.dtype == QUIRE_BF16 ? add_partial_of<bf16>(out, begin, end)
-                           : add_partial_of<float>(out, begin, end);
+  template <class T>
+  void round_partial(const RoundPartialOp& op, int64_t begin, int64_t end) {
+    const int64_t width = a_.widths[op.out];
+    const float* partial = values<float>(QUIRE_PARTIAL);
+    T* out = values<T>(op.out);
+    for (int64_t i = begin * width; i < end * width; i += kLanes) {
+      const int64_t left = end * width - i;
+      write(out + i, read(partial + i, left), left);
+    }
   }
 
   template <class T>
-  void add_partial_of(int32_t to, int64_t begin, int64_t end) {
-    T* out = reinterpret_cast<T*>(buffer(to));
-    const float* partial = reinterpret_cast<const float*>(buffer(QUIRE_PARTIAL));
-    const int64_t width = a_.widths[to];
+  void add_value(const AddOp& op, int64_t begin, int64_t end) {
+    const int64_t width = a_.widths[op.to];
+    const T* x = values<T>(op.x);
+    T* to = values<T>(op.to);
     for (int64_t i = begin * width; i < end * width; i += kLanes) {
       const int64_t left = end * width - i;
-      const Vec sum = rounded<T>(read(partial + i, left));
-      write(out + i, add(read(out + i, left), sum), left);
+      Vec value = read(x + i, left);
+      if (op.scale != 1) value = rounded<T>(mul(value, splat(op.scale)));
+      write(to + i, add(read(to + i, left), value), left);
+    }
+  }
+
+  template <class T>
+  void gelu_rows(const GeluOp& op, int64_t begin, int64_t end) {
+    const int64_t width = a_.widths[op.x];
+    T* x = values<T>(op.x);
+    for (int64_t i = begin * width; i < end * width; i += kLanes) {
+      const int64_t left = end * width - i;
+      write(x + i, gelu(read(x + i, left)), left);
     }
   }
 
@@ -229,11 +306,16 @@ class Forward {
 
   char* buffer(int32_t which) const { return static_cast<char*>(a_.buffers[which]); }
 
+  template <class T>
+  T* values(int32_t which) const {
+    return static_cast<T*>(a_.buffers[which]);
+  }
+
   const ForwardArgs& a_;
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
-  AttendPlan plan_;
+  std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]
 };
 

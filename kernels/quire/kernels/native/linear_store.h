@@ -65,15 +65,28 @@ inline Vec silu(Vec x) {
   return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
 }
 
+// By the formula with tanh.
+inline Vec gelu(const Vec& x) {
+  const Vec cubed = mul(mul(x, x), x);
+  const Vec inner = mul(splat(0.79788456f), add(x, mul(splat(0.044715f), cubed)));
+  return mul(mul(splat(0.5f), x), add(splat(1), tanh_of(inner)));
+}
+
+inline Vec logits(Vec x, float scale, float cap) {
+  if (scale != 1) x = mul(x, splat(scale));
+  return cap > 0 ? mul(tanh_of(div(x, splat(cap))), splat(cap)) : x;
+}
+
 // Puts the sums of some rows where `kMode` says.
 template <class T, int kMode>
 void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
             int num_rows) {
-  constexpr bool kIsFloat = kMode == QUIRE_STORE_F32 || kMode == QUIRE_GREATEST;
+  constexpr bool kIsFloat = kMode == QUIRE_STORE_F32 || kMode == QUIRE_LOGITS_F32;
+  constexpr bool kIsGated = kMode == QUIRE_GATED || kMode == QUIRE_GATED_GELU;
   using Out = std::conditional_t<kIsFloat, float, T>;
   const LinearWeights& weights = *args.weights;
-  const int64_t width = kMode == QUIRE_GATED ? weights.num_out / 2 : weights.num_out;
-  const int64_t column = panel * (kMode == QUIRE_GATED ? kLanes : kPanelColumns);
+  const int64_t width = kIsGated ? weights.num_out / 2 : weights.num_out;
+  const int64_t column = panel * (kIsGated ? kLanes : kPanelColumns);
   const int64_t left = width - column;
   Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
   Vec bias[2] = {zero(), zero()};
@@ -82,12 +95,15 @@ void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums
   for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
     Vec lo = sums[r][0], hi = sums[r][1];
     if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
-    if (kMode == QUIRE_GATED) {
-      const Vec gate = rounded<T>(silu(rounded<T>(lo)));
+    if (kIsGated) {
+      const Vec x = rounded<T>(lo);
+      const Vec gate = rounded<T>(kMode == QUIRE_GATED ? silu(x) : gelu(x));
       write(out, mul(gate, rounded<T>(hi)), left);
       continue;
     }
-    if (kMode == QUIRE_GREATEST && row + r >= args.num_rows - args.num_greedy) {
+    if (kMode == QUIRE_LOGITS_F32)
+      lo = logits(lo, args.scale, args.cap), hi = logits(hi, args.scale, args.cap);
+    if (kMode == QUIRE_LOGITS_F32 && row + r >= args.num_rows - args.num_greedy) {
       Greatest& greatest = args.greatest[row + r - (args.num_rows - args.num_greedy)];
       greatest.take(lo, column, left);
       greatest.take(hi, column + kLanes, left - kLanes);
@@ -110,7 +126,8 @@ void store_tile(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*
     case QUIRE_STORE_F32: return finish<T, QUIRE_STORE_F32>(args, row, panel, sums, num_rows);
     case QUIRE_ADD: return finish<T, QUIRE_ADD>(args, row, panel, sums, num_rows);
     case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums, num_rows);
-    case QUIRE_GREATEST: return finish<T, QUIRE_GREATEST>(args, row, panel, sums, num_rows);
+    case QUIRE_LOGITS_F32: return finish<T, QUIRE_LOGITS_F32>(args, row, panel, sums, num_rows);
+    case QUIRE_GATED_GELU: return finish<T, QUIRE_GATED_GELU>(args, row, panel, sums, num_rows);
   }
 }
 

@@ -42,6 +42,8 @@ struct AttendArgs {
   int32_t head_size;
   int32_t block_size;
   float scale;            // above 0
+  float soft_cap;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not
+  int32_t window;         // a query sees this many tokens, itself the last; 0: all
   int32_t cache_is_int8;  // with a scale for each token and head; else it is of `dtype`
 };
 
@@ -113,12 +115,14 @@ struct PackArgs {
 };
 
 enum LinearMode : int32_t {
-  QUIRE_STORE = 0,      // out [T, num_out] in dtype
-  QUIRE_STORE_F32 = 1,  // out [T, num_out] in float
-  QUIRE_ADD = 2,        // out [T, num_out] += the result, each rounded to dtype
-  QUIRE_GATED = 3,      // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
-  QUIRE_GREATEST = 4,   // as QUIRE_STORE_F32, but of the last `num_greedy` rows only what
-                        // `greatest.h` keeps
+  QUIRE_STORE = 0,       // out [T, num_out] in dtype
+  QUIRE_STORE_F32 = 1,   // out [T, num_out] in float
+  QUIRE_ADD = 2,         // out [T, num_out] += the result, each rounded to dtype
+  QUIRE_GATED = 3,       // out [T, num_out / 2] = silu(gate) * up, rounded as in PyTorch
+  QUIRE_LOGITS_F32 = 4,  // out [T, num_out] in float, times `scale`, and then
+                         // cap * tanh(logit / cap) where there is a cap; of the last `num_greedy`
+                         // rows only what `greatest.h` keeps
+  QUIRE_GATED_GELU = 5,  // as QUIRE_GATED, with gelu(gate)
 };
 
 struct LinearArgs {
@@ -133,6 +137,8 @@ struct LinearArgs {
   const float* x_scales;  // int8: [T, splits]
   int64_t num_greedy;
   quire::Greatest* greatest;  // [num_greedy], of this thread
+  float scale;                // of logits
+  float cap;                  // of logits; 0: there is none
 };
 
 // The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
@@ -148,15 +154,23 @@ struct QuantizeArgs {
   float* scales;  // [T, splits]
 };
 
+enum NormKind : int32_t {
+  QUIRE_RMS_NORM = 0,    // rounded to dtype before it is multiplied with the weight, of that dtype
+  QUIRE_WIDE_NORM = 1,   // an RMS norm in float, as are weight and bias, rounded at its end
+  QUIRE_LAYER_NORM = 2,  // likewise, of what is left when the mean is subtracted
+};
+
 struct NormArgs {
   int32_t dtype;
   const void* x;        // [T, C]
   const int64_t* rows;  // which of x's rows to take, or null: all
   const void* weight;   // [C]
-  void* out;            // [T, C], contiguous
+  const float* bias;    // [C], or null; none of a QUIRE_RMS_NORM
+  void* out;            // [T, C], contiguous; may be x where `rows` is null
   int64_t num_rows;
   int64_t num_channels;
   float eps;
+  int32_t kind;  // a NormKind
 };
 
 struct RotaryArgs {
@@ -179,8 +193,9 @@ enum QuireBuffer : int32_t {
   QUIRE_QKV = 2,  // Q heads, K heads, V heads
   QUIRE_ATTENDED = 3,
   QUIRE_HIDDEN = 4,
-  QUIRE_PARTIAL = 5,  // in float: a rank's share of a sum, and then the sum
-  QUIRE_NUM_BUFFERS = 6,
+  QUIRE_BRANCH = 5,
+  QUIRE_PARTIAL = 6,  // in float: a rank's share of a sum, and then the sum
+  QUIRE_NUM_BUFFERS = 7,
 };
 
 enum QuireOpKind : int32_t {
@@ -189,8 +204,10 @@ enum QuireOpKind : int32_t {
   QUIRE_LINEAR = 3,
   QUIRE_ROTATE_AND_WRITE = 4,
   QUIRE_ATTEND = 5,
-  QUIRE_ADD_PARTIAL = 6,
-  QUIRE_LOGITS = 7,
+  QUIRE_ROUND_PARTIAL = 6,
+  QUIRE_ADD_VALUE = 7,
+  QUIRE_GELU = 8,
+  QUIRE_LOGITS = 9,
 };
 
 struct EmbedOp {
@@ -198,15 +215,16 @@ struct EmbedOp {
   int32_t out;         // a QuireBuffer, as are all of these
 };
 
-// RMS norm of `x`, and the input of the next layer in int8 if that is what it takes.
+// The norm of `x`, and the input of the next layer in int8 if that is what it takes.
 struct NormOp {
-  const void* weight;
+  const void* weight;  // these as in NormArgs
+  const float* bias;
   const LinearWeights* next;  // of int8, or null
   int32_t x;
   int32_t out;
-  int32_t adds_partial;  // to `x`, before
-  int32_t is_sampled;    // only the rows that are sampled
+  int32_t is_sampled;  // only the rows that are sampled
   float eps;
+  int32_t norm_kind;
 };
 
 struct LinearOp {
@@ -224,8 +242,11 @@ struct RotateAndWriteOp {
   void* v_cache;
   const void* q_norm;  // [D], of each head before it is rotated, or null
   const void* k_norm;
-  int32_t x;  // Q stays there
-  float eps;
+  const void* q_scale;  // [positions]: by which Q is multiplied when it is rotated, or null
+  int32_t x;            // Q stays there
+  float eps;            // of both norms, as is their kind
+  int32_t norm_kind;
+  int32_t norms_all_heads;  // together: q_norm is [H * D], k_norm [K * D]
 };
 
 struct AttendOp {
@@ -233,16 +254,33 @@ struct AttendOp {
   const void* v_cache;
   int32_t x;
   int32_t out;
+  float scale;  // these as in AttendArgs
+  float soft_cap;
+  int32_t window;
 };
 
-// The ranks' sum, rounded as one linear layer's output, onto `out`.
-struct AddPartialOp {
+// `out`: the ranks' sum, rounded as one linear layer's output.
+struct RoundPartialOp {
   int32_t out;
+};
+
+// Adds `scale` times `x` to `to`, each rounded.
+struct AddOp {
+  int32_t x;
+  int32_t to;
+  float scale;
+};
+
+// `x`: its GELU, by the formula with tanh.
+struct GeluOp {
+  int32_t x;
 };
 
 struct LogitsOp {
   const LinearWeights* weights;
   int32_t x;
+  float scale;  // these as in LinearArgs
+  float cap;
 };
 
 struct Op {
@@ -253,7 +291,9 @@ struct Op {
     LinearOp linear;
     RotateAndWriteOp rotate_and_write;
     AttendOp attend;
-    AddPartialOp add_partial;
+    RoundPartialOp round_partial;
+    AddOp add;
+    GeluOp gelu;
     LogitsOp logits;
   };
 };
@@ -274,7 +314,6 @@ struct ForwardArgs {
   int32_t num_blocks;  // of every layer's caches
   int32_t block_size;
   int32_t cache_is_int8;
-  float scale;
   int64_t num_positions;  // of every rotary table
   // The step.
   int64_t num_tokens;
@@ -317,7 +356,7 @@ void quire_pack_int8(const PackArgs* args, int32_t num_threads);
 int64_t quire_w4_bytes(const LinearWeights* weights);  // to pack these into
 void quire_pack_w4(const PackArgs* args, int32_t num_threads);
 void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
-void quire_rms_norm(const NormArgs* args, int32_t num_threads);
+void quire_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
 // Refused with its first operation only: the indices are the same in all of a step.
@@ -335,5 +374,5 @@ void linear_w4_part(const LinearArgs& args, Team team);
 // Rows or tokens `begin` to `end`.
 void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end);
 void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end);
-void rms_norm_rows(const NormArgs& args, int64_t begin, int64_t end);
+void norm_rows(const NormArgs& args, int64_t begin, int64_t end);
 void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end);

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
@@ -55,7 +55,7 @@ def load_model(
         )
     _log.info("%s: computed by quire, which describes this family", config.model)
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
-    backend = backend_for(device, quantization=config.quantization, options=set(options))
+    backend = backend_for(device, quantization=config.quantization)
     checkpoint = open_checkpoint(config.model)
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
         program = make_program(
@@ -109,12 +109,8 @@ def _through_transformers(
         why = "quire has no description of this architecture"
     _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
     options = tuple(attention_options(each, max_model_len) for each in found.attentions)
-    # On a CPU the native library may multiply where it cannot attend.
-    packer = backend_for(device, quantization=config.quantization)
-    backend = packer
-    if any(each != PLAIN for each in options):
-        backend = backend_for(device, quantization=config.quantization, options=set(options))
+    backend = backend_for(device, quantization=config.quantization)
     runner = ThroughTransformers(
-        checkpoint.path, found, options, dtype=dtype, device=device, backend=backend, packer=packer
+        checkpoint.path, found, options, dtype=dtype, device=device, backend=backend
     )
     return Loaded(runner=runner, attentions=tuple(found.attentions), options=options)

@@ -285,7 +285,7 @@ class Weights:
         pack: Callable[..., LinearLayer],
         weight: Tensor | GroupedWeight,
         bias: Tensor | None,
-        **options: int,
+        **options: Any,
     ) -> LinearLayer:
         """The layer that ``pack`` makes of what was read since the last call.
 

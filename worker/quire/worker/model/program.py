@@ -210,18 +210,17 @@ class _Maker:
         if "mlp_in" in layer.norms:
             x = "normed"
             yield self._norm(prefix + names.mlp_in, layer.norm, x="residual", out=x)
-        is_silu = mlp.activation == "silu"
-        packed = weights.pack(
-            self._backend.pack_gated_linear if is_silu else self._backend.pack_linear,
+        read = (
             weights.read_fused(gate_up, hidden),
             weights.read_fused_bias(gate_up) if mlp.bias else None,
         )
-        name = f"layers.{number}.{'gate_up' if mlp.gated else 'up'}"
-        if is_silu:
-            yield GatedLinear(name=name, layer=packed, x=x, out="hidden")
+        if mlp.gated:
+            packed = weights.pack(self._backend.pack_gated_linear, *read, activation=mlp.activation)
+            yield GatedLinear(name=f"layers.{number}.gate_up", layer=packed, x=x, out="hidden")
         else:
-            yield Linear(name=name, layer=packed, x=x, out="hidden")
-            yield Activate(x="hidden", gated=mlp.gated)
+            packed = weights.pack(self._backend.pack_linear, *read)
+            yield Linear(name=f"layers.{number}.up", layer=packed, x=x, out="hidden")
+            yield Activate(x="hidden")
         down_OI = weights.read_matrix(prefix + names.down, (hidden, mlp.size), columns=mine)
         down_bias = self._whole_bias(prefix + names.down) if mlp.bias else None
         down = weights.pack(
@@ -332,6 +331,8 @@ class _Maker:
         is_wide = is_layer or (norm.wide and weight_C.dtype != torch.float32)
         if is_wide or norm.unit_offset:
             weight_C = weight_C.float() + norm.unit_offset
+        if is_wide and bias_C is not None:
+            bias_C = bias_C.float()
         return {
             "weight_C": weight_C,
             "bias_C": bias_C,

@@ -46,7 +46,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    return reference.gelu(x, gated=False)
+    return reference.gelu(x)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -39,16 +39,14 @@ class ThroughTransformers:
         dtype: torch.dtype,
         device: torch.device,
         backend: AttentionBackend,
-        packer: AttentionBackend,
     ) -> None:
-        """Reads the weights. ``options`` are each layer's; ``backend`` attends so, and ``packer``
-        computes the rest.
+        """Reads the weights. ``options`` are each layer's.
 
         Raises:
             CheckpointError: Tensors are missing, misshapen, NaN or infinite.
         """
         self._model = _read(path, dtype)
-        install(self._model, found.plan, packer, device)
+        install(self._model, found.plan, backend, device)
         self._step = _Step(backend)
         for number, name in enumerate(found.modules):
             module = self._model.get_submodule(name)
