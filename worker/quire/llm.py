@@ -26,13 +26,21 @@ from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
+from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.tokenizer import Message, Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
