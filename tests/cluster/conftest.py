@@ -101,6 +101,8 @@ class HashModel:
             digest = hashlib.blake2b(text + attempt.to_bytes(4, "little"), digest_size=8).digest()
             number = int.from_bytes(digest, "little")
             token = self.eos if number % 100 == 0 else self.letters[number % len(self.letters)]
+            if attempt >= 200:  # A constraint may allow no letter.
+                token = number % self.tokenizer.vocab_size
             if token not in banned:
                 return token
         raise AssertionError
@@ -274,7 +276,9 @@ def start_group(model: HashModel) -> StartGroup:
             kv_dtype="float32",
         )
         epoch = next(epochs)
-        engine = Engine(config, facts, executor, epoch=epoch)
+        engine = Engine(
+            config, facts, executor, epoch=epoch, load_tokenizer=lambda: model.tokenizer
+        )
         engine_loop = EngineLoop(engine)
         said: dict[str, Any] = {
             "group_id": name,

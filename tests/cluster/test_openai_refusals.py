@@ -59,7 +59,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "logprobs is true"),
     ({"logprobs": True, "top_logprobs": 21}, "0 to 20"),
     ({"tools": [{"type": "function"}]}, "tools="),
-    ({"response_format": {"type": "json_object"}}, "response_format="),
+    ({"response_format": {"type": "xml"}}, "response_format="),
 ]
 
 

@@ -1,5 +1,5 @@
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBa
 from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.structured import Constraint, ConstraintKind
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
 events = st.one_of(
@@ -62,6 +63,8 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.none()
     | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "structured_outputs": st.none()
+    | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
 }

@@ -2,7 +2,7 @@
 
 Fields that change the answer and are not served are refused with their name, and so are fields
 that are not known, unless the gateway is told to ignore those: an answer that silently lacks a tool
-call or a JSON schema, or a setting whose name was misspelt, is worse than none.
+call, or a setting whose name was misspelt, is worse than none.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.cluster.edge.structured import FIELDS, constraint_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -106,6 +107,15 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -134,6 +144,8 @@ class GenerationBody(Body):
         """The sampling parameters; a field that the body leaves out takes its default, and
         without ``max_tokens`` the answer may fill the context."""
         values |= {name: getattr(self, name) for name in _SHARED}
+        form = constraint_of({name: getattr(self, name) for name in FIELDS})
+        values["structured_outputs"] = form
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **given})
 
@@ -153,11 +165,8 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     # vLLM's.
     "allowed_token_strs": (),
     "early_stopping": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "bad_words": ([],),
     "logits_processors": ([],),
     "prompt_logprobs": (),
@@ -174,9 +183,6 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     "logprob_token_ids": (),
     "vllm_xargs": (),
     # SGLang's.
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "lora_path": (),
     "session_params": (),
     "no_stop_trim": (False,),
@@ -187,7 +193,6 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
 class CompletionBody(GenerationBody):
     neutral = {
         **_NOWHERE,
-        "response_format": ({"type": "text"},),
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
@@ -247,7 +252,6 @@ class ChatBody(GenerationBody):
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),

@@ -21,6 +21,7 @@ from quire.cluster.failover.resume import Blame, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.byte_budget import ByteBudget
+from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import late, until
 from quire.cluster.serving.inflight import Inflight
 from quire.cluster.serving.merge import merge
@@ -119,6 +120,12 @@ class ModelService:
             refused=partial(self.admission.refused, "inflight"),
             clock=clock,
         )
+        self._constraints = Constraints(
+            tokenizer,
+            max_waiting=self.config.max_inflight,
+            refused=partial(self.admission.refused, "inflight"),
+            clock=clock,
+        )
         self._is_draining = False
         self._watchers: list[Callable[[], None]] = []
         groups.watch(self._notify)
@@ -177,6 +184,10 @@ class ModelService:
         )
         sampling = request.sampling
         max_tokens = check_request(token_ids, sampling, limits)
+        if sampling.constraint is not None:
+            await self._constraints.check(
+                sampling.constraint, vocab_size=card.vocab_size, deadline_s=deadline_s
+            )
         hashes = await off_loop(
             len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
         )

@@ -31,8 +31,9 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
-    """A JSON schema as JSON, a regular expression that the whole output matches, or a context-free
-    grammar: in Lark's syntax with llguidance's extensions, or in llama.cpp's (``root ::= …``)."""
+    """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax of
+    Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's syntax
+    with llguidance's extensions or in llama.cpp's (``root ::= …``)."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
@@ -64,7 +65,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None
     """A JSON schema."""
     regex: str | None = None
-    """Matches the whole output. Syntax: that of Rust's ``regex``."""
+    """Matches the whole output."""
     choice: Sequence[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
@@ -93,7 +94,7 @@ class StructuredOutputsParams:
         return Constraint("grammar", self.grammar) if self.grammar else json_constraint(_ANY_OBJECT)
 
 
-def json_constraint(schema: str | Mapping[str, Any] | bool = _ANY_OBJECT) -> Constraint:
+def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint:
     """JSON of ``schema``; any object by default.
 
     The properties of an object come in the schema's order.
@@ -103,7 +104,7 @@ def json_constraint(schema: str | Mapping[str, Any] | bool = _ANY_OBJECT) -> Con
     """
     if isinstance(schema, str):
         return Constraint("json_schema", schema)
-    if not isinstance(schema, Mapping | bool):
+    if not isinstance(schema, Mapping):
         raise InvalidRequest(
             f"structured_outputs: a JSON schema is an object, not {type(schema).__name__}"
         )

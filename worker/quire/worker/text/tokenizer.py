@@ -105,6 +105,10 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def to_json(self) -> str:
+        """The contents of a ``tokenizer.json``, without the chat template."""
+        return self._backend.to_str()
+
     def token_text(self, token_id: int) -> str:
         """One token's own text, for the log-probabilities that an API shows."""
         return self._backend.decode([token_id], skip_special_tokens=False)
