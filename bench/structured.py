@@ -121,8 +121,8 @@ def throughput(checkpoint: Path, requests: Sequence[int], rounds: int) -> None:
                     assert num_tokens == count * NUM_TOKENS
                     rates[name].append(num_tokens / seconds)
             shown = {name: each[1:] for name, each in rates.items()}  # The first one warms up.
-            for name, each in shown.items():
-                best, median = max(each), statistics.median(each)
+            for name, found in shown.items():
+                best, median = max(found), statistics.median(found)
                 print(
                     f"| {count} | {name} | {best:.0f} | {median:.0f} "
                     f"| {best / max(shown['none']):.3f} "

@@ -312,7 +312,7 @@ class Engine:
             # submitted.
             if num_samples and seq.status is not Status.FINISHED:
                 outputs.append(self._take_samples(seq, result, range(begin, end)))
-                if seq.matcher is not None and seq.status is not Status.FINISHED:
+                if seq.matcher is not None and outputs[-1].finish_reason is None:
                     constrained.append(seq)
         return outputs + self._next_masks(constrained) if constrained else outputs
 

@@ -31,9 +31,9 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
-    """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax of
-    Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's syntax
-    with llguidance's extensions or in llama.cpp's (``root ::= …``)."""
+    """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax
+    of Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's
+    syntax with llguidance's extensions or in llama.cpp's (``root ::= …``)."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):

@@ -3,8 +3,8 @@
     Grammars   compiles, keeps what was compiled, and says what is not supported
     Matcher    the place of one output in its grammar: which tokens may come next
 
-Gateways compile to refuse, engines to match, both with this module, so that both refuse the same.
-All limits count work and not seconds: a grammar is refused on every machine or on none. Matchers
+Gateways compile to refuse, in a process of its own (`grammar_process`), and engines to match. The
+limits here count work and not seconds: a grammar is refused on every machine or on none. Matchers
 are made of a grammar and an output's tokens alone, wherever that output is continued.
 """
 
@@ -14,12 +14,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
 from quire.worker.text.schema_place import place_of
 from quire.worker.text.tokenizer import Tokenizer
@@ -27,9 +28,11 @@ from quire.worker.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+T = TypeVar("T")
+
 # K masks   W words of 32 tokens
 
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -54,7 +57,7 @@ class Grammar:
         self._start = start
         self._mask_W = mask_W
 
-    def matcher(self, token_ids: Sequence[int] = ()) -> "Matcher":
+    def matcher(self, token_ids: Sequence[int] | TokenIds = ()) -> "Matcher":
         """The place behind ``token_ids``."""
         matcher = Matcher(self._start.deep_copy(), self._mask_W)
         if len(token_ids):
@@ -74,7 +77,7 @@ class Matcher:
         self.error: str | None = None
         """Why the output cannot go on: its next token would take more work than there may be."""
 
-    def consume(self, token_ids: Sequence[int]) -> None:
+    def consume(self, token_ids: Sequence[int] | TokenIds) -> None:
         """Goes on behind tokens that were allowed; `fill_masks` must follow."""
         if self.error is None and not self._state.consume_tokens([int(each) for each in token_ids]):
             self.error = _cut(self._state.get_error())
@@ -99,6 +102,30 @@ def fill_masks(matchers: Sequence[Matcher]) -> None:
         matcher._fill(mask_W)
 
 
+class Kept(Generic[T]):
+    """What came of the constraints that were asked for last. May be used from several threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Constraint, T] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, constraint: Constraint) -> T | None:
+        with self._lock:
+            if constraint in self._kept:
+                self._kept.move_to_end(constraint)
+            return self._kept.get(constraint)
+
+    def put(self, constraint: Constraint, found: T) -> None:
+        with self._lock:
+            if constraint not in self._kept:
+                self._num_bytes += len(constraint.text)
+            self._kept[constraint] = found
+            while len(self._kept) > _MAX_KEPT or self._num_bytes > _MAX_KEPT_BYTES:
+                oldest, _ = self._kept.popitem(last=False)
+                self._num_bytes -= len(oldest.text)
+
+
 class Grammars:
     """Compiles constraints for one tokenizer. May be used from several threads."""
 
@@ -116,9 +143,7 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
-        self._kept: OrderedDict[Constraint, Grammar | InvalidRequest] = OrderedDict()
-        self._keeping = threading.Lock()
-        self._num_kept_bytes = 0
+        self._kept: Kept[Grammar | InvalidRequest] = Kept()
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Takes milliseconds, and the first time as long as making a trie of the tokenizer.
@@ -130,27 +155,18 @@ class Grammars:
         found = self.kept(constraint)
         if found is None:
             found = self._compile(constraint)
-            self._keep(constraint, found)
+            self._kept.put(constraint, found)
         if isinstance(found, InvalidRequest):
             raise found
         return found
 
     def kept(self, constraint: Constraint) -> Grammar | InvalidRequest | None:
         """What came of ``constraint`` when it was compiled; ``None`` where that is not known."""
-        with self._keeping:
-            found = self._kept.get(constraint)
-            if found is not None:
-                self._kept.move_to_end(constraint)
-            return found
+        return self._kept.get(constraint)
 
-    def _keep(self, constraint: Constraint, found: Grammar | InvalidRequest) -> None:
-        with self._keeping:
-            if constraint not in self._kept:
-                self._num_kept_bytes += len(constraint.text)
-            self._kept[constraint] = found
-            while len(self._kept) > _MAX_KEPT or self._num_kept_bytes > _MAX_KEPT_BYTES:
-                oldest, _ = self._kept.popitem(last=False)
-                self._num_kept_bytes -= len(oldest.text)
+    def prepare(self) -> None:
+        """Loads the tokenizer, which the first to compile would do. Raises InvalidRequest."""
+        self._get_tokenizer()
 
     def _compile(self, constraint: Constraint) -> Grammar | InvalidRequest:
         from llguidance import LLMatcher
