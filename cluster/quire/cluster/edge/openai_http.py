@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -38,6 +38,7 @@ from quire.cluster.edge.streams import (
     client_id,
     unless_disconnected,
 )
+from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import ModelService
@@ -158,6 +159,7 @@ class _Api:
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids = bool(body.return_token_ids)
+            forms = body.forms
             # The prompts go once they are token ids, not with the answer.
             del body
             answer = self._answer(
@@ -167,6 +169,7 @@ class _Api:
                 prefix=prefix,
                 options=options,
                 return_token_ids=return_token_ids,
+                forms=forms,
             )
             return await unless_disconnected(request, answer)
 
@@ -184,13 +187,15 @@ class _Api:
         prefix: str,
         options: StreamOptions | None,
         return_token_ids: bool,
+        forms: Mapping[str, object],
     ) -> Response:
         """The whole answer; or, with ``options``, a stream, once its first chunk has decided its
         status.
 
         Once the requests are prepared, their list is emptied and ``hold`` released.
         """
-        prepared = [await self._gateway.prepare(each) for each in requests]
+        with told_of(forms):
+            prepared = [await self._gateway.prepare(each) for each in requests]
         requests.clear()
         hold.release()
         params = prepared[0].sampling

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.cluster.edge.structured import FIELDS, constraint_of
+from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -132,6 +132,11 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true")
 
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The fields that ask for structured output."""
+        return {name: getattr(self, name) for name in FIELDS}
+
     @abstractmethod
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt. Raises InvalidRequest: there is none."""
@@ -144,8 +149,8 @@ class GenerationBody(Body):
         """The sampling parameters; a field that the body leaves out takes its default, and
         without ``max_tokens`` the answer may fill the context."""
         values |= {name: getattr(self, name) for name in _SHARED}
-        form = constraint_of({name: getattr(self, name) for name in FIELDS})
-        values["structured_outputs"] = form
+        with told_of(self.forms):
+            values["structured_outputs"] = constraint_of(self.forms)
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **given})
 

@@ -1,12 +1,26 @@
 """The fields of a body that ask for structured output, in the words of OpenAI, vLLM and SGLang."""
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, StructuredOutputsParams, json_constraint
+
+
+@contextmanager
+def told_of(given: Mapping[str, Any]) -> Iterator[None]:
+    """What is wrong with a form is told by the name of the field that asked for it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        rest = str(error).removeprefix("structured_outputs=")
+        asked = [name for name, value in given.items() if value is not None]
+        if rest == str(error) or not asked:
+            raise
+        raise InvalidRequest(f"{asked[-1]}={rest}") from None
 
 
 def constraint_of(given: Mapping[str, Any]) -> Constraint | None:

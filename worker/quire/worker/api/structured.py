@@ -40,16 +40,16 @@ class Constraint:
             known = ", ".join(get_args(ConstraintKind))
             raise InvalidRequest(f"structured_outputs: kind={self.kind!r} is not one of {known}")
         if not isinstance(self.text, str) or not self.text:
-            raise InvalidRequest(f"structured_outputs: {self.kind} is empty, or is not a text")
+            raise InvalidRequest(f"structured_outputs={self.kind} is empty, or is not a text")
         try:
             num_bytes = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"structured_outputs: {self.kind} is not valid Unicode: {error.reason}"
+                f"structured_outputs={self.kind} is not valid Unicode: {error.reason}"
             ) from None
         if num_bytes > MAX_CONSTRAINT_BYTES:
             raise InvalidRequest(
-                f"structured_outputs: {self.kind} has {num_bytes} bytes: at most "
+                f"structured_outputs={self.kind} has {num_bytes} bytes: at most "
                 f"{MAX_CONSTRAINT_BYTES}"
             )
 
@@ -106,7 +106,7 @@ def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint
         return Constraint("json_schema", schema)
     if not isinstance(schema, Mapping):
         raise InvalidRequest(
-            f"structured_outputs: a JSON schema is an object, not {type(schema).__name__}"
+            f"structured_outputs=json: a JSON schema is an object, not {type(schema).__name__}"
         )
     try:
         return Constraint("json_schema", json.dumps(schema, separators=(",", ":")))
@@ -114,7 +114,7 @@ def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(
-            f"structured_outputs: the JSON schema cannot be written as JSON: {error}"
+            f"structured_outputs=json: the JSON schema cannot be written as JSON: {error}"
         ) from None
 
 
@@ -126,5 +126,5 @@ def choice_constraint(choice: Sequence[str]) -> Constraint:
     """
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
     if not is_list or not choice or not all(isinstance(each, str) and each for each in choice):
-        raise InvalidRequest("structured_outputs: choice must be a list of texts, none empty")
+        raise InvalidRequest("structured_outputs=choice must be a list of texts, none empty")
     return Constraint("grammar", "start: " + " | ".join(map(json.dumps, choice)))

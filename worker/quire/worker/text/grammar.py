@@ -143,7 +143,7 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
-        self._kept: Kept[Grammar | InvalidRequest] = Kept()
+        self._kept: Kept[Grammar | str] = Kept()
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Takes milliseconds, and the first time as long as making a trie of the tokenizer.
@@ -156,19 +156,20 @@ class Grammars:
         if found is None:
             found = self._compile(constraint)
             self._kept.put(constraint, found)
-        if isinstance(found, InvalidRequest):
-            raise found
+        if isinstance(found, str):
+            raise InvalidRequest(found)
         return found
 
-    def kept(self, constraint: Constraint) -> Grammar | InvalidRequest | None:
-        """What came of ``constraint`` when it was compiled; ``None`` where that is not known."""
+    def kept(self, constraint: Constraint) -> Grammar | str | None:
+        """What came of ``constraint`` when it was compiled, perhaps why it is refused; ``None``
+        where that is not known."""
         return self._kept.get(constraint)
 
     def prepare(self) -> None:
-        """Loads the tokenizer, which the first to compile would do. Raises InvalidRequest."""
+        """Loads the tokenizer, which the first to compile would do. Raises ValueError."""
         self._get_tokenizer()
 
-    def _compile(self, constraint: Constraint) -> Grammar | InvalidRequest:
+    def _compile(self, constraint: Constraint) -> Grammar | str:
         from llguidance import LLMatcher
 
         try:
@@ -186,7 +187,7 @@ class Grammars:
         return Grammar(state, start.mask_W)
 
     def _get_tokenizer(self) -> "LLTokenizer":
-        """Raises InvalidRequest."""
+        """Raises ValueError."""
         from llguidance import LLTokenizer
 
         with self._loading:
@@ -194,7 +195,9 @@ class Grammars:
                 try:
                     text = self._load_tokenizer().to_json()
                 except CheckpointError as error:
-                    raise InvalidRequest(f"the model has no tokenizer: {error}") from None
+                    raise ValueError(f"the model has no tokenizer: {error}") from None
+                if not self._eos_token_ids:
+                    raise ValueError("the model has no end token, so that no output would end")
                 self._tokenizer = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
@@ -225,9 +228,9 @@ def _source(constraint: Constraint) -> str:
     return LLMatcher.grammar_from_lark(lark)
 
 
-def _refusal(constraint: Constraint, error: str) -> InvalidRequest:
+def _refusal(constraint: Constraint, error: str) -> str:
     where = place_of(constraint.text, error) if constraint.kind == "json_schema" else ""
-    return InvalidRequest(f"structured_outputs: {constraint.kind}{where}: {_cut(error)}")
+    return f"structured_outputs={constraint.kind}{where}: {_cut(error)}"
 
 
 def _cut(error: str) -> str:

@@ -42,7 +42,7 @@ class GrammarProcess:
             if answer:
                 raise InvalidRequest(answer.decode())
             return
-        raise InvalidRequest(f"structured_outputs: {constraint.kind}: {reason}: make it simpler")
+        raise InvalidRequest(f"structured_outputs={constraint.kind}: {reason}: make it simpler")
 
     def close(self) -> None:
         """Ends the process; a later `check` starts another."""
