@@ -249,4 +249,4 @@ def _limits() -> "LLParserLimits":
 def _executor() -> "LLExecutor":
     from llguidance import LLExecutor
 
-    return LLExecutor(num_threads=max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
+    return LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
