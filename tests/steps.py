@@ -21,7 +21,11 @@ def banned_ids(sampling: SamplingBatch, sample: int) -> list[int]:
         return []
     adjustments = sampling.adjustments
     is_banned = (adjustments.biased_rows_A == sample) & np.isneginf(adjustments.bias_A)
-    return [int(token) for token in adjustments.biased_ids_A[is_banned]]
+    banned = [int(token) for token in adjustments.biased_ids_A[is_banned]]
+    for mask_W in adjustments.mask_KW[adjustments.masked_rows_K == sample]:
+        bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+        banned += np.flatnonzero(bits == 0).tolist()
+    return banned
 
 
 def banning(ids: list[int]) -> Edits:

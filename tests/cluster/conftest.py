@@ -52,8 +52,11 @@ MODEL = "hash"
 PATIENT = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
 
 _TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{{ message.tool_call_id }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -101,6 +104,8 @@ class HashModel:
             digest = hashlib.blake2b(text + attempt.to_bytes(4, "little"), digest_size=8).digest()
             number = int.from_bytes(digest, "little")
             token = self.eos if number % 100 == 0 else self.letters[number % len(self.letters)]
+            if attempt >= 200:  # A constraint may allow no letter.
+                token = number % self.tokenizer.vocab_size
             if token not in banned:
                 return token
         raise AssertionError
@@ -252,6 +257,7 @@ def start_group(model: HashModel) -> StartGroup:
         name: str = "g0",
         *,
         num_blocks: int = 200,
+        model_len: int = MAX_MODEL_LEN,
         description: dict[str, Any] | None = None,
         service: dict[str, Any] | None = None,
         **options: Any,
@@ -270,12 +276,14 @@ def start_group(model: HashModel) -> StartGroup:
             name=MODEL,
             fingerprint="hash-1",
             vocab_size=model.tokenizer.vocab_size,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=model_len,
             eos_token_ids=(model.eos,),
             kv_dtype="float32",
         )
         epoch = next(epochs)
-        engine = Engine(config, facts, executor, epoch=epoch)
+        engine = Engine(
+            config, facts, executor, epoch=epoch, load_tokenizer=lambda: model.tokenizer
+        )
         engine_loop = EngineLoop(engine)
         said: dict[str, Any] = {
             "group_id": name,

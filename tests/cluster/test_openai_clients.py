@@ -21,12 +21,11 @@ ASKED: dict[str, dict[str, Any]] = {
     [
         ("chat/completions", "echo", True),
         ("completions", "best_of", 2),
-        ("completions", "structured_outputs", {"choice": ["a", "b"]}),
-        ("chat/completions", "guided_json", {"type": "object"}),
+        ("completions", "structural_tag", "{}"),
+        ("chat/completions", "guided_whitespace_pattern", " "),
         ("chat/completions", "bad_words", ["mat"]),
-        ("chat/completions", "reasoning_effort", "high"),
-        ("completions", "regex", "[a-z]+"),
-        ("chat/completions", "response_format", {"type": "json_object"}),
+        ("completions", "reasoning_effort", "high"),
+        ("completions", "lora_path", "x"),
     ],
 )
 async def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name(

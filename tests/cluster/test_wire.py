@@ -1,5 +1,5 @@
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBa
 from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.structured import Constraint, ConstraintKind
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
 events = st.one_of(
@@ -62,6 +63,8 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.none()
     | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "structured_outputs": st.none()
+    | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
 }
@@ -74,7 +77,10 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "cache_salt": st.text(max_size=9),
     "priority": st.integers(-(2**31), 2**31 - 1),
 }
-STAYS = {"tenant", "client_id", "explain_routing", "hashes", "model", "arrival_s", "deadline_s"}
+STAYS = {
+    *("tenant", "client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
+    *("arrival_s", "deadline_s"),
+}
 
 
 def test_every_field_of_a_request_travels_or_stays_with_the_gateway() -> None:

@@ -87,17 +87,17 @@ def test_a_template_without_end_is_ended_and_the_next_chat_is_rendered() -> None
 
 def test_a_process_that_died_is_replaced(echo: TemplateProcess) -> None:
     assert echo.render(CHAT).startswith("<s>Grüß")
-    assert echo._process is not None
-    echo._process.kill()
-    echo._process.wait()
+    assert echo._child._process is not None
+    echo._child._process.kill()
+    echo._child._process.wait()
     assert echo.render(CHAT).startswith("<s>Grüß")
 
 
 def test_the_process_goes_with_the_object() -> None:
     mine = TemplateProcess(template("x"))
     mine.render(CHAT)
-    assert mine._process is not None
-    pid = mine._process.pid
+    assert mine._child._process is not None
+    pid = mine._child._process.pid
     del mine
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
@@ -111,7 +111,7 @@ def test_the_process_goes_with_its_owner_however_that_ends() -> None:
         "from quire.worker.text.template_process import TemplateProcess\n"
         "process = TemplateProcess(ChatTemplate('x', special_tokens={}))\n"
         "process.render([{'role': 'user', 'content': ''}])\n"
-        "print(process._process.pid, flush=True)\n"
+        "print(process._child._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

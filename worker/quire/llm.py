@@ -26,13 +26,21 @@ from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
+from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.tokenizer import Message, Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 Prompt = str | Mapping[str, Any]
 """A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
@@ -195,10 +203,12 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one chat or a list of them, through the model's chat template.
 
+        ``tools`` are those that the model may call, as in OpenAI's API; its calls stay text.
         ``continue_final_message`` has the model go on with the last message.
         ``chat_template_kwargs`` are more variables for the template, such as ``enable_thinking``.
         """
@@ -208,6 +218,7 @@ class LLM:
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
         prompts = [

@@ -26,12 +26,14 @@ from quire.worker.api.hashing import BlockHashes, TokenIds
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.api.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 _KEPT_BACK = (
     "tenant",
     "client_id",
     "explain_routing",
+    "shown_token_ids",
     "hashes",
     "model",
     "arrival_s",
@@ -60,12 +62,12 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Leaves out what is ``None``, which means the same on the other side except for
     ``max_tokens``: the gateway has put a number there before it sends anything."""
-    return pb.SamplingParams(**{name: getattr(params, name) for name in _SAMPLING})
+    return pb.SamplingParams(**{name: _encoded(getattr(params, name)) for name in _SAMPLING})
 
 
 def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest: a value is out of its range."""
-    return SamplingParams(**{field.name: value for field, value in message.ListFields()})
+    return SamplingParams(**{field.name: _decoded(value) for field, value in message.ListFields()})
 
 
 def submit_of(request: Prepared, *, attempt: int, probation_tokens: int) -> group_pb.Submit:
@@ -89,12 +91,19 @@ def prepared_of(submit: group_pb.Submit, **known: Any) -> Prepared:
 def _encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return tokens_to_bytes(value)
+    if isinstance(value, Constraint):
+        return pb.Constraint(**{value.kind: value.text})
     return params_to_proto(value) if isinstance(value, SamplingParams) else value
 
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, bytes):
         return tokens_from_bytes(value)
+    if isinstance(value, pb.Constraint):
+        kind = value.WhichOneof("kind")
+        if kind is None:
+            raise InvalidRequest("structured_outputs is empty: leave it out, or set one field")
+        return Constraint(kind, getattr(value, kind))
     return params_from_proto(value) if isinstance(value, pb.SamplingParams) else value
 
 

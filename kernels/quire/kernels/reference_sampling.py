@@ -12,6 +12,11 @@ from torch import Tensor
 # S samples   V vocabulary   A biased and E seen pairs of a sample and a token   K masked samples
 # W words of 32 tokens
 
+_SPREAD = -(torch.arange(256, dtype=torch.int32)[:, None] >> torch.arange(8) & 1).int()
+"""For each byte, -1 or 0 for each of its bits."""
+_MINUS_INFINITY = -(1 << 23)
+"""The bits of it in float32, as an int32."""
+
 
 def adjust_logits(
     logits_SV: Tensor,
@@ -45,9 +50,11 @@ def adjust_logits(
     values_E = torch.where(seen_counts_E > 0, values_E - lowered_E, values_E)
     logits_SV[seen_rows_E, seen_ids_E] = values_E
     for row, mask_W in zip(masked_rows_K.tolist(), mask_KW, strict=True):
-        bits_W32 = mask_W[:, None] >> torch.arange(32, dtype=torch.int32, device=mask_W.device)
-        allowed = (bits_W32 & 1).flatten()[: logits_SV.shape[1]] > 0
-        logits_SV[row, : len(allowed)].masked_fill_(~allowed, float("-inf"))
+        # On the numbers' bits: choosing between two floats by a mask is eight times as slow.
+        spread = _SPREAD.to(mask_W.device).index_select(0, mask_W.view(torch.uint8).int())
+        allowed = spread.flatten()[: logits_SV.shape[1]]
+        bits = logits_SV[row, : len(allowed)].view(torch.int32)
+        bits.bitwise_and_(allowed).bitwise_or_(allowed.bitwise_not_().bitwise_and_(_MINUS_INFINITY))
         logits_SV[row, len(allowed) :] = float("-inf")
 
 

@@ -17,7 +17,13 @@ from contextlib import contextmanager
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, RankFailure
+from quire.worker.api.errors import (
+    BrokenLogits,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+    RankFailure,
+)
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import root_hash
 from quire.worker.api.limits import check_request, derive_seed, request_limits
@@ -25,17 +31,22 @@ from quire.worker.api.outputs import TokenDelta, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.schedule import Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
+from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.tokenizer import Tokenizer
 
 
 class Engine:
     """Continuous batching over a paged KV cache with prefix caching.
 
     ``epoch`` tells this engine's block events from those of any other one's, before or beside it.
+    ``load_tokenizer`` is called for the first request with a constraint, in a thread; by default it
+    loads that of ``config.model``.
 
     Raises:
         ConfigError: The configuration asks for more context than the model has.
@@ -49,6 +60,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
+        load_tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         self.events = EventLog(epoch=epoch)
         self._limits = request_limits(config, model, num_blocks=executor.num_blocks)
@@ -67,6 +79,13 @@ class Engine:
             speculates=_speculates(config, executor),
         )
         self._inputs = StepInputs(block_size=config.block_size)
+        self._compiling = Compiling(
+            Grammars(
+                load_tokenizer or (lambda: Tokenizer.load(config.model)),
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+            )
+        )
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._ended_at_once: list[Sequence] = []
@@ -89,12 +108,15 @@ class Engine:
         return bool(self._sequences or self._under_way)
 
     def check_request(self, request: Prepared) -> None:
-        """Refuses what `add_request` would refuse for good, without adding it.
+        """Refuses what `add_request`, or compiling its constraint, would refuse for good, without
+        adding it. Compiles the constraint.
 
         Raises:
             InvalidRequest: The request can never be served, or its id is in use.
         """
         self._max_tokens(request)
+        if request.sampling.constraint is not None:
+            self._compiling.grammars.compile(request.sampling.constraint)
 
     def add_request(self, request: Prepared) -> None:
         """Queues a request; its outputs come from later steps.
@@ -106,7 +128,7 @@ class Engine:
         """
         self._check_alive()
         max_tokens = self._max_tokens(request)
-        num_waiting = len(self._scheduler.waiting)
+        num_waiting = self._num_waiting
         if num_waiting >= self._config.max_num_waiting:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, max_num_waiting is "
@@ -117,6 +139,8 @@ class Engine:
         # The resumed output is already complete.
         if seq.finish_reason():
             self._ended_at_once.append(seq)
+        elif request.sampling.constraint is not None:
+            self._compiling.add(seq)
         else:
             self._scheduler.add(seq)
 
@@ -131,6 +155,8 @@ class Engine:
             return False
         if seq in self._ended_at_once:
             self._ended_at_once.remove(seq)
+        elif seq in self._compiling:
+            self._compiling.remove(seq)
         else:
             self._scheduler.remove(seq)
         self._forget(seq)
@@ -149,6 +175,8 @@ class Engine:
         begin_s = self._clock()
         outputs = [self._output(seq, ()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
+        if self._compiling:
+            outputs += self._take_compiled()
         schedule = self._scheduler.schedule()
         num_prefilled = schedule.num_prefilled
         if schedule.sequences:
@@ -173,7 +201,7 @@ class Engine:
         oldest_s = scheduler.waiting.oldest_arrival_s()
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self._num_waiting,
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
             oldest_waiting_s=0.0 if oldest_s is None else self._clock() - oldest_s,
             num_total_blocks=pool.num_blocks,
@@ -204,7 +232,12 @@ class Engine:
     def close(self) -> None:
         """Stops the executor; requests at hand are lost. Can be called again."""
         self._failure = self._failure or "the engine is closed"
+        self._compiling.close()
         self._executor.close()
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.waiting) + len(self._compiling)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -251,6 +284,20 @@ class Engine:
         while self._under_way and not self._sequences:
             self._take_tokens()
 
+    def _take_compiled(self) -> list[TokenDelta]:
+        """Queues the requests whose constraints were compiled, and ends those whose were refused.
+        Waits for the first a while where there is nothing else to do."""
+        scheduler = self._scheduler
+        is_idle = not (self._under_way or scheduler.running or scheduler.waiting)
+        refused = []
+        for seq, error in self._compiling.take(may_wait=is_idle):
+            if error is None:
+                scheduler.add(seq)
+            else:
+                seq.status = Status.FINISHED
+                refused.append(self._fail(seq, error))
+        return refused
+
     def _take_tokens(self) -> list[TokenDelta]:
         """Waits for the oldest step under way, appends the tokens that it sampled, and lets go of
         the requests that they end."""
@@ -260,6 +307,7 @@ class Engine:
         self._num_steps += 1
         self._scheduler.finished()
         outputs = []
+        constrained = []
         end = 0
         for seq, num_samples, num_scored in zip(
             schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
@@ -277,7 +325,20 @@ class Engine:
                 seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
             if drawn < end:
                 outputs.append(self._take_samples(seq, result, range(drawn, end)))
-        return outputs
+                if seq.matcher is not None and outputs[-1].finish_reason is None:
+                    constrained.append(seq)
+        return outputs + self._next_masks(constrained) if constrained else outputs
+
+    def _next_masks(self, constrained: list[Sequence]) -> list[TokenDelta]:
+        """Computes which tokens may come next, and ends the requests for which none may."""
+        fill_masks([seq.matcher for seq in constrained if seq.matcher is not None])
+        ended = []
+        for seq in constrained:
+            reason = seq.constraint_error()
+            if reason is not None:
+                self._scheduler.remove(seq)
+                ended.append(self._fail(seq, cannot_go_on(seq, reason)))
+        return ended
 
     def _take_samples(self, seq: Sequence, result: StepOutput, samples: range) -> TokenDelta:
         """Appends what a step sampled for ``seq``, and lets go of it where that ends it."""
@@ -325,14 +386,18 @@ class Engine:
     def _break_off(self, seq: Sequence) -> TokenDelta:
         """Ends ``seq``, whose logits are broken."""
         self._scheduler.remove(seq)
-        self._forget(seq)
         num_prompt, num_output = seq.num_prompt_tokens, seq.num_output_tokens
         error = BrokenLogits(
             f"the model produced NaN or infinite logits at position {num_prompt + num_output}, "
             f"behind {num_prompt} tokens of prompt and {num_output} of output: its weights are "
             "damaged, or too large for the type it is computed in; other requests are unharmed"
         )
-        request_id = seq.request.request_id
+        return self._fail(seq, error)
+
+    def _fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
+        """The last output of ``seq``, which the scheduler no longer has."""
+        self._forget(seq)
+        request_id, num_output = seq.request.request_id, seq.num_output_tokens
         return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
 
     def _forget(self, seq: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 Fields that change the answer and are not served are refused with their name, and so are fields
 that are not known, unless the gateway is told to ignore those: an answer that silently lacks a tool
-call or a JSON schema, or a setting whose name was misspelt, is worse than none.
+call, or a setting whose name was misspelt, is worse than none.
 """
 
 import difflib
@@ -15,20 +15,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.cluster.dialects.tools import ToolUse, check_tool_use
+from quire.cluster.edge.openai_messages import MANY, ChatTurn
+from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because each was an error of
-# its own as a candidate text. So the first error ends the validation of a list, and lists have
-# bounds.
-MAX_ITEMS = 1024
-"""Prompts, stop strings, parts of a message."""
 _MAX_NAME = 64
 """Characters of an unknown field's name that are compared with those of known ones."""
-_MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
-Texts = Annotated[list[str], _MANY]
+Texts = Annotated[list[str], MANY]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 
 
@@ -110,6 +107,15 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -128,9 +134,18 @@ class GenerationBody(Body):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs is only allowed when stream is false")
 
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The fields that ask for structured output."""
+        return {name: getattr(self, name) for name in FIELDS}
+
     @abstractmethod
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt. Raises InvalidRequest: there is none."""
+
+    def tool_use(self) -> ToolUse | None:
+        """What a chat says about calls. Raises InvalidRequest."""
+        return None
 
     @abstractmethod
     def params(self) -> SamplingParams:
@@ -140,6 +155,8 @@ class GenerationBody(Body):
         """The sampling parameters; a field that the body leaves out takes its default, and
         without ``max_tokens`` the answer may fill the context."""
         values = {name: getattr(self, name) for name in _SHARED} | values
+        with told_of(self.forms):
+            values["structured_outputs"] = constraint_of(self.forms)
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **given})
 
@@ -151,19 +168,14 @@ _SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.mode
 # Any value but ``None``, which is as good as absent, is refused where it is not among these.
 _NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
-    "parallel_tool_calls": (True, False),  # Without tools it says nothing.
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),
     # vLLM's.
     "allowed_token_strs": (),
     "early_stopping": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "bad_words": ([],),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
@@ -179,9 +191,6 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     "logprob_token_ids": (),
     "vllm_xargs": (),
     # SGLang's.
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "lora_path": (),
     "session_params": (),
     "no_stop_trim": (False,),
@@ -192,14 +201,15 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
 class CompletionBody(GenerationBody):
     neutral = {
         **_NOWHERE,
-        "response_format": ({"type": "text"},),
+        "parallel_tool_calls": (True, False),  # Without tools it says nothing.
+        "reasoning_effort": (),
         "suffix": ("",),
         "best_of": (1,),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], MANY]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
@@ -239,27 +249,7 @@ class CompletionBody(GenerationBody):
         )
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    type: str
-    text: str | None = None
-
-
-class ChatTurn(Body):
-    role: str
-    content: str | Annotated[list[ContentPart], _MANY] | None = None
-
-    def message(self) -> dict[str, str]:
-        """The messages for the chat template. Raises InvalidRequest for anything but text."""
-        if not isinstance(self.content, list):
-            return {"role": self.role, "content": self.content or ""}
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"messages: a content part of type {part.type!r} is not supported: this "
-                    "model reads text, send parts of type 'text'"
-                )
-        return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 ChatTurns = Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -271,6 +261,10 @@ class ChatFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -285,18 +279,32 @@ class ChatFields(Body):
             [turn.message() for turn in messages],
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self._template_kwargs(),
+            tools=[tool.spec for tool in self.tool_use().tools],
         )
 
+    def tool_use(self) -> ToolUse:
+        return check_tool_use(
+            self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False
+        )
 
-class ChatBody(GenerationBody, ChatFields):
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if effort is not None and effort not in _EFFORTS:
+            raise InvalidRequest(
+                f"reasoning_effort={reprlib.repr(effort)}: must be one of {', '.join(_EFFORTS)}"
+            )
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            given["enable_thinking"] = False
+        return {**given, **(self.chat_template_kwargs or {})}
+
+
+class ChatBody(ChatFields, GenerationBody):
     neutral = {
         **_NOWHERE,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),

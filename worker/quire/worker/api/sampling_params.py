@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.structured import Constraint, StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -65,6 +66,8 @@ class SamplingParams:
     """Added to the logits of some tokens, -100 to 100, by token id. Ids may be text."""
     allowed_token_ids: Sequence[int] | None = None
     """Tokens that may be sampled; ``None`` or none at all allows every one."""
+    structured_outputs: StructuredOutputsParams | Constraint | None = None
+    """The form that the output must have: JSON of a schema, say. Kept as a `Constraint`."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
@@ -82,6 +85,13 @@ class SamplingParams:
             set_field(self, "logit_bias", _biases(self.logit_bias))
         if self.top_k == -1:
             set_field(self, "top_k", 0)
+        if isinstance(self.structured_outputs, StructuredOutputsParams):
+            set_field(self, "structured_outputs", self.structured_outputs.constraint)
+        elif not isinstance(self.structured_outputs, Constraint | None):
+            raise InvalidRequest(
+                f"structured_outputs={_shown(self.structured_outputs)} must be "
+                "StructuredOutputsParams, such as StructuredOutputsParams(json=…)"
+            )
 
         _require(_is_int(self.n) and 1 <= self.n <= 128, "n", self.n, "from 1 to 128")
         _require(_in_range(self.temperature, 0, 100), "temperature", self.temperature, "0 to 100")
@@ -148,6 +158,12 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     @property
+    def constraint(self) -> Constraint | None:
+        """`structured_outputs`, as it is kept."""
+        assert not isinstance(self.structured_outputs, StructuredOutputsParams)
+        return self.structured_outputs
+
+    @property
     def num_logprobs(self) -> int:
         """-1: none; 0: that of the sampled token; k: those of the k most probable too."""
         return -1 if self.logprobs is None else self.logprobs
@@ -208,9 +224,12 @@ def _listed(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        shown = repr(value)
-        shown = shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}…"
-        raise InvalidRequest(f"{name}={shown} is out of range: {allowed}")
+        raise InvalidRequest(f"{name}={_shown(value)} is out of range: {allowed}")
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}…"
 
 
 def _is_int(value: object) -> bool:

@@ -9,7 +9,8 @@ The line errs on the safe side: groups with different lines may still compute th
   their code; threads and ranks, by which they divide sums.
 - GPU: its model, CUDA, Triton, the settings of matrix products, and ranks.
 
-And always: torch, our own code behind the logits and before them, and the types of numbers.
+And always: torch, llguidance, our own code behind the logits and before them, and the types of
+numbers.
 """
 
 import functools
@@ -27,8 +28,11 @@ from quire.worker.model.config import resolve_dtype
 from quire.worker.model.loader import Shard
 from quire.worker.model.spec import Experts, ModelSpec
 
-_OWN_CODE = ("model/**/*.py", "sampling/*.py", "runner/model_runner.py", "step/sampling_batch.py")
-"""Modules of the worker that compute."""
+_OWN_CODE = (
+    *("model/**/*.py", "sampling/*.py", "runner/model_runner.py", "step/sampling_batch.py"),
+    "text/grammar.py",
+)
+"""Modules of the worker that compute, or choose tokens."""
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16")
 
 
@@ -45,6 +49,7 @@ def numerics(
     parts = [
         *_device(device, is_native=is_native, is_deterministic=config.deterministic),
         f"torch {torch.__version__}",
+        f"llguidance {version('llguidance')}",
         *_modules(spec),
         f"code {_code_digest()}",
         f"dtype {resolve_dtype(config, spec)}",

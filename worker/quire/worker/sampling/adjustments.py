@@ -15,8 +15,9 @@ from quire.worker.step.sampling_batch import MASK_BITS, Edits
 class RequestEdits:
     """The `Edits` of each token that a request samples.
 
-    Three kinds, from ``params``: penalties, which follow the output; tokens banned until
-    ``min_tokens``; and what is the same for every token.
+    Four kinds, from ``params``: penalties, which follow the output; tokens banned until
+    ``min_tokens``; what is the same for every token; and, with a constraint, the mask of tokens
+    that may come next, which is given before each (`allow`).
     """
 
     def __init__(
@@ -37,17 +38,42 @@ class RequestEdits:
 
         allowed = params.allowed_token_ids
         self._mask_W = _mask(np.array(allowed, np.int64)) if allowed else None
+        self._is_constrained = params.constraint is not None
+        self._end_ids: Longs = np.array(sorted(end_ids), np.int64)
+        self._next_mask_W: Ints | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit is ever changed."""
         kinds = (self._seen, self._early, self._bias, self._mask_W)
-        return all(kind is None for kind in kinds)
+        return not self._is_constrained and all(kind is None for kind in kinds)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether all tokens before the one to be sampled must be known."""
-        return self._seen is not None
+        return self._seen is not None or self._is_constrained
+
+    def allow(self, mask_W: Ints, *, num_output: int) -> bool:
+        """``mask_W`` is what a constraint allows behind ``num_output`` tokens. Whether the other
+        parameters leave any of that.
+
+        A constraint outweighs ``min_tokens``: where it allows nothing but the end, that comes.
+        """
+        if self._mask_W is not None:
+            both_W = np.zeros_like(mask_W)
+            num_words = min(len(mask_W), len(self._mask_W))
+            both_W[:num_words] = mask_W[:num_words] & self._mask_W[:num_words]
+            mask_W = both_W
+        if num_output < self._params.min_tokens:
+            later_W = mask_W.copy()
+            np.bitwise_and.at(
+                later_W.view(np.uint32),
+                self._end_ids // MASK_BITS,
+                ~(np.uint32(1) << (self._end_ids % MASK_BITS).astype(np.uint32)),
+            )
+            mask_W = later_W if later_W.any() else mask_W
+        self._next_mask_W = mask_W
+        return bool(mask_W.any())
 
     def add_output(self, token_id: int) -> None:
         """The output's next token is known."""
@@ -59,10 +85,14 @@ class RequestEdits:
 
         Its arrays are views, valid until the next `add_output`.
         """
-        bias = self._early if num_output < self._params.min_tokens else self._bias
-        if self._seen is None and bias is None and self._mask_W is None:
+        bias, mask_W = self._bias, self._mask_W
+        if self._is_constrained:
+            mask_W = self._next_mask_W
+        elif num_output < self._params.min_tokens:
+            bias = self._early
+        if self._seen is None and bias is None and mask_W is None:
             return None
-        values: dict[str, Any] = {"mask_W": self._mask_W}
+        values: dict[str, Any] = {"mask_W": mask_W}
         if bias is not None:
             values["biased_ids_A"], values["bias_A"] = bias
         if self._seen is None:

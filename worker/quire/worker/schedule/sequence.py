@@ -25,6 +25,7 @@ from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
 from quire.worker.schedule.draft import Drafter
 from quire.worker.step.sampling_batch import Edits
+from quire.worker.text.grammar import Matcher
 
 
 class Status(enum.Enum):
@@ -109,7 +110,9 @@ class Sequence:
 
         stop_ids = sampling.stop_token_ids or ()
         self._last_end = len(prompt_token_ids) + max_tokens
-        self._end_ids = frozenset(stop_ids if sampling.ignore_eos else (*stop_ids, *eos_token_ids))
+        # Behind the end of a constrained output nothing may come.
+        ignores_eos = sampling.ignore_eos and sampling.constraint is None
+        self._end_ids = frozenset(stop_ids if ignores_eos else (*stop_ids, *eos_token_ids))
         edits = RequestEdits(
             sampling,
             prompt_ids=prompt_token_ids,
@@ -124,6 +127,9 @@ class Sequence:
         self._num_to_score = self.num_prompt_tokens - 1 if is_scored else 0
         self.must_score = self._num_to_score > 0
         """Whether log-probabilities of the prompt are yet to be asked for."""
+        self.matcher: Matcher | None = None
+        """The place of its output in the grammar of its constraint. Set, with the output that is
+        there, before it is scheduled."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -243,6 +249,21 @@ class Sequence:
             self._extend_hashes()
         if self._edits is not None:
             self._edits.add_output(token_id)
+        if self.matcher is not None:
+            self.matcher.consume((token_id,))
+
+    def constraint_error(self) -> str | None:
+        """Why its constraint allows no next token, if so; else that token will be an allowed one.
+
+        The matcher's mask must be that of the present output.
+        """
+        assert self.matcher is not None
+        assert self._edits is not None
+        if self.matcher.error is not None:
+            return self.matcher.error
+        if not self._edits.allow(self.matcher.mask_W, num_output=self.num_output_tokens):
+            return "none of the tokens that it allows next is among allowed_token_ids"
+        return None
 
     def finish_reason(self) -> FinishReason | None:
         """Why no token follows the present ones: "stop", "length" or ``None``."""

@@ -1,0 +1,92 @@
+"""The fields of a body that ask for structured output, in the words of OpenAI, vLLM and SGLang."""
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.structured import Constraint, StructuredOutputsParams, json_constraint
+
+
+@contextmanager
+def told_of(given: Mapping[str, Any]) -> Iterator[None]:
+    """What is wrong with a form is told by the name of the field that asked for it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        rest = str(error).removeprefix("structured_outputs=")
+        asked = [name for name, value in given.items() if value is not None]
+        if rest == str(error) or not asked:
+            raise
+        raise InvalidRequest(f"{asked[-1]}={rest}") from None
+
+
+def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
+    """``given``: the fields named in `FIELDS`, those that are absent or ``None`` too.
+
+    Raises:
+        InvalidRequest: Two of them ask for something, or one asks for what is not supported.
+    """
+    asked = {
+        name: constraint
+        for name, value in given.items()
+        if value is not None and (constraint := FIELDS[name](value)) is not None
+    }
+    if len(asked) > 1:
+        raise InvalidRequest(f"{' and '.join(asked)} are both given: one form of output at a time")
+    return next(iter(asked.values()), None)
+
+
+def _of_response_format(value: Mapping[str, Any]) -> Constraint | None:
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        # SGLang and older servers take a schema beside it.
+        return json_constraint(value["schema"]) if value.get("schema") else json_constraint()
+    if kind != "json_schema":
+        raise InvalidRequest(
+            f"response_format={reprlib.repr(dict(value))}: its type must be text, json_object or "
+            "json_schema"
+        )
+    form = value.get("json_schema")
+    schema = form.get("schema") if isinstance(form, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(
+            f"response_format={reprlib.repr(dict(value))}: json_schema must be an object with a "
+            "JSON schema as its schema"
+        )
+    return json_constraint(schema)
+
+
+def _of_structured_outputs(value: Mapping[str, Any]) -> Constraint:
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    for name, entry in value.items():
+        if name not in known and entry not in (None, False):
+            raise InvalidRequest(
+                f"structured_outputs={reprlib.repr(dict(value))}: {name} is not supported: leave "
+                "it out"
+            )
+    return StructuredOutputsParams(**{k: v for k, v in value.items() if k in known}).constraint
+
+
+def _as(name: str) -> Callable[[Any], Constraint]:
+    return lambda value: StructuredOutputsParams(**{name: value}).constraint
+
+
+FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
+    "response_format": _of_response_format,
+    # vLLM's, and what they were called before.
+    "structured_outputs": _of_structured_outputs,
+    "guided_json": _as("json"),
+    "guided_regex": _as("regex"),
+    "guided_choice": _as("choice"),
+    "guided_grammar": _as("grammar"),
+    # SGLang's.
+    "json_schema": _as("json"),
+    "regex": _as("regex"),
+    "ebnf": _as("grammar"),
+}
+"""What each field's value means."""

@@ -1,0 +1,93 @@
+"""Refuses constraints that no group would serve, before anything is sent to one."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+
+from quire.cluster.errors import Overloaded
+from quire.cluster.serving.deadline import late
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.structured import Constraint
+from quire.worker.text.grammar import Kept
+from quire.worker.text.grammar_process import GrammarProcess
+from quire.worker.text.tokenizer import Tokenizer
+
+
+class Constraints:
+    """Belongs to one event loop. New constraints are compiled in a process of its own, one after
+    the other; what came of them is remembered."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_waiting: int,
+        refused: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_waiting``: constraints that are being compiled, or wait to be; ``refused`` is
+        called before one more is refused."""
+        self._tokenizer = tokenizer
+        self._max_waiting = max_waiting
+        self._refused = refused
+        self._clock = clock
+        self._num_waiting = 0
+        self._known: Kept[str] = Kept()  # Why it is refused; empty where it is not.
+        self._process: GrammarProcess | None = None
+        self._thread = ThreadPoolExecutor(1, "quire-grammar")
+
+    async def check(
+        self, constraint: Constraint, *, vocab_size: int, deadline_s: float = inf
+    ) -> None:
+        """Returns if groups would serve it.
+
+        Raises:
+            InvalidRequest: It means nothing, is not supported or takes too much work.
+            Overloaded: Too many wait already.
+            DeadlineExceeded: ``deadline_s`` passed before its turn came.
+        """
+        refusal = self._known.get(constraint)
+        if refusal is None:
+            if self._num_waiting >= self._max_waiting:
+                self._refused()
+                raise Overloaded(
+                    f"{self._num_waiting} grammars are being compiled, at most "
+                    f"{self._max_waiting} may be: try again later",
+                    reason="inflight",
+                    retry_after_s=1.0,
+                )
+            compiling = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._compile, constraint, vocab_size
+            )
+            self._num_waiting += 1
+            compiling.add_done_callback(self._done)
+            timeout_s = None if deadline_s == inf else deadline_s - self._clock()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    refusal = await compiling
+            except TimeoutError:
+                raise late() from None
+        if refusal:
+            raise InvalidRequest(refusal)
+
+    def _compile(self, constraint: Constraint, vocab_size: int) -> str:
+        """In the thread."""
+        refusal = self._known.get(constraint)
+        if refusal is not None:
+            return refusal  # Others waited for the same one.
+        if self._process is None:
+            self._process = GrammarProcess(self._tokenizer, vocab_size=vocab_size)
+        try:
+            self._process.check(constraint)
+            refusal = ""
+        except InvalidRequest as error:
+            refusal = str(error)
+        self._known.put(constraint, refusal)
+        return refusal
+
+    def _done(self, compiling: "asyncio.Future[str]") -> None:
+        self._num_waiting -= 1
+        if not compiling.cancelled():
+            compiling.exception()  # Whoever would have been told may be gone.

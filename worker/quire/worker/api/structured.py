@@ -1,0 +1,130 @@
+"""The form that a request's output must have.
+
+    Constraint                what travels with a request: one of three kinds, and its text
+    StructuredOutputsParams   what users of vLLM write; its `constraint` is such a value
+
+What a text means, and which ones are refused, is `quire.worker.text.grammar`'s to say. This module
+needs nothing of it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from quire.worker.api.errors import InvalidRequest
+
+ConstraintKind = Literal["json_schema", "regex", "grammar"]
+MAX_CONSTRAINT_BYTES = 2**19
+"""In UTF-8."""
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of an output.
+
+    Raises:
+        InvalidRequest: The kind is not known, or the text is too long or no text.
+    """
+
+    kind: ConstraintKind
+    text: str
+    """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax
+    of Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's
+    syntax with llguidance's extensions or in llama.cpp's (``root ::= …``)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            known = ", ".join(get_args(ConstraintKind))
+            raise InvalidRequest(f"structured_outputs: kind={self.kind!r} is not one of {known}")
+        if not isinstance(self.text, str) or not self.text:
+            raise InvalidRequest(f"structured_outputs={self.kind} is empty, or is not a text")
+        try:
+            num_bytes = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"structured_outputs={self.kind} is not valid Unicode: {error.reason}"
+            ) from None
+        if num_bytes > MAX_CONSTRAINT_BYTES:
+            raise InvalidRequest(
+                f"structured_outputs={self.kind} has {num_bytes} bytes: at most "
+                f"{MAX_CONSTRAINT_BYTES}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StructuredOutputsParams:
+    """The form of an output, in vLLM's words. Exactly one field is given.
+
+    Raises:
+        InvalidRequest: None is given, or several are, or one is not what it has to be.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    """Matches the whole output."""
+    choice: Sequence[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """See `Constraint.text`."""
+    json_object: bool | None = None
+    """``True``: any JSON object."""
+
+    def __post_init__(self) -> None:
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = [name for name, value in named.items() if value not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs has {', '.join(given) or 'nothing'}: give exactly one of "
+                f"{', '.join(named)}"
+            )
+        assert self.constraint  # A wrong value is to raise here.
+
+    @property
+    def constraint(self) -> Constraint:
+        if self.json is not None:
+            return json_constraint(self.json)
+        if self.choice is not None:
+            return choice_constraint(self.choice)
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        return Constraint("grammar", self.grammar) if self.grammar else json_constraint(_ANY_OBJECT)
+
+
+def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint:
+    """JSON of ``schema``; any object by default.
+
+    The properties of an object come in the schema's order.
+
+    Raises:
+        InvalidRequest: The schema is not JSON.
+    """
+    if isinstance(schema, str):
+        return Constraint("json_schema", schema)
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(
+            f"structured_outputs=json: a JSON schema is an object, not {type(schema).__name__}"
+        )
+    try:
+        return Constraint("json_schema", json.dumps(schema, separators=(",", ":")))
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(
+            f"structured_outputs=json: the JSON schema cannot be written as JSON: {error}"
+        ) from None
+
+
+def choice_constraint(choice: Sequence[str]) -> Constraint:
+    """One of these texts.
+
+    Raises:
+        InvalidRequest: There is none, or one is empty or no text.
+    """
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+    if not is_list or not choice or not all(isinstance(each, str) and each for each in choice):
+        raise InvalidRequest("structured_outputs=choice must be a list of texts, none empty")
+    return Constraint("grammar", "start: " + " | ".join(map(json.dumps, choice)))

@@ -1,0 +1,36 @@
+"""The process in which `quire.worker.text.grammar_process` compiles. A request is a constraint; it
+is answered by why it is refused, or by nothing."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.structured import Constraint
+from quire.worker.text.child_process import serve
+from quire.worker.text.grammar import Grammars
+from quire.worker.text.tokenizer import Tokenizer
+
+
+def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(first["tokenizer"]))
+    # Where an output may end is no matter here.
+    grammars = Grammars(lambda: tokenizer, vocab_size=first["vocab_size"], eos_token_ids=[0])
+    grammars.prepare()
+    return lambda request: _answer(grammars, request)
+
+
+def _answer(grammars: Grammars, request: bytes) -> bytes:
+    try:
+        grammars.compile(Constraint(**json.loads(request)))
+    except InvalidRequest as error:
+        return str(error).encode(errors="replace")
+    except MemoryError:
+        return b"structured_outputs takes too much memory: send less"
+    return b""
+
+
+if __name__ == "__main__":
+    serve(_prepare)
