@@ -65,6 +65,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
     "structured_outputs": st.none()
     | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
+    "prompt_logprobs": st.none() | st.integers(0, 20),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
 }
