@@ -52,8 +52,11 @@ MODEL = "hash"
 PATIENT = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
 
 _TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{{ message.tool_call_id }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -144,9 +145,10 @@ async def test_a_chat_is_rendered_with_the_models_template(start_cluster: Any) -
     assert tokens(chunks) == cluster.model.continuation(prompt, seed=1, max_tokens=16)
 
 
-async def test_a_chat_can_go_on_with_its_last_message(start_cluster: Any) -> None:
+async def test_a_chat_carries_all_that_its_template_may_ask_for(start_cluster: Any) -> None:
     turns = [pb.ChatMessage(role="user", content="the mat")]
     start = "<|user|>the mat"
+    tool = {"type": "function", "function": {"name": "f"}}
     async with start_cluster(num_groups=1) as cluster:
         for chat, rendered in (
             (pb.Chat(messages=turns, continue_final_message=True), start),
@@ -154,6 +156,18 @@ async def test_a_chat_can_go_on_with_its_last_message(start_cluster: Any) -> Non
             (
                 pb.Chat(messages=turns, template_kwargs_json='{"unknown": 1}'),
                 f"{start}<|end|><|assistant|>",
+            ),
+            (
+                pb.Chat(messages=turns, tools_json=json.dumps([tool])),
+                f"<|system|>{json.dumps([tool])}<|end|>{start}<|end|><|assistant|>",
+            ),
+            (
+                pb.Chat(
+                    messages=[
+                        pb.ChatMessage(role="tool", content="5", fields_json='{"tool_call_id":"7"}')
+                    ]
+                ),
+                "<|tool|>57<|end|><|assistant|>",
             ),
         ):
             tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
@@ -163,11 +177,18 @@ async def test_a_chat_can_go_on_with_its_last_message(start_cluster: Any) -> Non
             ("{", "is not JSON"),
             (" " * 2**17, "at"),
         ):
-            chat = pb.Chat(messages=turns, template_kwargs_json=bad)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
-            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert words in str(raised.value.details())
+            for chat in (
+                pb.Chat(messages=turns, template_kwargs_json=bad),
+                pb.Chat(messages=[pb.ChatMessage(role="user", fields_json=bad)]),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+                assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert words in str(raised.value.details())
+        with pytest.raises(grpc.aio.AioRpcError, match="must be a list"):
+            await cluster.inference.Tokenize(
+                pb.TokenizeRequest(chat=pb.Chat(messages=turns, tools_json="{}"))
+            )
 
 
 async def test_what_ended_an_answer_is_said(start_cluster: Any) -> None:

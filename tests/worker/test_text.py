@@ -3,12 +3,15 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.call_templates import TAKE_TEXT, TEMPLATES
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.sampling_params import SamplingParams
@@ -83,6 +86,35 @@ def test_a_message_is_gone_on_with_as_in_transformers(
         tokenizer.render_chat([{"role": "user", "content": " "}], continue_final_message=True)
 
 
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_calls_and_tools_are_rendered_as_in_transformers(form: str) -> None:
+    source = "{{ tools | tojson if tools is not none else 'none' }}" + TEMPLATES[form]
+    ours = ChatTemplate(source, special_tokens={})
+    arguments = {"city": "Zürich", "days": [1, None], "sure": True}
+    text = json.dumps(arguments, ensure_ascii=False)
+
+    def chat(given: object) -> list[dict[str, Any]]:
+        function = {"name": "weather", "arguments": given}
+        call = {"type": "function", "id": "123456789", "function": function}
+        return [
+            {"role": "user", "content": "And now?"},
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        ]
+
+    rendered: Any = render_jinja_template(
+        [chat(text if form in TAKE_TEXT else arguments)], chat_template=source, tools=[WEATHER]
+    )
+    assert ours.render(chat(text), tools=[WEATHER]) == rendered[0][0]
+    assert ours.render(chat(text)).startswith("none")
+    assert ours.render(chat("")) == ours.render(chat("{}"))
+
+
 def test_a_template_may_have_more_variables() -> None:
     template = ChatTemplate(
         "{{ messages[0].content }}{% if thinks %}<think>{% endif %}", special_tokens={}
@@ -91,6 +123,8 @@ def test_a_template_may_have_more_variables() -> None:
     assert template.render(CHAT, template_kwargs={"thinks": True}) == "Be brief. <think>"
     with pytest.raises(InvalidRequest, match="'messages': …}: the name is taken"):
         template.render(CHAT, template_kwargs={"messages": []})
+    with pytest.raises(InvalidRequest, match="'tools': …}: the name is taken"):
+        template.render(CHAT, template_kwargs={"tools": []})
 
 
 def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
@@ -155,6 +189,19 @@ def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🌍!")
     stream = TextStream(tokenizer, SamplingParams())
     assert [stream.push([token]).text for token in ids] == ["", "", "", "🌍", "!"]
+
+
+@given(st.data())
+def test_some_special_tokens_can_be_shown_although_others_are_not(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    special = tokenizer.special_tokens()
+    shown = frozenset(token_id for token_id, text in special.items() if text == "<|user|>")
+    text = data.draw(st.lists(st.sampled_from(["<|user|>", "<|end|>", "the ", "ß", "🌍"])))
+    token_ids = tokenizer.encode("".join(text))
+    stream = TextStream(tokenizer, SamplingParams(), shown_token_ids=shown)
+    told = [stream.push([token_id]).text for token_id in token_ids]
+    assert "".join([*told, stream.finish()]) == "".join(text).replace("<|end|>", "")
 
 
 def test_endless_broken_bytes_are_shown_in_the_end(tokenizer: Tokenizer) -> None:

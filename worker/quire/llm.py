@@ -199,10 +199,12 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Like `generate`, for one chat or a list of them, through the model's chat template.
 
+        ``tools`` are those that the model may call, as in OpenAI's API; its calls stay text.
         ``continue_final_message`` has the model go on with the last message.
         ``chat_template_kwargs`` are more variables for the template, such as ``enable_thinking``.
         """
@@ -212,6 +214,7 @@ class LLM:
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
         prompts = [

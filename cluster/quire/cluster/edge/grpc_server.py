@@ -11,12 +11,14 @@ import secrets
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
 from math import ceil
+from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.cluster.dialects.tools import check_tools
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
@@ -46,8 +48,9 @@ _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024
 """In a list among the sampling parameters."""
 _PIECE_TOKENS = 2**16
-_MAX_TEMPLATE_KWARGS = 2**16
-"""Longest JSON of a chat template's variables."""
+_MAX_JSON_CHARS = 2**16
+"""Longest JSON of a chat template's variables, or of a message's other fields."""
+_MAX_TOOLS_CHARS = 2**20
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -312,20 +315,32 @@ def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
 def _chat(chat: pb.Chat) -> Chat:
     if len(chat.messages) > MAX_MESSAGES:
         raise InvalidRequest(f"chat has {len(chat.messages)} messages: at most {MAX_MESSAGES}")
-    given = chat.template_kwargs_json or "{}"
-    if len(given) > _MAX_TEMPLATE_KWARGS:
-        raise InvalidRequest(
-            f"template_kwargs_json has {len(given)} characters: at most {_MAX_TEMPLATE_KWARGS}"
-        )
-    try:
-        template_kwargs = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"template_kwargs_json is not JSON: {error}") from error
-    if not isinstance(template_kwargs, dict):
-        raise InvalidRequest("template_kwargs_json must be a JSON object")
+    tools = check_tools(_json("tools_json", chat.tools_json or "[]", max_chars=_MAX_TOOLS_CHARS))
     return Chat(
-        [{"role": turn.role, "content": turn.content} for turn in chat.messages],
+        [_message(turn) for turn in chat.messages],
         add_generation_prompt=not chat.no_generation_prompt,
         continue_final_message=chat.continue_final_message,
-        template_kwargs=template_kwargs,
+        template_kwargs=_object("template_kwargs_json", chat.template_kwargs_json),
+        tools=[tool.spec for tool in tools],
     )
+
+
+def _message(turn: pb.ChatMessage) -> dict[str, object]:
+    more = _object("fields_json", turn.fields_json) if turn.fields_json else {}
+    return {"role": turn.role, "content": turn.content, **more}
+
+
+def _object(name: str, given: str) -> dict[str, Any]:
+    value = _json(name, given or "{}", max_chars=_MAX_JSON_CHARS)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object")
+    return value
+
+
+def _json(name: str, given: str, *, max_chars: int) -> Any:
+    if len(given) > max_chars:
+        raise InvalidRequest(f"{name} has {len(given)} characters: at most {max_chars}")
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}") from error

@@ -147,6 +147,7 @@ class Prompts:
         render = partial(
             self._template.render,
             chat.messages,
+            tools=chat.tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             template_kwargs=chat.template_kwargs,

@@ -22,6 +22,8 @@ from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 MAX_SALT_CHARS = 1000
 MAX_MESSAGES = 10_000
 """In one chat."""
+MAX_TOOLS = 1024
+"""In one chat, and calls in one message."""
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
@@ -39,6 +41,8 @@ class Terms:
     """The client's name for it, by which its routing can be explained."""
     explain_routing: bool = False
     """Tell the client of every group that it could have gone to."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens that the text has, although it leaves out the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Chat:
     """The text ends within the last message, which the model goes on with."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """More variables for the template, such as ``enable_thinking``."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Those that the model may call, as in OpenAI's API."""
 
 
 Span = Text | Tokens | Chat

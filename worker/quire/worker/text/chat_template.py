@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # The process that renders for a gateway needs no tokenizer.
     from quire.worker.text.tokenizer import Message
 
 _MAX_REASON_CHARS = 500
-_RESERVED = {"messages", "add_generation_prompt", "continue_final_message"}
+_RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
 class ChatTemplate:
@@ -40,14 +40,17 @@ class ChatTemplate:
         self,
         messages: "Sequence[Message]",
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat. What OpenAI's clients send as several parts of text is one text.
+        """The text of a chat. What OpenAI's clients send as several parts of text is one text, and
+        the arguments of a call, which they send as text, are an object.
 
-        ``template_kwargs`` are more variables, such as ``enable_thinking``. With
-        ``continue_final_message`` the text ends where the last message's does.
+        ``tools`` are those that the model may call, as in OpenAI's API; ``template_kwargs`` are
+        more variables, such as ``enable_thinking``. With ``continue_final_message`` the text ends
+        where the last message's does.
 
         Takes as long and as much memory as the template makes it: `TemplateProcess` has limits.
 
@@ -59,6 +62,8 @@ class ChatTemplate:
         for name in _RESERVED & variables.keys():
             raise InvalidRequest(f"chat_template_kwargs={{{name!r}: …}}: the name is taken")
         variables |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        # None where there are none, as in transformers: templates ask for both.
+        variables["tools"] = list(tools) if tools else None
         if continue_final_message:
             variables["continue_final_message"] = True
             variables["add_generation_prompt"] = False
@@ -97,6 +102,9 @@ def _plain(message: "Message") -> "Message":
         raise InvalidRequest(
             f"messages: must be mappings with role and content, not {reprlib.repr(message)}"
         )
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_readable(call) for call in calls]}
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -113,6 +121,39 @@ def _plain(message: "Message") -> "Message":
     return {**message, "content": "".join(texts)}
 
 
+class _Arguments(dict[str, Any]):
+    """The arguments of a call, for templates that write an object as JSON or go through it, and
+    for those that join them to other text."""
+
+    def __init__(self, text: str, value: dict[str, Any]) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _readable(call: Any) -> Any:
+    """A call whose arguments are an object, if their text is that of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"] or "{}"  # Some clients write no arguments like that.
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(value, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(text, value)}}
+
+
 def _compile(source: str) -> jinja2.Template:
     # The settings and helpers that chat templates are written for.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -122,9 +163,7 @@ def _compile(source: str) -> jinja2.Template:
         optimized=False,
     )
     environment.code_generator_class = _Unfolded
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
@@ -144,6 +183,23 @@ class _Unfolded(jinja2.compiler.CodeGenerator):
         if not isinstance(node, jinja2.nodes.TemplateData):
             raise jinja2.nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

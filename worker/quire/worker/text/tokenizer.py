@@ -5,7 +5,7 @@ seconds that importing transformers takes.
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,6 +89,11 @@ class Tokenizer:
         """The template of `render_chat`, for callers that render elsewhere."""
         return self._template
 
+    def special_tokens(self) -> dict[int, str]:
+        """The texts of the tokens that `decode` leaves out."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids. Other threads run meanwhile."""
         # `encode` would keep them from it: 2 MB of text held a gateway up for 4 s, in a thread or
@@ -150,8 +155,17 @@ class TextStream:
     the tokens were divided.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        shown_token_ids: Set[int] = frozenset(),
+    ) -> None:
+        """``shown_token_ids``: special tokens that are part of the text although it leaves out the
+        others."""
         self._tokenizer = tokenizer
+        self._shown_token_ids = shown_token_ids if params.skip_special_tokens else frozenset()
         self._skip_special_tokens = params.skip_special_tokens
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
@@ -183,6 +197,10 @@ class TextStream:
         return shown + rest
 
     def _decode(self, token_id: int) -> str:
+        if token_id in self._shown_token_ids:
+            text = self._unfinished() + self._tokenizer.token_text(token_id)
+            self._forget([*self._window, token_id])
+            return text
         self._window.append(token_id)
         text = self._window_text()
         stable = text.rstrip(_REPLACEMENT) if text.endswith(_REPLACEMENT) else text
@@ -193,9 +211,13 @@ class TextStream:
             new, self._num_shown = stable[self._num_shown :], max(self._num_shown, len(stable))
             return new
         new = text[self._num_shown :]
-        self._window = self._window[-_CONTEXT_TOKENS:]
-        self._num_context, self._num_shown = len(self._window), 0
+        self._forget(self._window)
         return new
+
+    def _forget(self, window: list[int]) -> None:
+        """All of ``window`` is shown; its last tokens are the context of the next."""
+        self._window = window[-_CONTEXT_TOKENS:]
+        self._num_context, self._num_shown = len(self._window), 0
 
     def _unfinished(self) -> str:
         return self._window_text()[self._num_shown :]

@@ -1,0 +1,1 @@
+"""How model families write reasoning and tool calls: one table, a parser and grammars from it."""
