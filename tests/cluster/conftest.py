@@ -256,6 +256,7 @@ def start_group(model: HashModel) -> StartGroup:
         name: str = "g0",
         *,
         num_blocks: int = 200,
+        model_len: int = MAX_MODEL_LEN,
         description: dict[str, Any] | None = None,
         service: dict[str, Any] | None = None,
         **options: Any,
@@ -274,7 +275,7 @@ def start_group(model: HashModel) -> StartGroup:
             name=MODEL,
             fingerprint="hash-1",
             vocab_size=model.tokenizer.vocab_size,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=model_len,
             eos_token_ids=(model.eos,),
             kv_dtype="float32",
         )

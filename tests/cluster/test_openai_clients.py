@@ -24,7 +24,7 @@ ASKED: dict[str, dict[str, Any]] = {
         ("completions", "structural_tag", "{}"),
         ("chat/completions", "guided_whitespace_pattern", " "),
         ("chat/completions", "bad_words", ["mat"]),
-        ("chat/completions", "reasoning_effort", "high"),
+        ("completions", "reasoning_effort", "high"),
         ("completions", "lora_path", "x"),
     ],
 )

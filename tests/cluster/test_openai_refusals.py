@@ -49,6 +49,7 @@ async def test_bad_completions_are_refused_in_openais_words(start_cluster: Any) 
             assert error["code"] == next((code for code, holds in codes.items() if holds), None)
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is empty"),
     (
@@ -58,7 +59,17 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"top_logprobs": 2}, "logprobs is true"),
     ({"logprobs": True, "top_logprobs": 21}, "0 to 20"),
-    ({"tools": [{"type": "function"}]}, "tools="),
+    ({"tools": [{"type": "function"}]}, "tools[0]: function=None must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "type='web_search' is not supported"),
+    ({"tools": [TOOL, TOOL]}, "two have the name 'f'"),
+    ({"tools": [TOOL]}, "the model's chat template shows none of the known formats of calls"),
+    ({"tool_choice": "required"}, "tool_choice is only allowed with tools"),
+    ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice='some': must be 'auto', 'none', 'r"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice names the function 'g': it is not in tools",
+    ),
+    ({"reasoning_effort": "huge"}, "reasoning_effort='huge': must be one of none, minimal, low"),
     ({"response_format": {"type": "xml"}}, "response_format="),
 ]
 

@@ -77,7 +77,10 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "cache_salt": st.text(max_size=9),
     "priority": st.integers(-(2**31), 2**31 - 1),
 }
-STAYS = {"tenant", "client_id", "explain_routing", "hashes", "model", "arrival_s", "deadline_s"}
+STAYS = {
+    *("tenant", "client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
+    *("arrival_s", "deadline_s"),
+}
 
 
 def test_every_field_of_a_request_travels_or_stays_with_the_gateway() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
@@ -89,6 +90,10 @@ class ClusterConfig:
     ignore_unknown_fields: bool = False
     """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
     that are not served are refused all the same."""
+    tool_call_parser: str = "auto"
+    """The format in which the model writes calls of tools; "auto" is the one that its chat template
+    shows, "none" leaves calls as text. Likewise for the next."""
+    reasoning_parser: str = "auto"
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s; with
     ``autoscaling`` it is five times ``target_ttft_s``, because the queue beyond the target is what
@@ -145,6 +150,7 @@ class ClusterConfig:
                 raise ConfigError(
                     f"allow_origins={origin!r}: must be '*' or scheme://host[:port], with no path"
                 )
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         self.admission()  # Checks its own part, as does the next.
         self.connections()
         if self.grpc_port == self.http_port != 0:

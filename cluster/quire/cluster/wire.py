@@ -33,6 +33,7 @@ _KEPT_BACK = (
     "tenant",
     "client_id",
     "explain_routing",
+    "shown_token_ids",
     "hashes",
     "model",
     "arrival_s",

@@ -142,6 +142,8 @@ capabilities: {drop: [ALL]}
   "http_port" $gateway.ports.http
   "metrics_port" $gateway.ports.metrics
   "ignore_unknown_fields" $gateway.ignoreUnknownFields
+  "tool_call_parser" $gateway.toolCallParser
+  "reasoning_parser" $gateway.reasoningParser
   "max_connections" (int $gateway.connections.max)
   "head_timeout_s" $gateway.connections.headTimeoutSeconds
   "body_timeout_s" $gateway.connections.bodyTimeoutSeconds

@@ -10,6 +10,7 @@ from typing import get_args
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.config import ClusterConfig
+from quire.cluster.dialects.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.router.policies.names import POLICY_NAMES
@@ -97,6 +98,22 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         "--ignore-unknown-fields",
         action="store_true",
         help="ignore fields of HTTP bodies that are not known, rather than refuse the request",
+    )
+    add(
+        "--tool-call-parser",
+        metavar="NAME",
+        default=ClusterConfig.tool_call_parser,
+        help="format in which the model writes calls of tools: "
+        + ", ".join(each.name for each in TOOL_FORMATS)
+        + "; auto is the one that its chat template shows, none leaves calls as text",
+    )
+    add(
+        "--reasoning-parser",
+        metavar="NAME",
+        default=ClusterConfig.reasoning_parser,
+        help="format in which it marks reasoning: "
+        + ", ".join(each.name for each in REASONING_FORMATS)
+        + ", auto or none",
     )
     add(
         "--max-connections",
@@ -275,6 +292,8 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         http_port=arguments.http_port,
         metrics_port=arguments.metrics_port,
         ignore_unknown_fields=arguments.ignore_unknown_fields,
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
         max_connections=arguments.max_connections,
         head_timeout_s=arguments.head_timeout_s,
         body_timeout_s=arguments.body_timeout_s,

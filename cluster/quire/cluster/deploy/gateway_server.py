@@ -187,13 +187,18 @@ class GatewayServer:
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
     settings = config.autoscaling
-    if settings is None or settings.min_groups:
-        return GatewayConfig(
-            completion=CompletionConfig(resume=resume), admission=config.admission()
-        )
-    # The first group's start may be what a request waits for.
-    completion = CompletionConfig(group_wait_s=settings.start_wait_s, resume=resume)
-    return GatewayConfig(wakes_groups=True, completion=completion, admission=config.admission())
+    completion = CompletionConfig(resume=resume)
+    wakes_groups = settings is not None and not settings.min_groups
+    if settings is not None and wakes_groups:
+        # The first group's start may be what a request waits for.
+        completion = replace(completion, group_wait_s=settings.start_wait_s)
+    return GatewayConfig(
+        wakes_groups=wakes_groups,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        completion=completion,
+        admission=config.admission(),
+    )
 
 
 def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:

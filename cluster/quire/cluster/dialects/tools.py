@@ -39,6 +39,11 @@ class ToolUse:
     is_parallel: bool = True
     """There may be several."""
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer has to be of a certain form, and not only may have calls."""
+        return self.is_required or any(tool.is_strict for tool in self.tools)
+
 
 def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolUse:
     """``tools`` and ``tool_choice`` of OpenAI's API. Raises InvalidRequest."""

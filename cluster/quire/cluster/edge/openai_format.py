@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_schema import StreamOptions
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.hashing import TokenIds
@@ -54,9 +55,11 @@ class Format(ABC):
         tokenizer: Tokenizer,
         fingerprint: str,
         prompt_token_ids: Sequence[TokenIds] | None = None,
+        answers: Sequence[Answer] = (),
     ) -> None:
         """``fingerprint`` names what decides the bits of an answer besides the request. With
-        ``prompt_token_ids``, one for each prompt, answers show token ids."""
+        ``prompt_token_ids``, one for each prompt, answers show token ids. ``answers``: of a chat,
+        one for each choice."""
         self._header = {
             "id": reply_id,
             "created": int(time.time()),
@@ -67,6 +70,7 @@ class Format(ABC):
         self._num_per_prompt = num_per_prompt
         self._logprobs = logprobs
         self._tokenizer = tokenizer
+        self._answers = answers
         self._choices = [_Choice() for _ in range(num_choices)]
         self._num_prompt = self._num_cached = self._num_output = 0
 
@@ -124,10 +128,8 @@ class Format(ABC):
             shown["prompt_token_ids"] = prompt.tolist()
         return shown
 
-    def _says_nothing(self, chunk: pb.GenerateResponse) -> bool:
-        """A chunk whose text is held back yet: half a character, or perhaps a stop string."""
-        shows_ids = self._prompt_token_ids is not None and len(chunk.token_ids) > 0
-        return not (chunk.text or chunk.logprobs or chunk.finish_reason or shows_ids)
+    def _shows_ids(self, chunk: pb.GenerateResponse) -> bool:
+        return self._prompt_token_ids is not None and len(chunk.token_ids) > 0
 
     def stream_usage(self) -> Json:
         """The last piece of a stream that asked for usage."""
@@ -172,8 +174,8 @@ class CompletionFormat(Format):
         }
 
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
-        if self._says_nothing(chunk):
-            return []
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason or self._shows_ids(chunk)):
+            return []  # Its text is held back yet: half a character, or perhaps a stop string.
         logprobs = self._render_logprobs(self._choices[chunk.index], chunk.logprobs)
         piece = {
             "index": chunk.index,
@@ -209,20 +211,32 @@ class ChatFormat(Format):
         choice = self._choices[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "message": self._answers[index].message("".join(choice.texts)),
             "logprobs": self._render_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._reason(index, choice.finish_reason),
         }
 
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
         pieces = []
         if chunk.HasField("start"):
             pieces.append(_delta(chunk.index, {"role": "assistant", "content": ""}))
-        if not self._says_nothing(chunk):
-            delta = {"content": chunk.text} if chunk.text else {}
-            logprobs = self._render_logprobs(chunk.logprobs)
-            pieces.append(_delta(chunk.index, delta, logprobs, _finish_reason(chunk)))
+        is_last = bool(chunk.finish_reason)
+        deltas = self._answers[chunk.index].deltas(chunk.text, is_last=is_last)
+        pieces += [_delta(chunk.index, delta) for delta in deltas]
+        if chunk.logprobs or is_last or self._shows_ids(chunk):
+            # They are said with the last of its text, or by themselves where a marker or what may
+            # become one has none.
+            if not deltas:
+                pieces.append(_delta(chunk.index, {}))
+            pieces[-1] |= {
+                "logprobs": self._render_logprobs(chunk.logprobs),
+                "finish_reason": self._reason(chunk.index, _finish_reason(chunk)),
+            }
         return pieces
+
+    def _reason(self, index: int, finish_reason: str | None) -> str | None:
+        has_calls = self._answers[index].has_calls
+        return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
     def _render_logprobs(self, entries: Iterable[pb.TokenLogprobs]) -> Json | None:
         if not self._logprobs:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -21,9 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import in_turn, read_json
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
+from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Format
 from quire.cluster.edge.openai_schema import (
     ChatBody,
@@ -45,7 +47,7 @@ from quire.cluster.serving.service import ModelService
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Prompt, Request
+from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
 
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -158,7 +160,7 @@ class _Api:
                 del value
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
-            return_token_ids = bool(body.return_token_ids)
+            return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use()
             forms = body.forms
             # The prompts go once they are token ids, not with the answer.
             del body
@@ -170,13 +172,23 @@ class _Api:
                 options=options,
                 return_token_ids=return_token_ids,
                 forms=forms,
+                tool_use=tool_use,
             )
             return await unless_disconnected(request, answer)
 
     def _requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
         params, prompts = body.params(), body.prompts()
         self._gateway.check_num_completions(len(prompts) * params.n)
-        return [_asked_for(request, body, prompt=prompt, params=params) for prompt in prompts]
+        shown_token_ids: frozenset[int] = frozenset()
+        use = body.tool_use()
+        if use is not None:
+            dialect = self._gateway.dialect
+            dialect.check(use)
+            shown_token_ids = dialect.shown_token_ids(with_calls=bool(use.tools))
+        return [
+            _asked_for(request, body, prompt=prompt, params=params, shown_token_ids=shown_token_ids)
+            for prompt in prompts
+        ]
 
     async def _answer(
         self,
@@ -188,6 +200,7 @@ class _Api:
         options: StreamOptions | None,
         return_token_ids: bool,
         forms: Mapping[str, object],
+        tool_use: ToolUse | None,
     ) -> Response:
         """The whole answer; or, with ``options``, a stream, once its first chunk has decided its
         status.
@@ -195,7 +208,7 @@ class _Api:
         Once the requests are prepared, their list is emptied and ``hold`` released.
         """
         with told_of(forms):
-            prepared = [await self._gateway.prepare(each) for each in requests]
+            prepared = [await self._gateway.prepare(each, tool_use=tool_use) for each in requests]
         requests.clear()
         hold.release()
         params = prepared[0].sampling
@@ -211,6 +224,11 @@ class _Api:
             prompt_token_ids=[each.prompt_token_ids for each in prepared]
             if return_token_ids
             else None,
+            answers=[
+                answer
+                for number, each in enumerate(prepared)
+                for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
+            ],
         )
         chunks = self._gateway.stream(prepared)
         response: Response
@@ -222,6 +240,17 @@ class _Api:
             response = await _collect(chunks, shape)
         response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
         return response
+
+    def _answers(self, name: str, prepared: Prepared, tool_use: ToolUse | None) -> Iterator[Answer]:
+        """One for each of the prompt's choices, where it is a chat."""
+        if tool_use is None:
+            return
+        dialect = self._gateway.dialect
+        reasons = dialect.reasons(self._gateway.tokenizer, prepared.prompt_token_ids)
+        for number in range(prepared.sampling.n):
+            yield Answer(
+                f"{name}/{number}", dialect=dialect, tool_use=tool_use, is_reasoning=bool(reasons)
+            )
 
     def _model(self) -> dict[str, object]:
         card = self._gateway.groups.card
@@ -264,6 +293,7 @@ def _asked_for(
     *,
     prompt: Prompt,
     params: SamplingParams,
+    shown_token_ids: frozenset[int],
 ) -> Request:
     return Request(
         prompt=prompt,
@@ -274,6 +304,7 @@ def _asked_for(
         priority=body.priority or 0,
         timeout_s=_timeout_s(request, body),
         client_id=client_id(request.headers),
+        shown_token_ids=shown_token_ids,
     )
 
 

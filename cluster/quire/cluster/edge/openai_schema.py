@@ -15,21 +15,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.cluster.dialects.tools import ToolUse, check_tool_use
+from quire.cluster.edge.openai_messages import MANY, ChatTurn
 from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because each was an error of
-# its own as a candidate text. So the first error ends the validation of a list, and lists have
-# bounds.
-MAX_ITEMS = 1024
-"""Prompts, stop strings, parts of a message."""
 _MAX_NAME = 64
 """Characters of an unknown field's name that are compared with those of known ones."""
-_MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
-Texts = Annotated[list[str], _MANY]
+Texts = Annotated[list[str], MANY]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 
 
@@ -141,6 +137,10 @@ class GenerationBody(Body):
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt. Raises InvalidRequest: there is none."""
 
+    def tool_use(self) -> ToolUse | None:
+        """What a chat says about calls. Raises InvalidRequest."""
+        return None
+
     @abstractmethod
     def params(self) -> SamplingParams:
         """Raises InvalidRequest: a value is out of its range."""
@@ -162,8 +162,6 @@ _SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.mode
 # Any value but ``None``, which is as good as absent, is refused where it is not among these.
 _NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
-    "parallel_tool_calls": (True, False),  # Without tools it says nothing.
-    "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": ("medium",),
@@ -198,6 +196,8 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
 class CompletionBody(GenerationBody):
     neutral = {
         **_NOWHERE,
+        "parallel_tool_calls": (True, False),  # Without tools it says nothing.
+        "reasoning_effort": (),
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
@@ -205,7 +205,7 @@ class CompletionBody(GenerationBody):
         "add_special_tokens": (True,),
     }
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _MANY]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], MANY]
     max_tokens: int | None = 16
     logprobs: int | None = None
 
@@ -227,34 +227,12 @@ class CompletionBody(GenerationBody):
         return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    type: str
-    text: str | None = None
-
-
-class ChatTurn(Body):
-    role: str
-    content: str | Annotated[list[ContentPart], _MANY] | None = None
-
-    def message(self) -> dict[str, str]:
-        """The messages for the chat template. Raises InvalidRequest for anything but text."""
-        if not isinstance(self.content, list):
-            return {"role": self.role, "content": self.content or ""}
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"messages: a content part of type {part.type!r} is not supported: this "
-                    "model reads text, send parts of type 'text'"
-                )
-        return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class ChatBody(GenerationBody):
     neutral = {
         **_NOWHERE,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -278,6 +256,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -299,9 +281,26 @@ class ChatBody(GenerationBody):
             [turn.message() for turn in self.messages],
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self._template_kwargs(),
+            tools=[tool.spec for tool in self.tool_use().tools],
         )
         return [(chat,)]
+
+    def tool_use(self) -> ToolUse:
+        return check_tool_use(
+            self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False
+        )
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if effort is not None and effort not in _EFFORTS:
+            raise InvalidRequest(
+                f"reasoning_effort={reprlib.repr(effort)}: must be one of {', '.join(_EFFORTS)}"
+            )
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            given["enable_thinking"] = False
+        return {**given, **(self.chat_template_kwargs or {})}
 
     def params(self) -> SamplingParams:
         max_tokens = self.max_completion_tokens

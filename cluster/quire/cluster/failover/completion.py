@@ -71,7 +71,9 @@ class Completion:
         self._table = table
         self._telemetry = telemetry
         self._clock = clock
-        self._text = TextStream(tokenizer, request.sampling)
+        self._text = TextStream(
+            tokenizer, request.sampling, shown_token_ids=request.shown_token_ids
+        )
         self._token_ids: list[int] = []
         self._is_started = False  # This attempt's first delta has come.
         self._error: QuireError | None = None

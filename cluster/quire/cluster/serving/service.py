@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
+from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.grammar import constrain
+from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.config import CompletionConfig
@@ -61,6 +64,11 @@ class GatewayConfig:
     One longer text goes beside them."""
     template: TemplateLimits = field(default_factory=TemplateLimits)
     """Limits on rendering one chat."""
+    tool_call_parser: str = "auto"
+    """The format in which the model writes calls of tools, a name of
+    `quire.cluster.dialects.formats`; "auto" is the one that its chat template shows, "none" leaves
+    calls as text. Likewise for the next."""
+    reasoning_parser: str = "auto"
     wakes_groups: bool = False
     """Requests are taken although no group runs, because groups are started for waiting
     requests."""
@@ -99,6 +107,12 @@ class ModelService:
             start_wait_s=self.config.completion.group_wait_s,
             clock=clock,
         )
+        self.dialect = choose_dialect(
+            tokenizer,
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
+        )
+        """How the model writes calls and reasoning."""
         self._clock = clock
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
@@ -155,8 +169,11 @@ class ModelService:
         """Calls ``on_change`` when `is_ready` may have changed."""
         self._watchers.append(on_change)
 
-    async def prepare(self, request: Request) -> Prepared:
+    async def prepare(self, request: Request, *, tool_use: ToolUse | None = None) -> Prepared:
         """Checks, tokenizes and hashes a request. Nothing is sent yet.
+
+        ``tool_use`` is what a chat says about calls, whose answer is read as the model's dialect;
+        it adds to the form of the output.
 
         Raises:
             ModelNotFound: Another model is served here.
@@ -184,10 +201,19 @@ class ModelService:
         )
         sampling = request.sampling
         max_tokens = check_request(token_ids, sampling, limits)
+        if tool_use is not None:
+            reasons = self.dialect.reasons(self.tokenizer, token_ids)
+            form = constrain(self.dialect, tool_use, sampling.constraint, reasons=reasons)
+            sampling = replace(sampling, structured_outputs=form)
         if sampling.constraint is not None:
-            await self._constraints.check(
-                sampling.constraint, vocab_size=card.vocab_size, deadline_s=deadline_s
-            )
+            try:
+                await self._constraints.check(
+                    sampling.constraint, vocab_size=card.vocab_size, deadline_s=deadline_s
+                )
+            except InvalidRequest as error:
+                if tool_use is not None and tool_use.has_form:
+                    raise InvalidRequest(f"tools: {error}") from None
+                raise
         hashes = await off_loop(
             len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
         )

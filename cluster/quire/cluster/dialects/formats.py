@@ -1,0 +1,262 @@
+"""The table: how each family of models writes its reasoning and its calls of tools.
+
+A call is a sequence of parts, which the parser reads and the grammar writes. A new family is an
+entry here, or a new part where it writes values as none did before. Sources: the chat templates of
+the checkpoints named.
+"""
+
+from dataclasses import dataclass
+
+from quire.worker.api.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Literal:
+    """This text. Whitespace at its ends is what models write; more or less of it is read too."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Name:
+    """The name of the function."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments, a JSON value."""
+
+
+@dataclass(frozen=True)
+class CallObject:
+    """A JSON object with name and arguments, under this key."""
+
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Arguments one by one as name and value: text as it is, other values as JSON."""
+
+    key: tuple[str, str]
+    """The texts around a name, as below those around a value."""
+    value: tuple[str, str]
+    newline: bool = False
+    """A line break stands on either side of a value."""
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """Python's keyword arguments, up to the closing parenthesis."""
+
+
+Part = Literal | Name | Arguments | CallObject | Fields | Keywords
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One or more calls."""
+
+    begin: str = ""
+    call: tuple[Part, ...]
+    between: str | None = None
+    """What is between two calls; ``None`` where there is always one."""
+    end: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """How calls are marked and written."""
+
+    name: str
+    opens: tuple[str, ...] = ()
+    """Markers before calls; the first is what models write."""
+    is_bare: bool = False
+    """Calls need no marker where they are all that the model says; then they must be of tools that
+    the request has."""
+    shapes: tuple[Shape, ...]
+    """What may follow; the first is what models write."""
+    closes: tuple[str, ...] = ()
+    """Markers that may follow the calls."""
+    implied: str = ""
+    """The beginning of a call that some models write without the marker before it."""
+    signs: tuple[tuple[str, ...], ...]
+    """A chat template that contains all texts of one entry belongs to models that write this."""
+    id_prefix: str = "call_"
+    id_chars: int = 24
+    """Of a call's id, behind its prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """How the part of an answer that is reasoning is marked; it is at the beginning."""
+
+    name: str
+    opens: str
+    closes: str
+    signs: tuple[tuple[str, ...], ...]
+
+
+_MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
+_MISTRAL_ARGS = Shape(call=(Name(), Literal("[ARGS]"), Arguments()), between="[TOOL_CALLS]")
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+
+# The more particular formats first: each is tried for a template in this order.
+TOOL_FORMATS = (
+    ToolFormat(
+        name="deepseek_v3",  # DeepSeek-V3, -V3-0324, -R1.
+        opens=(_DEEPSEEK[0],),
+        shapes=(
+            Shape(
+                call=(
+                    Literal(f"{_DEEPSEEK[1]}function{_DEEPSEEK[2]}"),
+                    Name(),
+                    Literal("\n```json\n"),
+                    Arguments(),
+                    Literal(f"\n```{_DEEPSEEK[3]}"),
+                ),
+                between="\n",
+                end="<｜tool▁calls▁end｜>",
+            ),
+        ),
+        signs=((_DEEPSEEK[0], "```json"),),
+    ),
+    ToolFormat(
+        name="deepseek_v31",  # DeepSeek-V3.1.
+        opens=(_DEEPSEEK[0],),
+        shapes=(
+            Shape(
+                call=(
+                    Literal(_DEEPSEEK[1]),
+                    Name(),
+                    Literal(_DEEPSEEK[2]),
+                    Arguments(),
+                    Literal(_DEEPSEEK[3]),
+                ),
+                between="",
+                end="<｜tool▁calls▁end｜>",
+            ),
+        ),
+        signs=((_DEEPSEEK[0],),),
+    ),
+    ToolFormat(
+        name="mistral_v11",  # Mistral Small 3.2, Magistral, Devstral.
+        opens=("[TOOL_CALLS]",),
+        shapes=(_MISTRAL_ARGS, _MISTRAL_LIST),
+        signs=(("[TOOL_CALLS]", "[ARGS]"),),
+        id_prefix="",
+        id_chars=9,  # Their templates refuse others.
+    ),
+    ToolFormat(
+        name="mistral",  # Mistral 7B v0.3, Nemo, Small 3.1.
+        opens=("[TOOL_CALLS]",),
+        shapes=(_MISTRAL_LIST, _MISTRAL_ARGS),
+        signs=(("[TOOL_CALLS]",),),
+        id_prefix="",
+        id_chars=9,
+    ),
+    ToolFormat(
+        name="glm45",  # GLM-4.5, -4.6.
+        opens=("<tool_call>",),
+        shapes=(
+            Shape(
+                call=(
+                    Name(),
+                    Literal("\n"),
+                    Fields(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
+                ),
+                end="</tool_call>",
+            ),
+        ),
+        signs=(("<arg_key>",),),
+    ),
+    ToolFormat(
+        name="qwen3_coder",
+        opens=("<tool_call>",),
+        shapes=(
+            Shape(
+                begin="\n",
+                call=(
+                    Literal("<function="),
+                    Name(),
+                    Literal(">\n"),
+                    Fields(("<parameter=", ">"), ("", "</parameter>"), newline=True),
+                    Literal("</function>\n"),
+                ),
+                end="</tool_call>",
+            ),
+        ),
+        implied="<function=",
+        signs=(("<function=", "<parameter="),),
+    ),
+    ToolFormat(
+        name="hermes",  # Hermes 2 and 3, Qwen2.5, Qwen3.
+        opens=("<tool_call>",),
+        shapes=(Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),),
+        closes=("</tool_call>",),
+        signs=(("<tool_call>",),),
+    ),
+    ToolFormat(
+        name="pythonic",  # Llama 3.2 and 4 where prompted so, ToolACE.
+        opens=("<|python_start|>",),
+        is_bare=True,
+        shapes=(Shape(begin="[", call=(Name(), Literal("("), Keywords()), between=", ", end="]"),),
+        closes=("<|python_end|>",),
+        signs=(("[func_name1(",),),
+    ),
+    ToolFormat(
+        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4.
+        opens=("<|python_tag|>", "<|python_start|>"),
+        is_bare=True,
+        shapes=(Shape(call=(CallObject("parameters"),), between="; "),),
+        closes=("<|python_end|>",),
+        signs=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
+    ),
+)
+
+REASONING_FORMATS = (
+    ReasoningFormat(
+        name="mistral",
+        opens="[THINK]",
+        closes="[/THINK]",
+        signs=(("[THINK]",),),  # Magistral.
+    ),
+    ReasoningFormat(
+        name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
+    ),
+    # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
+    ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
+)
+
+
+def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
+    """All fixed texts of a format, in which special tokens may be."""
+    if form is None:
+        return []
+    if isinstance(form, ReasoningFormat):
+        return [form.opens, form.closes]
+    texts = [*form.opens, *form.closes]
+    for shape in form.shapes:
+        texts += [shape.begin, shape.between or "", shape.end]
+        for part in shape.call:
+            if isinstance(part, Literal):
+                texts.append(part.text)
+            elif isinstance(part, Fields):
+                texts += [*part.key, *part.value]
+    return [text for text in texts if text]
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raises ConfigError: one is neither a format nor "auto" nor "none"."""
+    for setting, name, formats in (
+        ("tool_call_parser", tool_call_parser, TOOL_FORMATS),
+        ("reasoning_parser", reasoning_parser, REASONING_FORMATS),
+    ):
+        known = ["auto", "none", *(each.name for each in formats)]
+        if name not in known:
+            raise ConfigError(f"{setting}={name!r}: must be one of {', '.join(known)}")

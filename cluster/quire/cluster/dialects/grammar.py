@@ -1,0 +1,257 @@
+"""The grammar of answers that have to be calls, or whose calls have to fit their schemas.
+
+It is written from the same table as the parser reads by, in Lark's syntax with llguidance's
+extensions. Special tokens stand in it by their ids, since their text alone is not them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.cluster.dialects.dialect import Dialect
+from quire.cluster.dialects.formats import (
+    Arguments,
+    CallObject,
+    Fields,
+    Keywords,
+    Literal,
+    Name,
+    Part,
+    Shape,
+    ToolFormat,
+)
+from quire.cluster.dialects.tools import Tool, ToolUse
+from quire.cluster.dialects.values import kinds_of
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.structured import Constraint
+
+_ANYTHING = r"(.|\n)*"
+_WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,40}"}
+"""In JSON, as in `quire.worker.text.grammar`."""
+_FREE_TEXT = {"type", "description", "title", "default", "examples"}
+"""Keywords of a string's schema that any text fits."""
+
+
+def constrain(
+    dialect: Dialect, use: ToolUse, form: Constraint | None, *, reasons: bool | None
+) -> Constraint | None:
+    """The form of an answer in which ``use`` and ``form``, where the request has one, hold.
+
+    ``reasons``: the prompt has begun the reasoning, or, with ``False``, it has ended it; ``None``
+    leaves it to the model. The reasoning has no form.
+
+    Raises:
+        InvalidRequest: Both are given and cannot hold together, or a schema cannot be written in
+            the model's format of calls.
+    """
+    if use.has_form and form is not None:
+        raise InvalidRequest(
+            "response_format cannot be had with tool_choice 'required' or a named function, or "
+            "with strict tools: leave one of them out"
+        )
+    if form is not None and (dialect.reasoning is None or reasons is False):
+        return form
+    if form is None and not use.has_form:
+        return None
+    grammar = _Grammar(dialect.special_tokens)
+    if form is None:
+        answer = _calls(grammar, dialect, use)
+    elif form.kind == "json_schema":
+        try:
+            answer = grammar.json(json.loads(form.text))
+        except ValueError:
+            return form  # It is refused as it is.
+    else:
+        return form  # Written for the whole answer.
+    if dialect.reasoning is not None and reasons is not False:
+        rest = f"{grammar.until(dialect.reasoning.closes)} /\\s{{0,4}}/"
+        if reasons:
+            answer = f"{rest} {answer}"
+        else:
+            answer = f"({grammar.text(dialect.reasoning.opens)} {rest})? {answer}"
+    return Constraint("grammar", grammar.written(answer))
+
+
+def _calls(grammar: "_Grammar", dialect: Dialect, use: ToolUse) -> str:
+    calls = dialect.calls
+    assert calls is not None, "checked before"
+    opener = "" if calls.is_bare else calls.opens[0]
+    shape = calls.shapes[0]
+    tools = [_call(grammar, shape, tool, use) for tool in use.tools]
+    call = grammar.rule(" | ".join(tools))
+    # Whitespace behind a marker is part of some models' next token, and of others' not.
+    space = "/[ \\n]?/" if shape.begin[:1].isspace() else ""
+    begin = f"{space} {grammar.text(shape.begin.lstrip())}".strip()
+    if shape.between is None:  # Each call has a marker of its own.
+        section = f"{begin} {call} {grammar.text(shape.end)}".strip()
+        again = f"{grammar.text(chr(10) + opener)} {section}"
+    else:
+        section, again = call, f"{grammar.text(shape.between)} {call}"
+    if use.is_parallel:
+        section = f"{section} ({again})*"
+    if shape.between is not None:
+        section = f"{begin} {section} {grammar.text(shape.end)}".strip()
+    if use.is_required:
+        return f"{grammar.text(opener)} {section}".strip()
+    plain = _plain(grammar, calls)
+    if calls.is_bare:
+        return f"({section} | {plain})"
+    return f"({grammar.until(opener)} {section})? {plain}"
+
+
+def _plain(grammar: "_Grammar", calls: ToolFormat) -> str:
+    """Text that is no call."""
+    if not calls.is_bare:
+        return grammar.without(calls.opens[0])
+    first = "\\[" if calls.shapes[0].begin else "{"
+    return grammar.terminal(f"/([^\\s{first}]{_ANYTHING})?/")
+
+
+def _call(grammar: "_Grammar", shape: Shape, tool: Tool, use: ToolUse) -> str:
+    """A call of this tool."""
+    schema = dict(tool.parameters) if tool.is_strict or use.is_required else {}
+    schema.setdefault("type", "object")
+    parts = [_part(grammar, part, tool, schema) for part in shape.call]
+    return " ".join(part for part in parts if part)
+
+
+def _part(grammar: "_Grammar", part: Part, tool: Tool, schema: dict[str, Any]) -> str:
+    match part:
+        case Literal(text):
+            return grammar.text(text)
+        case Name():
+            return grammar.text(tool.name)
+        case Arguments():
+            return grammar.json(schema)
+        case CallObject(key):
+            head = grammar.text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+            return f"{head} {grammar.json(schema)} {grammar.text('}')}"
+        case Fields():
+            return _fields(grammar, part, tool)
+        case Keywords():
+            return _keywords(grammar, tool)
+
+
+def _fields(grammar: "_Grammar", part: Fields, tool: Tool) -> str:
+    newline = "\n" if part.newline else ""
+    fields = []
+    for name, schema, is_required in _properties(tool):
+        head = part.key[0] + name + part.key[1]
+        head += f"\n{part.value[0]}" if part.value[0] else ""
+        close = f"{newline}{part.value[1]}"
+        kinds = kinds_of(name, tool.parameters)
+        texts = _texts(schema)
+        if texts is not None:
+            value = " | ".join(grammar.text(f"{text}{close}") for text in texts)
+        elif kinds is None or "string" in kinds:
+            _check_free(tool, name, schema)
+            value = grammar.until(close)
+        else:
+            value = f"{grammar.json(schema)} {grammar.text(close)}"
+        field = f"{grammar.text(head + newline)} ({value}) {grammar.text(chr(10))}"
+        fields.append(f"({field})" if is_required else f"({field})?")
+    return " ".join(fields)
+
+
+def _keywords(grammar: "_Grammar", tool: Tool) -> str:
+    """The keyword arguments and the closing parenthesis, required ones among those that are not."""
+    rest, first = grammar.text(")"), grammar.text(")")
+    for name, schema, is_required in reversed(_properties(tool)):
+        value = f"{grammar.text(f'{name}=')} {grammar.json(schema)}"
+        begun = f"{value} {rest}"
+        later = f"{grammar.text(', ')} {begun}"
+        first = grammar.rule(begun if is_required else f"{begun} | {first}")
+        rest = grammar.rule(later if is_required else f"{later} | {rest}")
+    return first
+
+
+def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
+    """Name, schema and whether it is required, of each argument."""
+    properties = tool.parameters.get("properties")
+    required = tool.parameters.get("required")
+    found = []
+    for name, schema in (properties if isinstance(properties, dict) else {}).items():
+        shared = {
+            key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+        }
+        is_required = isinstance(required, list) and name in required
+        found.append((name, {**schema, **shared} if isinstance(schema, dict) else {}, is_required))
+    return found
+
+
+def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
+    """The texts of an argument that has only a few."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not values:
+        return None
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]
+
+
+def _check_free(tool: Tool, name: str, schema: Mapping[str, Any]) -> None:
+    bound = sorted(schema.keys() - _FREE_TEXT - {"$defs", "definitions"})
+    if schema.get("type") == "string" and bound:
+        raise InvalidRequest(
+            f"tools: {bound[0]}, of the argument {name!r} of {tool.name!r}, is not supported in "
+            "the format in which this model writes calls: leave it out"
+        )
+
+
+class _Grammar:
+    """Rules, and the names under which they are written once."""
+
+    def __init__(self, special_tokens: Mapping[int, str]) -> None:
+        self._ids = {text: token_id for token_id, text in special_tokens.items()}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._names: dict[str, str] = {}
+
+    def written(self, start: str) -> str:
+        rules = [f"{name}{definition}" for definition, name in self._names.items()]
+        return "\n".join([f"start: {start}", *rules, ""])
+
+    def rule(self, body: str) -> str:
+        return self._named("r", f": {body}")
+
+    def terminal(self, body: str) -> str:
+        return self._named("T", f": {body}")
+
+    def text(self, text: str) -> str:
+        """This text."""
+        parts, at = [], 0
+        for found in self._special.finditer(text):
+            parts += [text[at : found.start()], self._ids[found[0]]]
+            at = found.end()
+        parts.append(text[at:])
+        return " ".join(
+            f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part != ""
+        )
+
+    def json(self, schema: Any) -> str:
+        if isinstance(schema, dict):
+            given = schema.get("x-guidance")
+            options = {**_WHITESPACE, **(given if isinstance(given, dict) else {})}
+            # What is not supported is refused.
+            schema = {**schema, "x-guidance": {**options, "lenient": False}}
+        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def until(self, marker: str) -> str:
+        """Any text up to the first ``marker``, and it."""
+        if marker in self._ids:
+            return f"{self.terminal(f'/{_ANYTHING}/')} {self.text(marker)}"
+        return self._named("r", f"[lazy]: /{_ANYTHING}{_regex(marker)}/")
+
+    def without(self, marker: str) -> str:
+        """Any text without ``marker``; a special token is in none."""
+        if marker in self._ids:
+            return self.terminal(f"/{_ANYTHING}/")
+        return self.terminal(f"/{_ANYTHING}/ & ~/{_ANYTHING}{_regex(marker)}{_ANYTHING}/")
+
+    def _named(self, prefix: str, definition: str) -> str:
+        return self._names.setdefault(definition, f"{prefix}{len(self._names)}")
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")

@@ -1,0 +1,387 @@
+"""An answer's text as reasoning, content and calls, from pieces of any size.
+
+The parser waits only where the next text decides what the last was. Text that began like a call and
+is none comes back as content; a call that does not end comes out as far as it went.
+"""
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quire.cluster.dialects.formats import (
+    Arguments,
+    CallObject,
+    Fields,
+    Keywords,
+    Literal,
+    Name,
+    Part,
+    ReasoningFormat,
+    Shape,
+    ToolFormat,
+)
+from quire.cluster.dialects.reader import Reader, Reading
+from quire.cluster.dialects.tools import MAX_NAME_CHARS, NAME_CHARS, Tool
+from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_json, written
+
+_NAME = re.compile(f"[{NAME_CHARS}]*")
+_KEYWORD = re.compile(r"\w*")
+_MAX_REREAD_CHARS = 4096
+"""Text that was not a call after all is searched for another only up to this length."""
+
+
+@dataclass(frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of a call's arguments, JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnded:
+    index: int
+
+
+Event = Content | Reasoning | CallBegun | CallArguments | CallEnded
+
+
+class OutputParser:
+    """Parses one answer. Without ``tools`` there are no calls in it, and without ``reasoning`` no
+    reasoning. ``is_reasoning``: the prompt ended within it."""
+
+    def __init__(
+        self,
+        *,
+        calls: ToolFormat | None = None,
+        tools: Sequence[Tool] = (),
+        reasoning: ReasoningFormat | None = None,
+        is_reasoning: bool = False,
+    ) -> None:
+        self._format = calls if tools else None
+        self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
+        self._reasoning = reasoning
+        self._is_reasoning = is_reasoning
+        self._reader = Reader()
+        self._events: list[Event] = []
+        self._spaces: list[str] = []  # That may belong to the text or to a marker behind them.
+        self._num_calls = 0
+        self._name = ""
+        self._is_begun = False  # The call that is being read.
+        self._is_bare = False  # It stands without a marker.
+        self._machine = self._answer()
+        next(self._machine)
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain with ``text``."""
+        self._reader.feed(text)
+        self._machine.send(None)
+        return self._told()
+
+    def finish(self) -> list[Event]:
+        """The rest, at the end of the answer."""
+        self._reader.end()
+        for _ in self._machine:
+            raise AssertionError("nothing waits for more")
+        return self._told()
+
+    def _told(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _answer(self) -> Generator[None, None, None]:
+        reader, calls = self._reader, self._format
+        if self._reasoning is not None:
+            yield from self._read_reasoning(self._reasoning)
+        if calls is None:
+            yield from reader.until((), lambda text: self._tell(Content(text)))
+            return
+        if calls.is_bare:
+            yield from self._read_calls(calls, marker="")
+        implied = (calls.implied,) if calls.implied else ()
+        markers = (*calls.opens, *implied, *calls.closes)
+        while marker := (yield from reader.until(markers, self._say)):
+            if marker in calls.closes:
+                if not self._num_calls:
+                    self._say(marker)
+            else:
+                yield from self._read_calls(calls, marker=marker)
+        if not self._num_calls:
+            self._flush_spaces()
+
+    def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
+        reader = self._reader
+        reader.record()
+        yield from reader.spaces()
+        is_opened = yield from reader.literal(reasoning.opens)
+        if not is_opened and not self._is_reasoning:
+            reader.put_back(reader.recorded())
+            return
+        reader.forget()
+        yield from reader.spaces()
+        yield from reader.until((reasoning.closes,), lambda text: self._say(text, of=Reasoning))
+        self._spaces.clear()
+        yield from reader.spaces()
+
+    def _read_calls(self, calls: ToolFormat, *, marker: str) -> Reading[None]:
+        """Reads what follows ``marker``; if it is no call, it becomes content, or is put back."""
+        reader, num_before = self._reader, self._num_calls
+        self._is_bare = not marker
+        reader.record()
+        if marker == calls.implied:
+            reader.put_back(marker)
+        yield from reader.spaces()
+        for shape in calls.shapes:
+            begin = shape.begin.strip()
+            if not begin or (yield from reader.literal(begin)):
+                yield from self._read_shape(shape)
+                break
+        unread = reader.recorded()
+        if self._num_calls == num_before:
+            if marker == calls.implied:
+                unread = unread.removeprefix(marker)
+            self._say(marker)
+        if len(unread) > _MAX_REREAD_CHARS:
+            self._say(unread)
+        else:
+            reader.put_back(unread)
+
+    def _read_shape(self, shape: Shape) -> Reading[None]:
+        reader = self._reader
+        while (yield from self._read_call(shape)):
+            reader.record()
+            yield from reader.spaces()
+            end = shape.end.strip()
+            if end and (yield from reader.literal(end)):
+                reader.forget()
+                return
+            if shape.between is None:
+                return
+            separator = shape.between.strip()
+            if separator and not (yield from reader.literal(separator)):
+                return
+            yield from reader.spaces()
+
+    def _read_call(self, shape: Shape) -> Reading[bool]:
+        """Whether a call was read to its end. What is read of it is recorded until it begins."""
+        self._name, self._is_begun = "", False
+        parts = shape.call
+        whole = True
+        for number, part in enumerate(parts):
+            follow = parts[number + 1] if number + 1 < len(parts) else Literal(shape.end)
+            assert isinstance(follow, Part)
+            if not (yield from self._read_part(part, follow)):
+                whole = False
+                break
+        if self._is_begun:
+            self._tell(CallEnded(self._num_calls - 1))
+        return whole
+
+    def _read_part(self, part: Part, follow: Part) -> Reading[bool]:
+        yield from self._reader.spaces()
+        match part:
+            case Literal(text):
+                return (yield from self._reader.literal(text.strip()))
+            case Name():
+                self._name = yield from self._reader.run(_NAME, max_chars=MAX_NAME_CHARS)
+                return 0 < len(self._name) <= MAX_NAME_CHARS
+            case Arguments():
+                return (yield from self._read_arguments())
+            case CallObject():
+                return (yield from self._read_object())
+            case Keywords():
+                return (yield from self._read_keywords())
+            case Fields():
+                assert isinstance(follow, Literal)
+                return (yield from self._read_fields(part, follow.text.strip()))
+
+    def _begin(self) -> bool:
+        """Tells of the call, unless it cannot be one."""
+        if self._is_bare and self._name not in self._schemas:
+            return False
+        self._reader.forget()
+        self._spaces.clear()
+        self._is_begun = True
+        self._num_calls += 1
+        self._tell(CallBegun(self._num_calls - 1, self._name))
+        return True
+
+    def _read_arguments(self) -> Reading[bool]:
+        first = yield from self._reader.peek()
+        if first not in ("{", "[", '"', "n") or not self._begin():
+            return False
+        if first == '"':  # JSON in a string of JSON.
+            text = yield from self._reader.json_string()
+            self._argue(text or "")
+            return text is not None
+        if first == "n":
+            yield from self._reader.json_value(lambda _: None)
+            self._argue("{}")
+            return True
+        return (yield from self._reader.json_value(self._argue))
+
+    def _read_object(self) -> Reading[bool]:
+        reader = self._reader
+        early: list[str] | None = None  # Arguments before the name.
+        if not (yield from reader.literal("{")):
+            return False
+        num_keys = 0
+        while True:
+            yield from reader.spaces()
+            if (yield from reader.literal("}")):
+                break
+            if num_keys:
+                if not (yield from reader.literal(",")):
+                    return False
+                yield from reader.spaces()
+            num_keys += 1
+            key = yield from reader.json_string()
+            yield from reader.spaces()
+            if key is None or not (yield from reader.literal(":")):
+                return False
+            yield from reader.spaces()
+            if key == "name" and not self._name:
+                self._name = (yield from reader.json_string()) or ""
+                if not self._name or len(self._name) > MAX_NAME_CHARS:
+                    return False
+                if early is not None:
+                    if not self._begin():
+                        return False
+                    self._argue("".join(early))
+            elif key in ("arguments", "parameters") and self._name and not self._is_begun:
+                if not (yield from self._read_arguments()):
+                    return False
+            else:
+                is_early = key in ("arguments", "parameters") and not self._name
+                if self._is_bare and not is_early and key != "type":
+                    return False
+                value: list[str] = []
+                if not (yield from reader.json_value(value.append)):
+                    return False
+                early = value if is_early else early
+        if not self._is_begun:
+            if not self._name or self._is_bare or not self._begin():
+                return False
+            self._argue("{}")
+        return True
+
+    def _read_fields(self, part: Fields, follow: str) -> Reading[bool]:
+        """Arguments between tags, up to ``follow``."""
+        reader = self._reader
+        num_fields = 0
+        while True:
+            yield from reader.spaces()
+            if not (yield from reader.literal(part.key[0])):
+                break
+            key: list[str] = []
+            if (yield from reader.until((part.key[1],), key.append)) is None:
+                return False
+            if part.value[0]:
+                yield from reader.spaces()
+                if not (yield from reader.literal(part.value[0])):
+                    return False
+            if not self._is_begun and not self._begin():
+                return False
+            name = "".join(key).strip()
+            self._argue(f'{", " if num_fields else "{"}"{written(name)}": ')
+            if not (yield from self._read_field(part, name)):
+                return False
+            num_fields += 1
+        if not (yield from reader.literal(follow, take=False)):
+            return False
+        if not self._is_begun and not self._begin():
+            return False
+        self._argue("}" if num_fields else "{}")
+        return True
+
+    def _read_field(self, part: Fields, name: str) -> Reading[bool]:
+        reader = self._reader
+        ends: tuple[str, ...] = (part.value[1],)
+        if part.newline:
+            yield from reader.literal("\n")
+            ends = (f"\n{part.value[1]}", part.value[1])
+        tool = self._schemas.get(self._name)
+        kinds = kinds_of(name, tool.parameters if tool is not None else {})
+        if kinds == frozenset({"string"}):
+            self._argue('"')
+            if (yield from reader.until(ends, lambda text: self._argue(written(text)))) is None:
+                return False
+            self._argue('"')
+            return True
+        value: list[str] = []
+        is_whole = (yield from reader.until(ends, value.append)) is not None
+        text = "".join(value)
+        self._argue(tagged_as_json(text, kinds) if is_whole else text)
+        return is_whole
+
+    def _read_keywords(self) -> Reading[bool]:
+        reader = self._reader
+        num_keywords = 0
+        while True:
+            yield from reader.spaces()
+            if num_keywords and not (yield from reader.literal(")", take=False)):
+                if not (yield from reader.literal(",")):
+                    return False
+                yield from reader.spaces()
+            if (yield from reader.literal(")")):
+                if not self._is_begun and not self._begin():
+                    return False
+                self._argue("}" if num_keywords else "{}")
+                return True
+            keyword = yield from reader.run(_KEYWORD)
+            yield from reader.spaces()
+            if not keyword or not (yield from reader.literal("=")):
+                return False
+            if not self._is_begun and not self._begin():
+                return False
+            self._argue(f'{", " if num_keywords else "{"}"{keyword}": ')
+            value: list[str] = []
+            is_whole = yield from reader.python_value(value.append)
+            text = "".join(value)
+            self._argue(python_as_json(text) if is_whole else text)
+            if not is_whole:
+                return False
+            num_keywords += 1
+
+    def _say(self, text: str, *, of: Callable[[str], Content | Reasoning] = Content) -> None:
+        """Tells of text, less whitespace at its end, which a marker may follow."""
+        stripped = text.rstrip()
+        if stripped:
+            self._flush_spaces(of=of)
+            self._tell(of(stripped))
+        if len(stripped) < len(text):
+            self._spaces.append(text[len(stripped) :])
+
+    def _flush_spaces(self, *, of: Callable[[str], Content | Reasoning] = Content) -> None:
+        spaces = "".join(self._spaces)
+        self._spaces.clear()
+        if spaces:
+            self._tell(of(spaces))
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._tell(CallArguments(self._num_calls - 1, text))
+
+    def _tell(self, event: Event) -> None:
+        """Adds an event; text follows on from text of the same kind."""
+        last = self._events[-1] if self._events else None
+        if isinstance(event, (Content, Reasoning, CallArguments)) and type(last) is type(event):
+            self._events[-1] = replace(last, text=last.text + event.text)
+        else:
+            self._events.append(event)

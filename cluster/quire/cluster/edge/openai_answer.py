@@ -1,0 +1,94 @@
+"""One choice of a chat in OpenAI's words: content, reasoning and calls, as deltas or whole."""
+
+import hashlib
+from typing import Any
+
+from quire.cluster.dialects.dialect import Dialect
+from quire.cluster.dialects.parser import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+)
+from quire.cluster.dialects.tools import ToolUse
+
+Json = dict[str, Any]
+
+
+class Answer:
+    """Reads one choice. ``name`` is unlike that of any other: ids of calls derive from it."""
+
+    def __init__(
+        self, name: str, *, dialect: Dialect, tool_use: ToolUse, is_reasoning: bool
+    ) -> None:
+        self.has_calls = False
+        self._name = name
+        self._calls = dialect.calls
+        self._is_parallel = tool_use.is_parallel
+        self._parser = OutputParser(
+            calls=dialect.calls,
+            tools=tool_use.tools,
+            reasoning=dialect.reasoning,
+            is_reasoning=is_reasoning,
+        )
+
+    def deltas(self, text: str, *, is_last: bool) -> list[Json]:
+        """What ``text`` adds to the message."""
+        return [delta for event in self._events(text, is_last) if (delta := self._delta(event))]
+
+    def message(self, text: str) -> Json:
+        """The whole message, of all its text."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[Json] = []
+        for event in self._events(text, is_last=True):
+            if isinstance(event, Content):
+                content.append(event.text)
+            elif isinstance(event, Reasoning):
+                reasoning.append(event.text)
+            elif isinstance(event, CallBegun):
+                calls.append(self._call(event))
+            elif isinstance(event, CallArguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        shown = "".join(content)
+        message: Json = {"role": "assistant", "content": shown, "refusal": None}
+        if calls:
+            message |= {"content": shown or None, "tool_calls": calls}
+        return message | (_reasoning("".join(reasoning)) if reasoning else {})
+
+    def _events(self, text: str, is_last: bool) -> list[Event]:
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        if not self._is_parallel:  # As OpenAI's API promises it: what a model says more is dropped.
+            events = [event for event in events if getattr(event, "index", 0) == 0]
+        self.has_calls |= any(isinstance(event, CallBegun) for event in events)
+        return events
+
+    def _delta(self, event: Event) -> Json | None:
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return _reasoning(event.text)
+        if isinstance(event, CallBegun):
+            return {"tool_calls": [{"index": event.index, **self._call(event)}]}
+        if isinstance(event, CallArguments):
+            more = {"index": event.index, "function": {"arguments": event.text}}
+            return {"tool_calls": [more]}
+        return None
+
+    def _call(self, event: CallBegun) -> Json:
+        assert self._calls is not None
+        digest = hashlib.sha256(f"{self._name}/{event.index}".encode()).hexdigest()
+        return {
+            "id": self._calls.id_prefix + digest[: self._calls.id_chars],
+            "type": "function",
+            "function": {"name": event.name, "arguments": ""},
+        }
+
+
+def _reasoning(text: str) -> Json:
+    """Under the names by which different clients know it."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,0 +1,54 @@
+"""The messages of a chat in OpenAI's API."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.worker.api.errors import InvalidRequest
+
+# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because each was an error of
+# its own as a candidate text. So the first error ends the validation of a list, and lists have
+# bounds.
+MAX_ITEMS = 1024
+"""Prompts, stop strings, parts of a message."""
+MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str | None = None
+
+
+class ChatTurn(BaseModel):
+    """A message. The template gets all of it, also fields that are not named here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | Annotated[list[ContentPart], MANY] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], MANY] | None = None
+
+    def message(self) -> dict[str, Any]:
+        """The message for the chat template. Raises InvalidRequest for anything but text."""
+        fields = {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
+        if self.tool_calls:
+            fields["tool_calls"] = self.tool_calls
+        if "reasoning" in fields:  # Our answers have both names, templates know this one.
+            fields.setdefault("reasoning_content", fields["reasoning"])
+        return {"role": self.role, "content": self._text(), **fields}
+
+    def _text(self) -> str | None:
+        if self.content is None:
+            return None if self.tool_calls else ""
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"messages: a content part of type {part.type!r} is not supported: this "
+                    "model reads text, send parts of type 'text'"
+                )
+        return "".join(part.text or "" for part in self.content)
