@@ -259,6 +259,13 @@ def test_raw_arguments_are_the_models_own_text() -> None:
     ]
 
 
+def test_half_a_character_is_no_name_and_no_argument() -> None:
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert parse("hermes", [text], TOOLS) == [Content(text)]
+    events = parse("pythonic", ["[any(x=['\\ud800'])]"], TOOLS)
+    assert events[1] == CallArguments(0, '{"x": ["\\ud800"]}')
+
+
 def test_arguments_stream_as_they_come() -> None:
     parser = OutputParser(calls=FORMATS["hermes"], tools=TOOLS)
     assert parser.feed('<tool_call>{"name": "weather", ') == []

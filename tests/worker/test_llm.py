@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quire import demo_model, llm
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.text.chat_template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -268,3 +269,16 @@ def test_the_public_surface_is_this() -> None:
         "async_scheduling",
         "scheduling_policy",
     ]
+
+
+def test_tools_reach_the_chat_template(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = {"type": "function", "function": {"name": "weather"}}
+    source = "{{ messages[0].content }}{{ tools[0].function.name }}"
+    template = ChatTemplate(source, special_tokens={})
+    monkeypatch.setattr(demo.get_tokenizer(), "_template", template)
+    (output,) = demo.chat(
+        [{"role": "user", "content": "the "}], SamplingParams(max_tokens=1), tools=[tool]
+    )
+    assert list(output.prompt_token_ids) == demo.get_tokenizer().encode(
+        "the weather", add_special_tokens=False
+    )

@@ -7,6 +7,7 @@ is none comes back as content; a call that does not end comes out as far as it w
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from quire.cluster.dialects.formats import (
     Arguments,
@@ -102,8 +103,20 @@ class OutputParser:
         return self._told()
 
     def _told(self) -> list[Event]:
+        """What was told since; text that follows on from text of its kind is one event."""
         events, self._events = self._events, []
-        return events
+        if len(events) < 2:
+            return events
+        joined: list[Event] = []
+        for _, group in groupby(events, key=type):
+            run = list(group)
+            first = run[0]
+            if isinstance(first, Content | Reasoning | CallArguments):
+                text = "".join(getattr(each, "text", "") for each in run)
+                joined.append(replace(first, text=text))
+            else:
+                joined += run
+        return joined
 
     def _answer(self) -> Generator[None, None, None]:
         reader, calls = self._reader, self._format
@@ -379,9 +392,4 @@ class OutputParser:
             self._tell(CallArguments(self._num_calls - 1, text))
 
     def _tell(self, event: Event) -> None:
-        """Adds an event; text follows on from text of the same kind."""
-        last = self._events[-1] if self._events else None
-        if isinstance(event, (Content, Reasoning, CallArguments)) and type(last) is type(event):
-            self._events[-1] = replace(last, text=last.text + event.text)
-        else:
-            self._events.append(event)
+        self._events.append(event)

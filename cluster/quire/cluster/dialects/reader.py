@@ -57,8 +57,11 @@ class Reader:
         self._record = None
 
     def put_back(self, text: str) -> None:
-        self._text = text + self._text[self._at :]
-        self._at = 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:  # It came before the last piece.
+            self._text = text + self._text[self._at :]
+            self._at = 0
 
     def peek(self) -> Reading[str]:
         """The next character; empty at the end."""
