@@ -50,7 +50,7 @@ def adjust_logits(
     values_E = torch.where(seen_counts_E > 0, values_E - lowered_E, values_E)
     logits_SV[seen_rows_E, seen_ids_E] = values_E
     for row, mask_W in zip(masked_rows_K.tolist(), mask_KW, strict=True):
-        # On the numbers' bits: choosing between two floats by a mask is eight times as slow on CPUs.
+        # On the numbers' bits: to choose between floats by a mask is eight times as slow on CPUs.
         spread = _SPREAD.to(mask_W.device).index_select(0, mask_W.view(torch.uint8).int())
         allowed = spread.flatten()[: logits_SV.shape[1]]
         bits = logits_SV[row, : len(allowed)].view(torch.int32)
