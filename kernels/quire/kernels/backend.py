@@ -137,7 +137,7 @@ def backend_for(
     """The kernels for a device, and for all that the model's layers ask of attention.
 
     Where there are several GPUs, the device must be the current one. The native library attends
-    to all tokens, so on a CPU a model with a window or a score cap gets plain PyTorch.
+    to all tokens, so on a CPU a model with a window, a score cap or sinks gets plain PyTorch.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
@@ -156,6 +156,8 @@ def backend_for(
         return NativeBackend(native, quantization=quantization)
     if quantization is not None:
         raise ValueError(f"quantization={quantization!r}: kernels exist for 'cpu' only")
+    if any(each.sinks is not None for each in options):
+        raise ValueError("attention sinks: kernels exist for 'cpu' only")
     if device.type == "cuda":
         try:
             import triton  # noqa: F401
