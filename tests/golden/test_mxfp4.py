@@ -25,7 +25,8 @@ PROMPTS = [{"prompt_token_ids": prompt} for prompt in prompts()]
 def encode(values_EIO: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks ``[E, O, I / 32, 16]`` and scales: of each 32 inputs the greatest is below 8 times
     its power of two."""
-    values = values_EIO.transpose(1, 2).unflatten(2, (-1, 32))
+    values = values_EIO.transpose(1, 2)
+    values = values.reshape(*values.shape[:2], -1, 32)
     exponent = torch.frexp(values.abs().amax(-1)).exponent - 3
     magnitude = (torch.ldexp(values, -exponent[..., None]).abs()[..., None] - LEVELS).abs()
     codes = (magnitude.argmin(-1) + 8 * (values < 0)).to(torch.uint8)
