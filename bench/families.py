@@ -24,6 +24,7 @@ from tests.golden import test_through_transformers as through
 from tests.golden.oracle import MAX_TOKENS, prompts, save
 from transformers import AutoModelForCausalLM
 
+import quire.kernels.cpu  # noqa: F401 - asks MKL for strict products before its first one
 from quire.kernels import native
 from quire.kernels.backend import backend_for
 from quire.llm import LLM, SamplingParams
