@@ -25,7 +25,7 @@ def save(path: Path, name: str, fields: dict[str, Any]) -> None:
     model = model_class(name)(config(name, fields))
     with torch.no_grad():  # else biases are zeros, and norms are ones
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith((".bias", "norm.weight")):
+            if parameter_name.endswith((".bias", "proj_bias", "norm.weight", ".sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(path)
 

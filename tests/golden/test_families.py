@@ -99,6 +99,13 @@ CASES = {
     ),
 }
 
+GPT_OSS = {
+    **HALVES,
+    **{"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "swiglu_limit": 1.5},
+    "rope_parameters": YARN | {"truncate": False},
+}
+CASES["gpt-oss"] = Case("GptOss", GPT_OSS)
+
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
 """And what transformers makes of `case_prompts`: tokens and their log probabilities."""
 
@@ -160,6 +167,7 @@ def test_tokens_are_those_of_transformers(
         ("glm4-moe", None),
         ("qwen3-moe", "w4"),
         ("mixtral", "int8"),
+        ("gpt-oss", None),
     ],
 )
 def test_a_request_has_the_same_bits_alone_as_in_a_batch(

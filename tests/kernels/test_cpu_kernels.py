@@ -98,18 +98,26 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 
+@pytest.mark.parametrize("sinks", [None, (-2.0, 0.0, 1.0, 3.0, -30.0, 30.0)])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [1, 60, TILE, 10_000])
-def test_a_window_and_a_cap_are_those_of_the_twin_in_any_chunk(
-    window: int, cap: float | None
+def test_windows_caps_and_sinks_are_those_of_the_twin_in_any_chunk(
+    window: int, cap: float | None, sinks: tuple[float, ...] | None
 ) -> None:
-    options = AttentionOptions(window=window, soft_cap=cap)
+    options = AttentionOptions(window=window, soft_cap=cap, sinks=sinks)
     batch = paged_batch(RAGGED, num_heads=6, num_kv_heads=2, head_size=32, block_size=16)
     got = batch.attend(CPU, num_decodes=4, options=options)
     assert_near_twin(got, batch.expected(options=options))
     chunk = batch.cut(6, 100, 200).attend(CPU, options=options)
     start = batch.query_starts[6]
     assert torch.equal(chunk, got[start + 100 : start + 200])
+
+
+def test_a_model_with_sinks_has_a_backend_on_cpus_alone() -> None:
+    sinks = AttentionOptions(sinks=(0.0,))
+    assert backend_for(torch.device("cpu"), options={sinks}).name == "cpu"
+    with pytest.raises(ValueError, match="sinks: kernels exist for 'cpu' only"):
+        backend_for(torch.device("cuda"), options={sinks})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,9 @@ class AttentionOptions:
     """A query sees this many tokens at most, itself the last of them; ``None`` is all."""
     soft_cap: float | None = None
     """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; ``None`` leaves them."""
+    sinks: tuple[float, ...] | None = None
+    """A score of each query head that stands for no token: one more term in the sum by which
+    softmax divides, as in gpt-oss; ``None`` is none."""
     k_scale: float = 1.0
     """A cache of float8_e4m3fn holds K divided by this; other caches hold it as it is."""
     v_scale: float = 1.0
@@ -28,6 +31,8 @@ class AttentionOptions:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: must be a positive finite number")
+        if not all(map(math.isfinite, self.sinks or ())):
+            raise ValueError(f"sinks={self.sinks}: must be finite numbers")
 
 
 PLAIN = AttentionOptions()

@@ -5,6 +5,7 @@ is the function of the same name in `quire.kernels.reference` (`attend` is `page
 in `quire.kernels.linear`.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -132,9 +133,15 @@ class AttentionBackend(Protocol):
 
 
 def backend_for(
-    device: torch.device, *, quantization: Quantization | None = None
+    device: torch.device,
+    *,
+    quantization: Quantization | None = None,
+    options: Collection[AttentionOptions] = (PLAIN,),
 ) -> AttentionBackend:
-    """The kernels for a device. Where there are several GPUs, it must be the current one.
+    """The kernels for a device, and for all that the model's layers ask of attention.
+
+    Where there are several GPUs, the device must be the current one. On a CPU a model with
+    attention sinks gets plain PyTorch.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
@@ -147,12 +154,15 @@ def backend_for(
         from quire.kernels.native import library
         from quire.kernels.native_backend import NativeBackend
 
-        native = library()
+        has_sinks = any(each.sinks is not None for each in options)
+        native = None if has_sinks else library()
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)
     if quantization is not None:
         raise ValueError(f"quantization={quantization!r}: kernels exist for 'cpu' only")
+    if any(each.sinks is not None for each in options):
+        raise ValueError("attention sinks: kernels exist for 'cpu' only")
     if device.type == "cuda":
         try:
             import triton  # noqa: F401

@@ -243,6 +243,7 @@ def _attend_decodes(
         v_RAKLD,
         positions_RX,
         first_tile=k_RAKLD.shape[1] - 1,
+        group=group,
         options=options,
     )
     return out_RKXD[:, :, :group].reshape(q_RHD.shape)
@@ -278,6 +279,7 @@ def _attend_queries(
             v_1AKLD[:, :num_tiles],
             positions_1X.clamp_(max=position + len(chunk) - 1)[None],
             first_tile=position // TILE,
+            group=group,
             options=options,
         )
         out = out_1KXD[0, :, :num_pairs].view(num_kv_heads, -1, group, head_size)
@@ -291,11 +293,13 @@ def _attend(
     positions_RX: Tensor,
     *,
     first_tile: int,
+    group: int,
     options: AttentionOptions,
 ) -> Tensor:
     """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
-    ``positions`` may be ``[R, 1]`` where a row's pairs share one. ``q`` is scaled already.
+    Pair x is of head ``x % group`` of its group. ``positions`` may be ``[R, 1]`` where a row's
+    pairs share one. ``q`` is scaled already.
     """
     num_rows, num_tiles, num_kv_heads, _, head_size = k_RAKLD.shape
     num_pairs = q_RKXD.shape[2]
@@ -315,6 +319,11 @@ def _attend(
 
     # Not exp2, fast as it is: its bits depend on where threads split the tensor.
     maxima_RKX = scores_RAKXL.amax(dim=(1, 4))
+    sinks_KX = None
+    if options.sinks is not None:
+        sinks_KG = scores_RAKXL.new_tensor(options.sinks).view(num_kv_heads, group)
+        sinks_KX = sinks_KG[:, torch.arange(num_pairs) % group]
+        maxima_RKX = torch.maximum(maxima_RKX, sinks_KX)
     weights_RAKXL = scores_RAKXL.sub_(maxima_RKX[:, None, ..., None]).exp_()
     sums_RAKX = weights_RAKXL.sum(-1)
     parts = torch.bmm(weights_RAKXL.view(-1, num_pairs, TILE), v_RAKLD.flatten(0, 2))
@@ -323,4 +332,6 @@ def _attend(
     for tile in range(1, num_tiles):  # in order: `sum(1)` groups its terms by their number
         sum_RKXD += parts_RAKXD[:, tile]
         sum_RKX += sums_RAKX[:, tile]
+    if sinks_KX is not None:
+        sum_RKX += sinks_KX.sub(maxima_RKX).exp_()
     return sum_RKXD / sum_RKX.unsqueeze(-1)

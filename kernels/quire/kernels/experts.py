@@ -84,9 +84,9 @@ def run_experts(
     experts: Sequence[Expert],
     shared: Expert | None,
     shared_gate: PlainLinear | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each token's results ``[S, T, C]``, the shared expert's last, and their weights ``[T, S]``,
-    both float32."""
+    both float32, and its experts ``[T, k]``."""
     experts_Tk, weights_Tk = router(x_TC)
     num_tokens, top_k = experts_Tk.shape
     out_TkC = x_TC.new_empty(num_tokens * top_k, x_TC.shape[1], dtype=torch.float32)
@@ -94,11 +94,12 @@ def run_experts(
         out_TkC[rows_N] = experts[expert](x_TC[rows_N // top_k])
     out_STC = out_TkC.view(num_tokens, top_k, -1).transpose(0, 1)
     if shared is None:
-        return out_STC, weights_Tk
+        return out_STC, weights_Tk, experts_Tk
     weight_T1 = weights_Tk.new_ones(num_tokens, 1)
     if shared_gate is not None:
         weight_T1 = 1 / (1 + torch.exp(-shared_gate(x_TC.float())))
-    return torch.cat([out_STC, shared(x_TC)[None]]), torch.cat([weights_Tk, weight_T1], dim=1)
+    out_STC = torch.cat([out_STC, shared(x_TC)[None]])
+    return out_STC, torch.cat([weights_Tk, weight_T1], dim=1), experts_Tk
 
 
 def _best(score_TE: Tensor, num: int) -> Tensor:

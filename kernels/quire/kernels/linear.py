@@ -41,6 +41,19 @@ def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
     return layer.unrounded(x_TI) if isinstance(layer, NativeLinear) else layer(x_TI)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedGatedLinear:
+    """`reference.clamped_silu_and_mul`; the layer's output is gate, then up."""
+
+    gate_up: LinearLayer
+    alpha: float
+    limit: float
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        gate_up_TG = self.gate_up(x_TI)
+        return reference.clamped_silu_and_mul(gate_up_TG, alpha=self.alpha, limit=self.limit)
+
+
 @dataclass(frozen=True, slots=True)
 class PlainInt8Linear:
     """In int8: exact integer sums, slowly."""

@@ -106,7 +106,9 @@ class Loop:
                 case MixExperts():
                     values[op.out] = self._mixed(op, values[op.x], all_reduce)
                 case AllReduce():
-                    values[op.x] = all_reduce(values[op.x]).to(values["residual"].dtype)
+                    summed = all_reduce(values[op.x])
+                    summed = summed if op.bias_C is None else summed + op.bias_C
+                    values[op.x] = summed.to(values["residual"].dtype)
                 case Add():
                     branch = values[op.x] if op.scale == 1.0 else values[op.x] * op.scale
                     values[op.to] = values[op.to] + branch
@@ -141,11 +143,15 @@ class Loop:
     def _mixed(
         self, op: MixExperts, x_TC: Tensor, all_reduce: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        out_STC, weights_TS = run_experts(x_TC, op.router, op.experts, op.shared, op.shared_gate)
+        out_STC, weights_TS, experts_Tk = run_experts(
+            x_TC, op.router, op.experts, op.shared, op.shared_gate
+        )
         total_TC = torch.zeros_like(x_TC, dtype=torch.float32)
         for slot, out_TC in enumerate(out_STC):
             if op.is_split:
                 out_TC = all_reduce(out_TC.contiguous())
+            if op.bias_EC is not None and slot < experts_Tk.shape[1]:
+                out_TC = out_TC + op.bias_EC[experts_Tk[:, slot]]
             total_TC += out_TC * weights_TS[:, slot, None]
         return total_TC.to(x_TC.dtype)
 

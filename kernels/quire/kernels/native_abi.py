@@ -46,6 +46,8 @@ class AttendArgs(Structure):
 
 def attention_fields(scale: float, options: AttentionOptions) -> dict[str, Any]:
     """The fields of `AttendArgs` and `AttendOp` that say what becomes of the scores."""
+    if options.sinks is not None:
+        raise ValueError(f"sinks={options.sinks}: the native library has none")
     return {
         "scale": scale,
         "soft_cap": options.soft_cap or 0.0,

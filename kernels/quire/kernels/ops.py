@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # They are made of what is here.
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
 # G of these that are greedy
 # C hidden size   K KV heads (of this rank)   D head size   R half of the rotated channels
-# V vocabulary   P positions   I, O a linear layer's input and output
+# E experts   V vocabulary   P positions   I, O a linear layer's input and output
 
 KvCache = list[tuple[Tensor, Tensor]]
 """K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
@@ -118,6 +118,8 @@ class MixExperts:
     shared: "Expert | None"
     shared_gate: "PlainLinear | None"
     """The shared expert's weight is the sigmoid of this product, else 1."""
+    bias_EC: Tensor | None
+    """Of each expert's last product, float32: added once the ranks' shares are summed."""
     is_split: bool
     x: Value
     out: Value
@@ -163,9 +165,11 @@ class Attend:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllReduce:
-    """``x``: its sum over all ranks."""
+    """``x``: its sum over all ranks, and the bias of the layer that it is a product of."""
 
     x: Value
+    bias_C: Tensor | None = None
+    """Added before the sum is rounded, so that a bias changes no bits with the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -91,7 +91,11 @@ def paged_attention(
         if options.window is not None:
             unseen_QL |= tokens_L <= positions_Q[:, None] - options.window
         scores_HQL = scores_HQL.masked_fill(unseen_QL, float("-inf"))
-        out_HQD = torch.softmax(scores_HQL, dim=-1) @ v_HLD
+        if options.sinks is not None:
+            sinks_H11 = scores_HQL.new_tensor(options.sinks).view(-1, 1, 1)
+            sinks_HQ1 = sinks_H11.expand(-1, scores_HQL.shape[1], -1)
+            scores_HQL = torch.cat([scores_HQL, sinks_HQ1], dim=-1)
+        out_HQD = torch.softmax(scores_HQL, dim=-1)[..., :seq_len] @ v_HLD
         out_THD[start:end] = out_HQD.transpose(0, 1).to(q_THD.dtype)
     return out_THD
 
@@ -189,6 +193,15 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     wide_TF = gate_TF.float()
     return (wide_TF / (1 + torch.exp(-wide_TF))).to(gate_up_TG.dtype) * up_TF
+
+
+def clamped_silu_and_mul(gate_up_TG: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)`` of gates up to ``limit`` and ups within
+    it on both sides; shapes and steps are as in `silu_and_mul`."""
+    gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
+    gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(-limit, limit)
+    glu_TF = gate_TF / (1 + torch.exp(-alpha * gate_TF))
+    return ((up_TF + 1) * glu_TF).to(gate_up_TG.dtype)
 
 
 def gelu(x_TF: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from quire.worker.model.config import read_model_spec
 from quire.worker.model.loader import Shard
 from quire.worker.model.program import make_program
 from quire.worker.model.spec import Experts, Latent, Mlp, ModelSpec
+from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.support import check_runnable
 
 
@@ -31,7 +32,6 @@ def with_attention(spec: ModelSpec, **fields: Any) -> ModelSpec:
     ("fields", "message"),
     [
         ({"chunk": 8192}, "chunk=8192"),
-        ({"sinks": True}, "sinks=True"),
         ({"output_gate": True}, "output_gate=True"),
         ({"kv_of": 0}, "kv_of=0"),
         ({"latent": Latent(q_rank=None, kv_rank=512, rope_size=64)}, "latent=Latent("),
@@ -49,9 +49,9 @@ def test_attention_of_another_kind_is_refused(
 
 def test_no_program_is_made_of_a_model_that_none_can_run(spec: ModelSpec) -> None:
     wrong: Any = None  # nothing is read
-    with pytest.raises(CheckpointError, match=r"model: layers\.1\.attention\.sinks=True"):
+    with pytest.raises(CheckpointError, match=r"model: layers\.1\.attention\.chunk=64"):
         make_program(
-            with_attention(spec, sinks=True), wrong, shard=Shard(), backend=wrong, max_model_len=64
+            with_attention(spec, chunk=64), wrong, shard=Shard(), backend=wrong, max_model_len=64
         )
 
 
@@ -66,7 +66,10 @@ def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
         (replace(spec, ropes=(replace(spec.ropes[0], sections=(2, 3, 3)),)), "sections=(2, 3, 3)"),
         (with_layer(spec, mlp=replace(mlp, activation="relu2")), "activation='relu2'"),
         (with_layer(spec, mlp=replace(mlp, gated=False)), "'silu' is not supported with gated=Fa"),
-        (with_layer(spec, mlp=replace(experts, router_bias=True)), "layers.1.mlp.router_bias=True"),
+        (
+            replace(spec, stored=StoredWeights(layout="mxfp4")),
+            "quant_method='mxfp4' is supported of gpt-oss' experts only",
+        ),
         (
             with_layer(spec, mlp=replace(experts, mlp=replace(mlp, bias=True))),
             "layers.1.mlp.mlp with activation='silu', gated=True and bias=True is not supported",

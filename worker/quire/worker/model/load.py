@@ -55,7 +55,7 @@ def load_model(
         )
     _log.info("%s: computed by quire, which describes this family", config.model)
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
-    backend = backend_for(device, quantization=config.quantization)
+    backend = backend_for(device, quantization=config.quantization, options=set(options))
     checkpoint = open_checkpoint(config.model)
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
         program = make_program(

@@ -17,10 +17,12 @@ from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import Checkpoint, TensorInfo
 from quire.worker.model.stored_weights import StoredWeights
-from quire.worker.model.unpack import Bounds, UnpackError, unpack
+from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
 
 SUM_PARTS = 4
 """Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
+
+_UNQUANTISED, _OR_OTHERS = ("F32", "BF16", "F16"), "F32, BF16 or F16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,18 +218,70 @@ class Weights:
     ) -> Tensor:
         """Some rows, one below the other, and columns of one expert's matrix, where those of all
         experts are one tensor ``[E, O, I]``."""
-        info = self._checkpoint.find(f"{name}.weight", shape)
+        inner = slice(*(columns or (0, shape[2])))
+        info, parts = self._slices(
+            f"{name}.weight",
+            shape,
+            [(expert, slice(*each), inner) for each in rows or [(0, shape[1])]],
+        )
+        return self._read_expert(info, f"{name}.weight", torch.cat(parts))
+
+    def read_turned_expert(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        expert: int,
+        *,
+        rows: Bounds | None = None,
+        columns: Bounds | None = None,
+    ) -> Tensor:
+        """Some rows and columns of one expert's matrix, where those of all experts are one tensor
+        ``[E, I, O]``, or in MXFP4. ``shape`` is ``[E, O, I]``, as it is elsewhere."""
+        num, num_out, num_in = shape
+        outer, (first, last) = slice(*(rows or (0, num_out))), columns or (0, num_in)
+        if self._stored is None:
+            info, (part,) = self._slices(
+                name, (num, num_in, num_out), [(expert, slice(first, last), outer)]
+            )
+            return self._read_expert(info, name, part.T.contiguous())
+        group = self._stored.block[1]
+        groups = slice(first // group, math.ceil(last / group))
+        stored = [("blocks", (num_in // group, group // 2)), ("scales", (num_in // group,))]
+        found = [
+            self._slices(
+                f"{name}_{kind}", (num, num_out, *tail), [(expert, outer, groups)], dtype="U8"
+            )
+            for kind, tail in stored
+        ]
+        (info, (blocks_OGB,)), (_, (scales_OG,)) = found
+        start = first - groups.start * group
+        values_OI = decode_mxfp4(blocks_OGB, scales_OG)[:, start : start + last - first]
+        return self._read_expert(info, f"{name}_blocks", values_OI)
+
+    def _slices(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        slices: list[tuple[int | slice, ...]],
+        *,
+        dtype: str | None = None,
+    ) -> tuple[TensorInfo, list[Tensor]]:
+        """Parts of a tensor that has this type, or else is of unquantised weights."""
+        info = self._checkpoint.find(name, shape)
+        if info.dtype not in ((dtype,) if dtype else _UNQUANTISED):
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has type {info.dtype}; it must be "
+                f"{dtype or _OR_OTHERS}"
+            )
         try:
-            view = self._files[info.file].get_slice(f"{name}.weight")
-            parts = [
-                view[expert, slice(*each), slice(*(columns or (0, shape[2])))]
-                for each in rows or [(0, shape[1])]
-            ]
+            view = self._files[info.file].get_slice(name)
+            return info, [view[each] for each in slices]
         except SafetensorError as error:
             raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
-        part = torch.cat(parts)
+
+    def _read_expert(self, info: TensorInfo, name: str, part: Tensor) -> Tensor:
         out = part.to(self.device, self.dtype)
-        self._unchecked.append(_Read(info.file, f"{name}.weight", part, out))
+        self._unchecked.append(_Read(info.file, name, part, out))
         return out
 
     def read_fused_bias(self, parts: list[Part]) -> Tensor:
@@ -249,8 +303,7 @@ class Weights:
         part = self._slice(info, name, rows=rows, columns=columns)
         if not part.is_floating_point():
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be F32, BF16 or "
-                "F16"
+                f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be {_OR_OTHERS}"
             )
         out.copy_(part)
         read = _Read(info.file, name, part, out)

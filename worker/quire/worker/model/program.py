@@ -8,6 +8,7 @@ view of it.
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.experts import Expert, Router
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.linear import PlainLinear
+from quire.kernels.linear import ClampedGatedLinear, PlainLinear
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -66,11 +67,13 @@ def make_program(
 
 
 def attention_options(attention: Attention, max_model_len: int) -> AttentionOptions:
-    """What a layer asks of attention: a window that no sequence outgrows is none."""
+    """What a layer asks of attention: a window that no sequence outgrows is none. Sinks are zeros
+    that say how many there are."""
     window = attention.window
     return AttentionOptions(
         window=window if window and window < max_model_len else None,
         soft_cap=attention.score_cap,
+        sinks=(0.0,) * attention.num_heads if attention.sinks else None,
     )
 
 
@@ -164,6 +167,9 @@ class _Maker:
                 "kind": q_norm["kind"],
             }
         options = attention_options(attention, self._max_model_len)
+        if attention.sinks:
+            sinks_H = weights.read(prefix + names.sinks, (attention.num_heads,), rows=q_heads)
+            options = replace(options, sinks=tuple(sinks_H.tolist()))
         yield RotateAndWrite(
             kv=number,
             num_heads=q_heads[1] - q_heads[0],
@@ -182,11 +188,11 @@ class _Maker:
         o = weights.pack(
             self._backend.pack_linear,
             o_OI,
-            o_bias,
+            o_bias if self._shard.size == 1 else None,
             num_parts=self._shard.num_parts(attention.num_heads),
         )
         yield Linear(name=f"layers.{number}.o", layer=o, x="attended", out="branch")
-        yield from self._add_branch(number, "attention_out", names.attention_out)
+        yield from self._add_branch(number, "attention_out", names.attention_out, bias_C=o_bias)
 
     def _mlp(self, number: int) -> Iterator[Op]:
         layer, names, hidden = (
@@ -226,24 +232,25 @@ class _Maker:
         down = weights.pack(
             self._backend.pack_linear,
             down_OI,
-            down_bias,
+            down_bias if self._shard.size == 1 else None,
             num_parts=self._shard.num_parts(mlp.size // 2),
         )
         yield Linear(name=f"layers.{number}.down", layer=down, x="hidden", out="branch")
-        yield from self._add_branch(number, "mlp_out", names.mlp_out)
+        yield from self._add_branch(number, "mlp_out", names.mlp_out, bias_C=down_bias)
 
     def _experts(self, prefix: str, experts: described.Experts) -> MixExperts:
         names, weights, hidden = self._spec.names, self._weights, self._spec.hidden_size
         num = experts.num_experts
 
-        def small(name: str, num_rows: int) -> PlainLinear:
+        def small(name: str, num_rows: int, *, bias: bool = False) -> PlainLinear:
             """A product in float32."""
             weight_OI = weights.read(f"{prefix}{name}.weight", (num_rows, hidden))
             weights.check()
-            return PlainLinear(weight_OI.float())
+            bias_O = weights.read(f"{prefix}{name}.bias", (num_rows,)).float() if bias else None
+            return PlainLinear(weight_OI.float(), bias_O)
 
         router = Router(
-            layer=small(names.router, num),
+            layer=small(names.router, num, bias=experts.router_bias),
             top_k=experts.top_k,
             score=experts.score,
             softmax_after_top_k=experts.softmax_after_top_k,
@@ -255,7 +262,15 @@ class _Maker:
             renormalise=experts.renormalise,
             scale=experts.scale,
         )
-        layers = tuple(self._expert(prefix, experts, number) for number in range(num))
+        make, bias_EC = self._expert, None
+        if names.experts_turned:
+            make = self._turned_expert
+            bias_EC = weights.read(
+                f"{prefix}{names.experts}{names.expert_down}_bias", (num, hidden)
+            )
+            weights.check()
+            bias_EC = bias_EC.float()
+        layers = tuple(make(prefix, experts, number) for number in range(num))
         shared = None
         if experts.shared is not None:
             parts = ("gate_proj", "up_proj", "down_proj")
@@ -266,6 +281,7 @@ class _Maker:
             experts=layers,
             shared=shared,
             shared_gate=small(names.shared_gate, 1) if experts.shared_gate else None,
+            bias_EC=bias_EC,
             is_split=self._shard.size > 1,
             x="normed",
             out="branch",
@@ -292,6 +308,31 @@ class _Maker:
             columns=(first, last),
         )
         return Expert(up=up, down=self._pack_down(down_OI, size))
+
+    def _turned_expert(self, prefix: str, experts: described.Experts, number: int) -> Expert:
+        """One with biases and a clamped activation; gates and ups take turns in its rows."""
+        names, hidden, weights = self._spec.names, self._spec.hidden_size, self._weights
+        mlp, start, num = experts.mlp, prefix + names.experts, experts.num_experts
+        first, last = self._shard.range_of(mlp.size)
+        up_name, mine = start + names.expert_up, (2 * first, 2 * last)
+        gate_up_OI = weights.read_turned_expert(
+            up_name, (num, 2 * mlp.size, hidden), number, rows=mine
+        )
+        bias_EO = weights.read(
+            f"{up_name}_bias", (num, 2 * mlp.size), rows=(number, number + 1), columns=mine
+        )
+        weights.check()
+        gate_up_OI, bias_O = (torch.cat([x[::2], x[1::2]]) for x in (gate_up_OI, bias_EO[0]))
+        assert mlp.limit is not None
+        up = ClampedGatedLinear(
+            gate_up=weights.pack(self._backend.pack_linear, gate_up_OI, bias_O),
+            alpha=mlp.alpha,
+            limit=mlp.limit,
+        )
+        down_OI = weights.read_turned_expert(
+            start + names.expert_down, (num, hidden, mlp.size), number, columns=(first, last)
+        )
+        return Expert(up=up, down=self._pack_down(down_OI, mlp.size))
 
     def _mlp_of(self, gate: str, up: str, down: str, *, size: int) -> Expert:
         """A gated MLP without biases, by the names of its matrices."""
@@ -340,19 +381,23 @@ class _Maker:
             "kind": "layer" if is_layer else "wide" if is_wide else "rms",
         }
 
-    def _whole_bias(self, name: str) -> Tensor | None:
-        """A layer's whose input is split: rank 0 adds it."""
-        if self._shard.rank != 0:
-            return None
+    def _whole_bias(self, name: str) -> Tensor:
+        """A layer's whose input is split: several ranks add it to their sum."""
         return self._weights.read(f"{name}.bias", (self._spec.hidden_size,))
 
     def _add_branch(
-        self, number: int, place: described.NormPlace, name: str, *, is_summed: bool = False
+        self,
+        number: int,
+        place: described.NormPlace,
+        name: str,
+        *,
+        is_summed: bool = False,
+        bias_C: Tensor | None = None,
     ) -> Iterator[Op]:
-        """``is_summed``: over all ranks."""
+        """``is_summed``: over all ranks, and with its ``bias``."""
         layer, prefix = self._spec.layers[number], self._spec.names.layer.format(number)
         if self._shard.size > 1 and not is_summed:
-            yield AllReduce(x="branch")
+            yield AllReduce(x="branch", bias_C=bias_C)
         if place in layer.norms:
             yield self._norm(f"{prefix}.{name}", layer.norm, x="branch", out="branch")
         yield Add(x="branch", to="residual", scale=layer.residual_scale)

@@ -72,6 +72,7 @@ class Attention:
     """Queries see their own chunk of so many positions."""
     score_cap: float | None = None
     sinks: bool = False
+    """Each query head has a score that stands for no token."""
     qk_norm: Literal["none", "head", "whole"] = "none"
     """The layer's norm of Q and K before they are rotated: each head's, or all heads' together."""
     qkv_bias: bool = False
@@ -162,6 +163,7 @@ class TensorNames:
     v: str = "self_attn.v_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     o: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -171,6 +173,9 @@ class TensorNames:
     experts: str = "mlp.experts.{}."
     """Before what follows; the braces are the expert's number. Without them, the matrices of all
     experts are one tensor, and gate and up are one."""
+    experts_turned: bool = False
+    """That one tensor is ``[E, I, O]``, gates and ups take turns in it, its name ends as given
+    here, and its biases' with ``_bias`` (gpt-oss)."""
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"

@@ -1,5 +1,6 @@
 """How a checkpoint stores quantised matrices, read from its ``quantization_config``: GPTQ, AWQ,
-fp8 (as DeepSeek and Qwen have it) and compressed-tensors. Knows no torch.
+fp8 (as DeepSeek and Qwen have it), MXFP4 (as gpt-oss has it) and compressed-tensors. Knows no
+torch.
 
 What a field's values mean is in the libraries of those names; what is not read is refused.
 """
@@ -20,8 +21,8 @@ _LM_HEAD = "lm_head"
 class StoredWeights:
     """The form of all matrices of linear layers but the ignored ones."""
 
-    layout: Literal["gptq", "awq", "packed", "int8", "float8"]
-    """The first three have several integers in 32 bits."""
+    layout: Literal["gptq", "awq", "packed", "int8", "float8", "mxfp4"]
+    """The first three have several integers in 32 bits. Only experts are stored as the last."""
     bits: int = 8
     block: tuple[int, int] = (0, 0)
     """Outputs and inputs that share a scale; 0 is all."""
@@ -34,8 +35,8 @@ class StoredWeights:
     """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
 
     def has(self, module: str) -> bool:
-        """Whether ``module`` is stored so."""
-        return not any(_matches(module, each) for each in self.ignored)
+        """Whether ``module``, which is one matrix, is stored so."""
+        return self.layout != "mxfp4" and not any(_matches(module, each) for each in self.ignored)
 
 
 def read_stored_weights(config: Fields) -> StoredWeights | None:
@@ -96,6 +97,11 @@ def _fp8(fields: Fields) -> StoredWeights:
     )
 
 
+def _mxfp4(fields: Fields) -> StoredWeights:
+    fields.names("modules_to_not_convert")  # all but the experts
+    return StoredWeights(layout="mxfp4", bits=4, block=(1, 32), scale="scales")
+
+
 def _compressed_tensors(fields: Fields) -> StoredWeights:
     groups = fields.section("config_groups").raw
     if len(groups) != 1:
@@ -152,6 +158,7 @@ _METHODS: dict[str, Callable[[Fields], StoredWeights]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
 
 

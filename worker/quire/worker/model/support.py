@@ -21,12 +21,13 @@ _RUNS: dict[type, set[str]] = {
     Layer: {"attention", "mlp", "norm", "norms", "parallel", "residual_scale"},
     Attention: {
         *("num_heads", "num_kv_heads", "key_size", "value_size", "scale", "rope", "window"),
-        *("qkv_bias", "o_bias", "qk_norm", "score_cap", "position_scale", "position_period"),
+        *("qkv_bias", "o_bias", "qk_norm", "score_cap", "sinks"),
+        *("position_scale", "position_period"),
     },
-    Mlp: {"size", "activation", "gated", "bias"},
+    Mlp: {"size", "activation", "gated", "bias", "alpha", "limit"},
     Experts: {
         *("mlp", "num_experts", "top_k", "score", "softmax_after_top_k", "correction_bias"),
-        *("groups", "top_groups", "renormalise", "scale", "shared", "shared_gate"),
+        *("groups", "top_groups", "renormalise", "scale", "shared", "shared_gate", "router_bias"),
     },
     Norm: {"eps", "kind", "unit_offset", "wide", "bias"},
 }
@@ -45,6 +46,8 @@ def check_runnable(spec: ModelSpec, source: object = "model") -> None:
 def _refusals(spec: ModelSpec) -> Iterator[str]:
     yield from _unknown("", spec)
     yield from _unknown("final_norm.", spec.final_norm)
+    if spec.stored and spec.stored.layout == "mxfp4" and not spec.names.experts_turned:
+        yield "quantization_config.quant_method='mxfp4' is supported of gpt-oss' experts only"
     for number, rope in enumerate(spec.ropes):
         yield from _unknown(f"ropes.{number}.", rope)
     first = spec.layers[0].attention
@@ -77,7 +80,9 @@ def _refused_mlp(where: str, mlp: Mlp | Experts) -> Iterator[str]:
         if each is None:
             continue
         yield from _unknown(f"{where}{name}.", each)
-        if (each.activation, each.gated, each.bias) != ("silu", True, False):
+        kind = (each.activation, each.gated, each.bias)
+        is_clamped = name == "mlp" and kind == ("clamped_silu", True, True)
+        if kind != ("silu", True, False) and not (is_clamped and each.limit is not None):
             yield (
                 f"{where}{name} with activation={each.activation!r}, gated={each.gated} and "
                 f"bias={each.bias} is not supported"

@@ -26,6 +26,7 @@ class UnpackError(Exception):
     """Values that mean nothing; the message says which."""
 
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -73,6 +74,15 @@ def unpack(
     elif stored.layout == "packed":
         levels_OI -= 1 << (stored.bits - 1)
     return levels_OI * scale_OG[:, column_I]
+
+
+def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
+    """float32 ``[O, I]`` of the OCP's MXFP4: 32 inputs share a power of two, and two of them a
+    byte, the first in its low half. A scale of 255 is NaN."""
+    of_byte = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
+    of_scale = torch.tensor([*(2.0 ** (scale - 127) for scale in range(255)), math.nan])
+    values_OGL = of_byte[blocks_OGB.int()].flatten(2)
+    return (values_OGL * of_scale[scales_OG.int()][..., None]).flatten(1)
 
 
 def _codes(

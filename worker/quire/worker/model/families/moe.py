@@ -2,12 +2,25 @@
 
 from dataclasses import replace
 
-from quire.worker.model.families.decoder import attention, decoder, experts, mlp
+from quire.worker.model.families.decoder import (
+    attention,
+    decoder,
+    experts,
+    mlp,
+    windows_by_type,
+    with_windows,
+)
 from quire.worker.model.families.granite import granite
 from quire.worker.model.families.qwen import qwen2, qwen3
-from quire.worker.model.families.rotary import rope
+from quire.worker.model.families.rotary import rope, rope_section
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Experts, Mlp, ModelSpec, Norm, TensorNames
+
+_GPT_OSS_ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
+"""Where a configuration has none."""
 
 
 def mixtral(config: Fields) -> ModelSpec:
@@ -70,6 +83,43 @@ def granite_moe(config: Fields) -> ModelSpec:
     )
     layers = tuple(replace(layer, mlp=mixed) for layer in dense.layers)
     return replace(dense, layers=layers, names=names)
+
+
+def gpt_oss(config: Fields) -> ModelSpec:
+    mixed = experts(
+        config,
+        size="intermediate_size",
+        num="num_local_experts",
+        softmax_after_top_k=True,
+        router_bias=True,
+    )
+    clamped = replace(
+        mixed.mlp,
+        activation="clamped_silu",
+        bias=True,
+        alpha=config.number("swiglu_alpha", default=1.702),
+        limit=config.number("swiglu_limit", default=7.0),
+    )
+    bias = config.flag("attention_bias", default=True)
+    one = attention(config, head_size=64, sinks=True, qkv_bias=bias, o_bias=bias)
+    window = config.count("sliding_window", default=128)
+    section = rope_section(config)
+    if not section.raw:
+        section = Fields(_GPT_OSS_ROPE, config.file)
+    return decoder(
+        config,
+        attention=with_windows(one, windows_by_type(config, window, every=2)),
+        mlp=replace(mixed, mlp=clamped),
+        norm=Norm(eps=config.number("rms_norm_eps", default=1e-5), wide=True),
+        ropes=(rope(config, head_size=one.key_size, section=section, theta=150_000.0),),
+        names=TensorNames(
+            router="mlp.router",
+            experts="mlp.experts.",
+            experts_turned=True,
+            expert_gate="gate_up_proj",
+            expert_up="gate_up_proj",
+        ),
+    )
 
 
 def glm4_moe(config: Fields) -> ModelSpec:

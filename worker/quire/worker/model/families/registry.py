@@ -9,6 +9,7 @@ from quire.worker.model.families.granite import granite
 from quire.worker.model.families.llama import llama, ministral, ministral3, mistral, smollm3
 from quire.worker.model.families.moe import (
     glm4_moe,
+    gpt_oss,
     granite_moe,
     mixtral,
     olmoe,
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "Glm4ForCausalLM": glm4,
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "LlamaForCausalLM": llama,
