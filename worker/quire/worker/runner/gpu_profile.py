@@ -63,7 +63,7 @@ def largest_steps(
         seq_lens,
         num_decodes=0,
         num_blocks=num_blocks,
-        num_scored=min(MAX_SCORED_TOKENS, num_tokens),
+        num_scored=min(MAX_SCORED_TOKENS, num_tokens - rows),
     )
     seq_lens = np.ones(rows, np.int64)
     seq_lens[0] = max_model_len
