@@ -15,7 +15,7 @@ numbers.
 
 import functools
 import hashlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def numerics(
     parts = [
         *_device(device, is_native=is_native, is_deterministic=config.deterministic),
         f"torch {torch.__version__}",
-        f"llguidance {version('llguidance')}",
+        f"llguidance {_grammars()}",
         *_modules(spec),
         f"code {_code_digest()}",
         f"dtype {resolve_dtype(config, spec)}",
@@ -80,6 +80,14 @@ def _device(device: torch.device, *, is_native: bool, is_deterministic: bool) ->
     has = "+".join(flag for flag in _CPU_FLAGS if flag in flags)
     threads = f"{torch.get_num_threads()} threads"
     return [f"cpu plain {native_build.cpu_vendor()} {has}".rstrip(), capability, threads]
+
+
+def _grammars() -> str:
+    """Who says which tokens a constraint allows: a machine that computes alone may lack it."""
+    try:
+        return version("llguidance")
+    except PackageNotFoundError:
+        return "none"
 
 
 def _modules(spec: ModelSpec) -> list[str]:
