@@ -268,6 +268,7 @@ def test_the_public_surface_is_this() -> None:
         "deterministic",
         "num_threads",
         "async_scheduling",
+        "speculation",
         "scheduling_policy",
     ]
 
