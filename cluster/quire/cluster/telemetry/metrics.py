@@ -117,6 +117,8 @@ class _GroupCollector(Collector):
         ("num_hit_tokens", "quire_group_hit_tokens", "Those among them that were cached."),
         ("num_output_tokens", "quire_group_output_tokens", "Tokens that a group generated."),
         ("num_preemptions", "quire_group_preemptions", "Sequences put back for want of blocks."),
+        ("num_drafted_tokens", "quire_group_drafted_tokens", "Tokens that a group guessed."),
+        ("num_accepted_tokens", "quire_group_accepted_tokens", "Guesses that were right."),
     )
 
     def __init__(self, groups: Groups) -> None:
