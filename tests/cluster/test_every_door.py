@@ -156,7 +156,7 @@ async def test_a_gateways_routes_are_for_those_with_a_key_but_health_and_metrics
         assert len(routes) > 5
         for shown in WRONG:
             found = await answered(client, routes, shown, refusal=httpx.codes.UNAUTHORIZED)
-            assert found == {"/health", "/metrics"}
+            assert found == {"/health", "/ping", "/metrics"}
 
 
 async def test_the_port_for_metrics_has_nothing_else(
@@ -168,7 +168,7 @@ async def test_the_port_for_metrics_has_nothing_else(
     ):
         routes = [*routes_of(server._metrics), *routes_of(server._http)]
         found = await answered(client, routes, {}, refusal=httpx.codes.NOT_FOUND)
-        assert found == {"/health", "/metrics"}
+        assert found == {"/health", "/ping", "/metrics"}
 
 
 @pytest.mark.parametrize("with_tls", [True, False], ids=["tls", "plain"])
