@@ -116,8 +116,14 @@ def _program(
     def before(*, again: bool = True) -> list[Op]:
         return [norm()] if "in" in style.places and again else []
 
-    def behind() -> list[Op]:
-        ops: list[Op] = [AllReduce(x="branch")] if num_ranks > 1 else []
+    def branch(
+        name: str, x: Value, weight_CI: Tensor, bias_C: Tensor | None, *, num_parts: int
+    ) -> list[Op]:
+        """Added to the residual; several ranks add the bias to their sum."""
+        is_summed = num_ranks > 1
+        layer = backend.pack_linear(weight_CI, None if is_summed else bias_C, num_parts=num_parts)
+        ops: list[Op] = [Linear(name=name, layer=layer, x=x, out="branch")]
+        ops += [AllReduce(x="branch", bias_C=bias_C)] if is_summed else []
         ops += [norm("branch", "branch")] if "out" in style.places else []
         return [*ops, Add(x="branch", to="residual", scale=style.sums)]
 
@@ -166,22 +172,10 @@ def _program(
                 out="attended",
                 options=style.attention[kv],
             ),
-            Linear(
-                name=f"{at}.o",
-                layer=backend.pack_linear(random(C, H * D), random(C), num_parts=2),
-                x="attended",
-                out="branch",
-            ),
-            *behind(),
+            *branch(f"{at}.o", "attended", random(C, H * D), random(C), num_parts=2),
             *before(again=not style.parallel),
             *up(at, read),
-            Linear(
-                name=f"{at}.down",
-                layer=backend.pack_linear(random(C, F), None, num_parts=4),
-                x="hidden",
-                out="branch",
-            ),
-            *behind(),
+            *branch(f"{at}.down", "hidden", random(C, F), None, num_parts=4),
         ]
     embedding, last_norm = Embed(weight_VC=random(V, C), out="residual"), norm()
     lm_head = backend.pack_linear(random(V, C)) if lm_head is None else lm_head

@@ -234,7 +234,7 @@ class AttendOp(Structure):
 
 class RoundPartialOp(Structure):
     kind = 6
-    _fields_ = (("out", c_int32),)
+    _fields_ = (("bias", c_void_p), ("out", c_int32))
 
 
 class AddOp(Structure):

@@ -62,7 +62,7 @@ _KNOWN: dict[type[Op], set[str]] = {
         "q_scale_P",
     },
     Attend: {"kv", "scale", "x", "out", "options"},
-    AllReduce: {"x"},
+    AllReduce: {"x", "bias_C"},
     Add: {"x", "to", "scale"},
     Gather: {"x"},
     Logits: {"name", "layer", "x", "scale", "cap"},
@@ -146,8 +146,12 @@ class NativeOps:
                 if op.x != self._summed:
                     raise NotNative(f"AllReduce.x={op.x!r} that no layer wrote before it")
                 self.ends.append(len(self.ops))
-                out = self._put(op.x, self.widths[PARTIAL])
-                self._append(native_abi.RoundPartialOp(out=out))
+                width = self.widths[PARTIAL]
+                bias = None
+                if op.bias_C is not None:
+                    bias = pointer("a sum's bias", op.bias_C, self.dtype, width)
+                out = self._put(op.x, width)
+                self._append(native_abi.RoundPartialOp(bias=bias, out=out))
             case Add():
                 x, to = self._read(op, op.x), self._read(op, op.to)
                 if self._channels[op.x] != self._channels[op.to]:

@@ -254,11 +254,16 @@ class Forward {
   template <class T>
   void round_partial(const RoundPartialOp& op, int64_t begin, int64_t end) {
     const int64_t width = a_.widths[op.out];
-    const float* partial = values<float>(QUIRE_PARTIAL);
-    T* out = values<T>(op.out);
-    for (int64_t i = begin * width; i < end * width; i += kLanes) {
-      const int64_t left = end * width - i;
-      write(out + i, read(partial + i, left), left);
+    const T* bias = static_cast<const T*>(op.bias);
+    for (int64_t token = begin; token < end; ++token) {
+      const float* partial = values<float>(QUIRE_PARTIAL) + token * width;
+      T* out = values<T>(op.out) + token * width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const int64_t left = width - i;
+        Vec sum = read(partial + i, left);
+        if (bias) sum = add(sum, read(bias + i, left));
+        write(out + i, sum, left);
+      }
     }
   }
 

@@ -259,8 +259,9 @@ struct AttendOp {
   int32_t window;
 };
 
-// `out`: the ranks' sum, rounded as one linear layer's output.
+// `out`: the ranks' sum and a bias, which may be null, rounded as one linear layer's output.
 struct RoundPartialOp {
+  const void* bias;
   int32_t out;
 };
 
