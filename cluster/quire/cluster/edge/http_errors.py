@@ -195,7 +195,7 @@ def _join(location: tuple[str | int, ...]) -> str:
 
 def _param(error: Exception) -> str | None:
     """The field that a message begins with: ``top_p=7 is out of range``."""
-    match = re.match(r"([a-z_]+)=", str(error)) if isinstance(error, InvalidRequest) else None
+    match = re.match(r"([a-z_.]+)=", str(error)) if isinstance(error, InvalidRequest) else None
     return match[1] if match else None
 
 

@@ -36,14 +36,14 @@ class Answer:
 
     def deltas(self, text: str, *, is_last: bool) -> list[Json]:
         """What ``text`` adds to the message."""
-        return [delta for event in self._events(text, is_last) if (delta := self._delta(event))]
+        return [delta for event in self.events(text, is_last=is_last) if (delta := self._delta(event))]
 
     def message(self, text: str) -> Json:
         """The whole message, of all its text."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[Json] = []
-        for event in self._events(text, is_last=True):
+        for event in self.events(text, is_last=True):
             if isinstance(event, Content):
                 content.append(event.text)
             elif isinstance(event, Reasoning):
@@ -58,7 +58,8 @@ class Answer:
             message |= {"content": shown or None, "tool_calls": calls}
         return message | (_reasoning("".join(reasoning)) if reasoning else {})
 
-    def _events(self, text: str, is_last: bool) -> list[Event]:
+    def events(self, text: str, *, is_last: bool) -> list[Event]:
+        """What ``text`` adds to the answer, in nobody's words."""
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
@@ -79,11 +80,14 @@ class Answer:
             return {"tool_calls": [more]}
         return None
 
-    def _call(self, event: CallBegun) -> Json:
+    def call_id(self, index: int) -> str:
         assert self._calls is not None
-        digest = hashlib.sha256(f"{self._name}/{event.index}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._name}/{index}".encode()).hexdigest()
+        return self._calls.id_prefix + digest[: self._calls.id_chars]
+
+    def _call(self, event: CallBegun) -> Json:
         return {
-            "id": self._calls.id_prefix + digest[: self._calls.id_chars],
+            "id": self.call_id(event.index),
             "type": "function",
             "function": {"name": event.name, "arguments": ""},
         }

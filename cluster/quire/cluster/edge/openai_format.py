@@ -66,13 +66,10 @@ class Echo:
 
 
 class Format(ABC):
-    """Base of both endpoints: counts usage and builds answers.
+    """Base of all endpoints: counts usage.
 
     ``num_per_prompt`` choices belong to each prompt; a prompt's tokens count once.
     """
-
-    whole_object: str
-    chunk_object: str
 
     def __init__(
         self,
@@ -109,17 +106,30 @@ class Format(ABC):
         self._choices = [_Choice() for _ in range(num_choices)]
         self._num_prompt = self._num_cached = self._num_output = 0
 
+    @classmethod
+    def of(cls, body: GenerationBody) -> "Callable[..., Format]":
+        """What makes the format of the answer to ``body``."""
+        return cls
+
+    @abstractmethod
     def take(self, chunk: pb.GenerateResponse) -> None:
         """Adds a chunk to the whole answer."""
-        self._count(chunk)
-        if self._scores is not None and chunk.start.prompt_logprobs:
-            self._scores[chunk.index // self._num_per_prompt] = chunk.start.prompt_logprobs
-        choice = self._choices[chunk.index]
-        choice.texts.append(chunk.text)
-        choice.logprobs.extend(chunk.logprobs)
-        choice.finish_reason, choice.stop_reason = _finish_reason(chunk), _stop_reason(chunk)
-        if self._prompt_token_ids is not None:
-            choice.token_ids.extend(chunk.token_ids)
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """The answer to a request that does not stream."""
+
+    @abstractmethod
+    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+        """The stream's events for one chunk; none if the chunk holds no text yet."""
+
+    def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
+        """What follows the last chunk's events."""
+        return ()
+
+    def stream_error(self, error: Json) -> Json:
+        """The last event of a stream that fails. ``error``: as `error_body` has it."""
+        return error
 
     @property
     def num_steps(self) -> int:
@@ -128,8 +138,32 @@ class Format(ABC):
         num_scores = sum(len(scores) for scores in (self._scores or {}).values())
         return self._num_output * (100 if self._logprobs else 1) + 100 * num_scores
 
+    def _count(self, chunk: pb.GenerateResponse) -> None:
+        if self._echo is None or not self._echo.is_all:
+            self._num_output += len(chunk.token_ids)
+        if chunk.HasField("start") and chunk.index % self._num_per_prompt == 0:
+            self._num_prompt += chunk.start.num_prompt_tokens
+            self._num_cached += chunk.start.num_cached_tokens
+
+
+class ChoicesFormat(Format):
+    """Base of both kinds of completions: builds answers of choices."""
+
+    whole_object: str
+    chunk_object: str
+
+    def take(self, chunk: pb.GenerateResponse) -> None:
+        self._count(chunk)
+        if self._scores is not None and chunk.start.prompt_logprobs:
+            self._scores[chunk.index // self._num_per_prompt] = chunk.start.prompt_logprobs
+        choice = self._choices[chunk.index]
+        choice.texts.append(chunk.text)
+        choice.logprobs.extend(chunk.logprobs)
+        choice.finish_reason, choice.stop_reason = finish_reason(chunk), _stop_reason(chunk)
+        if self._prompt_token_ids is not None:
+            choice.token_ids.extend(chunk.token_ids)
+
     def whole(self) -> Json:
-        """The answer to a request that does not stream."""
         choices = [
             self._whole_choice(index)
             | {"stop_reason": choice.stop_reason}
@@ -161,7 +195,6 @@ class Format(ABC):
         }
 
     def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
-        """The stream's events for one chunk; none if the chunk holds no text yet."""
         self._count(chunk)
         pieces = self._pieces(chunk)
         if pieces:
@@ -186,9 +219,9 @@ class Format(ABC):
     def _shows_ids(self, chunk: pb.GenerateResponse) -> bool:
         return self._prompt_token_ids is not None and len(chunk.token_ids) > 0
 
-    def stream_usage(self) -> Json:
-        """The last piece of a stream that asked for usage."""
-        return self._stream_object(choices=[]) | {"usage": self._usage()}
+    def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
+        usage = self._stream_object(choices=[]) | {"usage": self._usage()}
+        return (usage, "[DONE]") if options.include_usage else ("[DONE]",)
 
     def _stream_object(self, *, choices: list[Json]) -> Json:
         return {**self._header, "object": self.chunk_object, "choices": choices}
@@ -199,13 +232,6 @@ class Format(ABC):
     @abstractmethod
     def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]: ...
 
-    def _count(self, chunk: pb.GenerateResponse) -> None:
-        if self._echo is None or not self._echo.is_all:
-            self._num_output += len(chunk.token_ids)
-        if chunk.HasField("start") and chunk.index % self._num_per_prompt == 0:
-            self._num_prompt += chunk.start.num_prompt_tokens
-            self._num_cached += chunk.start.num_cached_tokens
-
     def _usage(self) -> Json:
         return {
             "prompt_tokens": self._num_prompt,
@@ -215,7 +241,7 @@ class Format(ABC):
         }
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """``/v1/completions``."""
 
     whole_object = chunk_object = "text_completion"
@@ -257,7 +283,7 @@ class CompletionFormat(Format):
             "index": chunk.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(chunk),
+            "finish_reason": finish_reason(chunk),
         }
         return [piece]
 
@@ -289,7 +315,7 @@ class CompletionFormat(Format):
         return shown
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     """``/v1/chat/completions``."""
 
     whole_object = "chat.completion"
@@ -323,7 +349,7 @@ class ChatFormat(Format):
                 pieces.append(_delta(chunk.index, {}))
             pieces[-1] |= {
                 "logprobs": self._render_logprobs(chunk.logprobs),
-                "finish_reason": self._reason(chunk.index, _finish_reason(chunk)),
+                "finish_reason": self._reason(chunk.index, finish_reason(chunk)),
             }
         return pieces
 
@@ -359,5 +385,5 @@ def _stop_reason(chunk: pb.GenerateResponse) -> str | int | None:
     return getattr(chunk, kind) if kind else None
 
 
-def _finish_reason(chunk: pb.GenerateResponse) -> str | None:
+def finish_reason(chunk: pb.GenerateResponse) -> str | None:
     return _FINISH_REASONS.get(chunk.finish_reason)

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -26,7 +26,13 @@ from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.openai_answer import Answer
-from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
+from quire.cluster.edge.openai_format import (
+    ChatFormat,
+    CompletionFormat,
+    Echo,
+    Format,
+    Json,
+)
 from quire.cluster.edge.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -34,6 +40,8 @@ from quire.cluster.edge.openai_schema import (
     StreamOptions,
 )
 from quire.cluster.edge.reference import reference_routes
+from quire.cluster.edge.responses_format import ResponsesFormat
+from quire.cluster.edge.responses_schema import ResponsesBody
 from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import (
     EventStream,
@@ -84,6 +92,7 @@ def build_http_app(
         Route("/v1/models/{model:path}", api.model, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
         routing_route(gateway.explanations),
         *text_routes(gateway, bodies),
         *_open_routes(gateway),
@@ -144,10 +153,13 @@ class _Api:
         return JSONResponse(self._model())
 
     async def completions(self, request: HttpRequest) -> Response:
-        return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl")
+        return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl-")
 
     async def chat_completions(self, request: HttpRequest) -> Response:
-        return await self._generate(request, ChatBody, ChatFormat, prefix="chatcmpl")
+        return await self._generate(request, ChatBody, ChatFormat, prefix="chatcmpl-")
+
+    async def responses(self, request: HttpRequest) -> Response:
+        return await self._generate(request, ResponsesBody, ResponsesFormat, prefix="resp_")
 
     async def _generate(
         self,
@@ -163,13 +175,13 @@ class _Api:
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use()
-            forms, echo = body.forms, Echo.of(body)
+            forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
             del body
             answer = self._answer(
                 requests,
                 hold,
-                format_type,
+                new_format,
                 prefix=prefix,
                 options=options,
                 return_token_ids=return_token_ids,
@@ -197,7 +209,7 @@ class _Api:
         self,
         requests: list[Request],
         hold: Hold,
-        format_type: type[Format],
+        new_format: Callable[..., Format],
         *,
         prefix: str,
         options: StreamOptions | None,
@@ -218,8 +230,8 @@ class _Api:
         params = prepared[0].sampling
         if echo is not None:
             await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
-        reply_id = f"{prefix}-{prepared[0].request_id}"
-        shape = format_type(
+        reply_id = f"{prefix}{prepared[0].request_id}"
+        shape = new_format(
             reply_id=reply_id,
             model=self._gateway.model,
             num_choices=len(prepared) * params.n,
@@ -338,23 +350,26 @@ class _LongResponse(JSONResponse):
 async def _events(
     first: pb.GenerateResponse, chunks: Chunks, shape: Format, options: StreamOptions
 ) -> AsyncGenerator[str, None]:
-    """The data of each server-sent event."""
+    """Each server-sent event."""
     try:
         chunk: pb.GenerateResponse | None = first
         while chunk is not None:
             for piece in shape.stream(chunk, options):
-                yield _dumps(piece)
+                yield _event(piece)
             chunk = await anext(chunks, None)
     except Exception as error:
-        yield _dumps(error_body(error))
+        yield _event(shape.stream_error(error_body(error)))
         return
-    if options.include_usage:
-        yield _dumps(shape.stream_usage())
-    yield "[DONE]"
+    for last in shape.stream_end(options):
+        yield _event(last)
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _event(piece: Json | str) -> str:
+    """``piece`` as the data of a server-sent event, which is named as it is where it has a type."""
+    if isinstance(piece, str):
+        return f"data: {piece}"
+    data = json.dumps(piece, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {piece['type']}\ndata: {data}" if "type" in piece else f"data: {data}"

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,6 +37,9 @@ class Body(BaseModel):
     accepted: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing in the answer, whatever their value."""
 
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of using such a field, where it is more than to leave it out."""
+
     def check(self) -> None:
         """Raises InvalidRequest: fields contradict each other."""
 
@@ -57,7 +60,8 @@ class Body(BaseModel):
             value = given.get(name)
             if value is not None and value not in allowed:
                 shown = reprlib.repr(value)
-                raise InvalidRequest(f"{name}={shown} is not supported: leave it out")
+                remedy = cls.remedies.get(name, "leave it out")
+                raise InvalidRequest(f"{name}={shown} is not supported: {remedy}")
 
 
 @cache
@@ -137,7 +141,7 @@ class GenerationBody(Body):
     @property
     def forms(self) -> dict[str, Any]:
         """The fields that ask for structured output."""
-        return {name: getattr(self, name) for name in FIELDS}
+        return {name: getattr(self, name, None) for name in FIELDS}
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
@@ -166,7 +170,7 @@ _SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.mode
 
 
 # Any value but ``None``, which is as good as absent, is refused where it is not among these.
-_NOWHERE: Mapping[str, tuple[object, ...]] = {
+NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -200,7 +204,7 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
 
 class CompletionBody(GenerationBody):
     neutral = {
-        **_NOWHERE,
+        **NOWHERE,
         "parallel_tool_calls": (True, False),  # Without tools it says nothing.
         "reasoning_effort": (),
         "suffix": ("",),
@@ -249,8 +253,8 @@ class CompletionBody(GenerationBody):
         )
 
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_EFFORTS = get_args(Effort)
 
 ChatTurns = Annotated[list[ChatTurn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
@@ -288,8 +292,12 @@ class ChatFields(Body):
             self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False
         )
 
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
+
     def _template_kwargs(self) -> dict[str, Any]:
-        effort = self.reasoning_effort
+        effort = self.effort
         if effort is not None and effort not in _EFFORTS:
             raise InvalidRequest(
                 f"reasoning_effort={reprlib.repr(effort)}: must be one of {', '.join(_EFFORTS)}"
@@ -302,7 +310,7 @@ class ChatFields(Body):
 
 class ChatBody(ChatFields, GenerationBody):
     neutral = {
-        **_NOWHERE,
+        **NOWHERE,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),

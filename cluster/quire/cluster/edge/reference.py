@@ -21,6 +21,7 @@ from quire.cluster.edge.openai_schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from quire.cluster.edge.responses_schema import ResponsesBody
 
 Json = dict[str, Any]
 
@@ -36,6 +37,7 @@ _CALLS = {
     "/v1/models/{model:path}": _Call("One model; 404 unless it is the one that is served."),
     "/v1/completions": _Call("Text behind a prompt.", CompletionBody, streams=True),
     "/v1/chat/completions": _Call("The next turn of a chat.", ChatBody, streams=True),
+    "/v1/responses": _Call("The next items of a conversation.", ResponsesBody, streams=True),
     "/v1/routing/decisions": _Call("Why requests went where they did (?request_id=, ?limit=)."),
     "/tokenize": _Call("A text or a chat as token ids.", TokenizeBody),
     "/detokenize": _Call("Token ids as text.", DetokenizeBody),
@@ -86,6 +88,11 @@ def _reference(routes: Iterable[Route]) -> Json:
     names, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
+    for body in bodies:
+        name = names[body, "validation"]["$ref"].rpartition("/")[2]
+        fields = schemas["$defs"][name]["properties"]
+        for field in fields.keys() & body.neutral.keys():
+            del fields[field]  # Which it has of another body and refuses.
     paths: Json = {}
     for route in routes:
         call = _CALLS[route.path]

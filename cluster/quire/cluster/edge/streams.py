@@ -32,7 +32,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends each string of ``events`` as the data of one server-sent event.
+    """Sends each string of ``events``, lines such as ``data: …``, as one server-sent event.
 
     Closes ``events`` and then ``source``, which they are made of: a generator that never began
     could not close what it was given.
@@ -65,7 +65,7 @@ class EventStream(Response):
             }
         )
         async for event in self._events:
-            body = f"data: {event}\n\n".encode()
+            body = f"{event}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -39,7 +39,17 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
     return next(iter(asked.values()), None)
 
 
-def _of_response_format(value: Mapping[str, Any]) -> Constraint | None:
+def _of_text_format(value: Mapping[str, Any]) -> Constraint | None:
+    """The schema stands beside its type."""
+    return _of_response_format({**value, "json_schema": value}, name="text.format", shown=value)
+
+
+def _of_response_format(
+    value: Mapping[str, Any],
+    *,
+    name: str = "response_format",
+    shown: Mapping[str, Any] | None = None,
+) -> Constraint | None:
     kind = value.get("type")
     if kind == "text":
         return None
@@ -48,14 +58,14 @@ def _of_response_format(value: Mapping[str, Any]) -> Constraint | None:
         return json_constraint(value["schema"]) if value.get("schema") else json_constraint()
     if kind != "json_schema":
         raise InvalidRequest(
-            f"response_format={reprlib.repr(dict(value))}: its type must be text, json_object or "
+            f"{name}={reprlib.repr(dict(shown or value))}: its type must be text, json_object or "
             "json_schema"
         )
     form = value.get("json_schema")
     schema = form.get("schema") if isinstance(form, Mapping) else None
     if not isinstance(schema, Mapping):
         raise InvalidRequest(
-            f"response_format={reprlib.repr(dict(value))}: json_schema must be an object with a "
+            f"{name}={reprlib.repr(dict(shown or value))}: json_schema must be an object with a "
             "JSON schema as its schema"
         )
     return json_constraint(schema)
@@ -77,6 +87,7 @@ def _as(name: str) -> Callable[[Any], Constraint]:
 
 
 FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
+    "text.format": _of_text_format,
     "response_format": _of_response_format,
     # vLLM's, and what they were called before.
     "structured_outputs": _of_structured_outputs,

@@ -1,0 +1,169 @@
+"""The body of OpenAI's ``/v1/responses``, as far as it is served: a chat that is not kept."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from quire.cluster.dialects.tools import ToolUse, check_tool_use
+from quire.cluster.edge.openai_schema import (
+    NOWHERE,
+    Body,
+    ChatFields,
+    Effort,
+    GenerationBody,
+)
+from quire.cluster.edge.responses_input import Input, turns_of
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prompt
+from quire.worker.api.sampling_params import SamplingParams
+
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+_CHOICES = ("auto", "none", "required")
+_MAX_METADATA = 16
+_MAX_METADATA_CHARS = (64, 512)
+
+
+class TextFields(Body):
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningFields(Body):
+    accepted = frozenset({"summary", "generate_summary"})
+
+    effort: Effort | None = None
+
+
+_PARTS: Mapping[str, type[Body]] = {"text": TextFields, "reasoning": ReasoningFields}
+
+
+class ResponsesBody(ChatFields, GenerationBody):
+    accepted = GenerationBody.accepted | {"store"}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **{name: values for name, values in NOWHERE.items() if name != "store"},
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "include": ([],),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        # What the other endpoints have.
+        "n": (1,),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "response_format": (),
+        "reasoning_effort": (),
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "previous_response_id": "responses are not kept, send the earlier items in input",
+        "conversation": "conversations are not kept, send the earlier items in input",
+        "background": "responses are not kept, wait for the answer or stream it",
+        "response_format": "send text={'format': …}",
+        "reasoning_effort": "send reasoning={'effort': …}",
+    }
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextFields | None = None
+    reasoning: ReasoningFields | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+
+    @classmethod
+    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
+        super().check_served(given, ignore_unknown=ignore_unknown)
+        for name, part in _PARTS.items():
+            fields = given.get(name)
+            if isinstance(fields, dict):
+                part.check_served(fields, ignore_unknown=ignore_unknown)
+
+    def check(self) -> None:
+        super().check()
+        most_key, most_value = _MAX_METADATA_CHARS
+        metadata = self.metadata or {}
+        if len(metadata) > _MAX_METADATA or any(
+            len(key) > most_key or len(value) > most_value for key, value in metadata.items()
+        ):
+            raise InvalidRequest(
+                f"metadata={reprlib.repr(metadata)}: at most {_MAX_METADATA} keys of at most "
+                f"{most_key} characters, with values of at most {most_value}"
+            )
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning.effort if self.reasoning else None
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        return super().forms | {"text.format": self.text.format if self.text else None}
+
+    def tool_use(self) -> ToolUse:
+        given = enumerate(self.tools or ())
+        tools = [_nested_tool(f"tools[{index}]", tool) for index, tool in given]
+        choice = _nested_choice(self.tool_choice)
+        return check_tool_use(tools, choice, is_parallel=self.parallel_tool_calls is not False)
+
+    def prompts(self) -> list[Prompt]:
+        return [(self.chat(turns_of(self.instructions, self.input)),)]
+
+    def params(self) -> SamplingParams:
+        return self._params(max_tokens=self.max_output_tokens)
+
+    def echoed(self) -> dict[str, Any]:
+        """What the answer says again of the request."""
+        params = self.params()
+        tools = [
+            {"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS}
+            for tool in self.tools or ()
+        ]
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "tools": [tool | {"strict": bool(tool["strict"])} for tool in tools],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "reasoning": {"effort": self.effort, "summary": None},
+            "metadata": self.metadata or {},
+            "user": self.user,
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "top_logprobs": 0,
+            "truncation": "disabled",
+        }
+
+
+def _nested_tool(place: str, tool: object) -> object:
+    """``tool`` as chats have it, or as it is where it is no function."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    for name, value in tool.items():
+        if name not in ("type", *_TOOL_FIELDS) and value not in (None, False):
+            shown = f"{name[:64]}={reprlib.repr(value)}"
+            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out")
+    function = {name: tool[name] for name in _TOOL_FIELDS if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _nested_choice(choice: object) -> object:
+    if choice is None or choice in _CHOICES:
+        return choice
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
+    if not is_named or not isinstance(choice, dict) or not isinstance(choice.get("name"), str):
+        raise InvalidRequest(
+            f"tool_choice={reprlib.repr(choice)}: must be 'auto', 'none', 'required' or "
+            '{"type": "function", "name": …}'
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
