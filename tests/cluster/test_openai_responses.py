@@ -158,7 +158,7 @@ async def test_a_conversation_has_the_tokens_that_it_has_as_a_chat(
 ) -> None:
     says(TWO_CALLS)
     prompts: list[Sequence[int]] = []
-    async with start_cluster(num_groups=1, config=HERMES) as cluster:
+    async with start_cluster(num_groups=1, model_len=900, config=HERMES) as cluster:
         stream = cluster.gateway.stream
 
         def watched(prepared: Any) -> Any:
@@ -246,7 +246,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 2}, "n", "n=2 is not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "send text={'format': …}"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "send reasoning={'effort': …}"),
-    ({"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+    ({"max_tokens": 5}, "max_tokens", "send max_output_tokens"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0: "),
     ({"text": {"format": {"type": "xml"}}}, "text.format", "must be text, json_object or json"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "JSON schema"),

@@ -56,6 +56,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "prompt": (),
         # What the other endpoints have.
         "n": (1,),
+        "max_tokens": (),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
         "response_format": (),
@@ -65,6 +66,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "previous_response_id": "responses are not kept, send the earlier items in input",
         "conversation": "conversations are not kept, send the earlier items in input",
         "background": "responses are not kept, wait for the answer or stream it",
+        "max_tokens": "send max_output_tokens",
         "response_format": "send text={'format': …}",
         "reasoning_effort": "send reasoning={'effort': …}",
     }
