@@ -98,7 +98,7 @@ def _user(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
         if block.type == "tool_result":
             where = f"{place}.content[{number}].content"
             content = "" if block.content is None else block.content
-            text = _texts(_Result(content=content).content, where)
+            text = _texts(_Result.model_validate({"content": content}).content, where)
             message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             messages.append(message)
         elif messages and messages[-1]["role"] == "user":
