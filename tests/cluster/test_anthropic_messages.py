@@ -274,8 +274,8 @@ async def test_errors_are_in_anthropics_words(start_cluster: Any) -> None:
             await client.messages.create(**{**ASKED, "model": "other"})
         wrong = await plain.get(url)
         reference = (await plain.get(f"{cluster.http_url}/openapi.json")).json()
-    body: Any = missing.value.body
-    assert body["error"]["type"] == "not_found_error"
+    refusal: Any = missing.value.body
+    assert refusal["error"]["type"] == "not_found_error"
     assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
     fields = reference["components"]["schemas"]["MessagesBody"]["properties"]
     assert {"messages", "system", "stop_sequences", "thinking"} <= fields.keys()
