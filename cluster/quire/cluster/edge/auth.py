@@ -1,5 +1,5 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
-token, both as ``Authorization: Bearer …``.
+token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
 
 Health checks, reflection and metrics of a gateway need none: they tell nothing of what clients ask.
 Every key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's.
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.cluster.edge.http_errors import error_body
+from quire.cluster.edge.http_errors import error_body, worded_for
 from quire.cluster.errors import Unauthenticated
 from quire.worker.api.errors import ConfigError
 
@@ -149,17 +149,24 @@ class HttpAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
-        caller = None if is_open else self._keys.caller(Headers(scope=scope).get("authorization"))
+        caller = None if is_open else self._caller(Headers(scope=scope))
         if is_open or caller is not None:
             scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, send)
         else:
             refusal = JSONResponse(
-                error_body(Unauthenticated(_REFUSAL)),
+                worded_for(scope["path"], error_body(Unauthenticated(_REFUSAL)), status=401),
                 status_code=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await refusal(scope, receive, send)
+
+    def _caller(self, headers: Headers) -> Caller | None:
+        """Anthropic's clients show the key in a header of its own."""
+        caller = self._keys.caller(headers.get("authorization"))
+        if caller is None and "x-api-key" in headers:
+            caller = self._keys.caller(f"Bearer {headers['x-api-key']}")
+        return caller
 
 
 def http_caller(request: Request) -> Caller:

@@ -90,6 +90,10 @@ _UNIONS = {
 """The kinds that a union field may have."""
 _INTERNAL = _Kind(500, "server_error", "internal_error")
 
+_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+_ANTHROPIC_STATUSES = {404: "not_found_error", 413: "request_too_large"}
+
 
 def error_handlers() -> dict[Any, Any]:
     """For Starlette: which function answers which exception."""
@@ -113,6 +117,20 @@ def error_body(error: Exception) -> dict[str, object]:
     return _describe(error)[1]
 
 
+def anthropic_error(body: Mapping[str, Any], *, status: int = 0) -> dict[str, object]:
+    """``body``, as `error_body` has it, in the words of Anthropic's API."""
+    error = body["error"]
+    type_ = _ANTHROPIC_TYPES.get(error["type"], error["type"])
+    said = {"type": _ANTHROPIC_STATUSES.get(status, type_), "message": error["message"]}
+    return {"type": "error", "error": said}
+
+
+def worded_for(path: str, body: dict[str, object], *, status: int) -> dict[str, object]:
+    """``body``, an error's, as clients of ``path`` know errors."""
+    is_anthropic = path == _ANTHROPIC_PATHS or path.startswith(f"{_ANTHROPIC_PATHS}/")
+    return anthropic_error(body, status=status) if is_anthropic else body
+
+
 def error_headers(error: Exception) -> dict[str, str]:
     """Whether and when to try again. OpenAI's clients do after each 429 and 5xx, unless told."""
     if isinstance(error, (BrokenLogits, Quarantined, DeadlineExceeded)):
@@ -127,6 +145,7 @@ async def _handle(request: Request, error: Exception) -> Response:
     kind, body = _describe(error)
     is_unread = getattr(request.state, "body_is_unread", False)
     response_type = UnreadResponse if is_unread else JSONResponse
+    body = worded_for(request.url.path, body, status=kind.status)
     return response_type(body, status_code=kind.status, headers=error_headers(error))
 
 
@@ -139,6 +158,7 @@ async def _handle_http(request: Request, error: HTTPException) -> Response:
     elif error.headers and "Allow" in error.headers:
         message += f"; use {error.headers['Allow']}"
     body = _body(message, _Kind(error.status_code, "invalid_request_error"))
+    body = worded_for(request.url.path, body, status=error.status_code)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -131,6 +131,10 @@ class Format(ABC):
         """The last event of a stream that fails. ``error``: as `error_body` has it."""
         return error
 
+    def failed(self, error: Json) -> Json:
+        """What there is of an answer that failed, with ``error``."""
+        return {**self.whole(), **error}
+
     @property
     def num_steps(self) -> int:
         """How much work `whole` is, roughly: with log-probabilities, up to 21 tokens for each are

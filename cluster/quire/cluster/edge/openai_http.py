@@ -25,6 +25,8 @@ from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
+from quire.cluster.edge.messages_format import MessagesFormat
+from quire.cluster.edge.messages_schema import MessagesBody
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import (
     ChatFormat,
@@ -93,6 +95,7 @@ def build_http_app(
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/messages", api.messages, methods=["POST"]),
         routing_route(gateway.explanations),
         *text_routes(gateway, bodies),
         *_open_routes(gateway),
@@ -160,6 +163,9 @@ class _Api:
 
     async def responses(self, request: HttpRequest) -> Response:
         return await self._generate(request, ResponsesBody, ResponsesFormat, prefix="resp_")
+
+    async def messages(self, request: HttpRequest) -> Response:
+        return await self._generate(request, MessagesBody, MessagesFormat, prefix="msg_")
 
     async def _generate(
         self,
@@ -333,7 +339,7 @@ async def _collect(chunks: Chunks, shape: Format) -> Response:
             async for chunk in chunks:
                 shape.take(chunk)
         except DeadlineExceeded as error:
-            body = {**shape.whole(), **error_body(error)}
+            body = shape.failed(error_body(error))
             return JSONResponse(body, status_code=504, headers=error_headers(error))
     if shape.num_steps < _MANY_STEPS:
         return JSONResponse(shape.whole())

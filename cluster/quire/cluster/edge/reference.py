@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.messages_schema import CountTokensBody, MessagesBody
 from quire.cluster.edge.openai_schema import (
     Body,
     ChatBody,
@@ -38,6 +39,8 @@ _CALLS = {
     "/v1/completions": _Call("Text behind a prompt.", CompletionBody, streams=True),
     "/v1/chat/completions": _Call("The next turn of a chat.", ChatBody, streams=True),
     "/v1/responses": _Call("The next items of a conversation.", ResponsesBody, streams=True),
+    "/v1/messages": _Call("The next message, in Anthropic's words.", MessagesBody, streams=True),
+    "/v1/messages/count_tokens": _Call("How many tokens that prompt has.", CountTokensBody),
     "/v1/routing/decisions": _Call("Why requests went where they did (?request_id=, ?limit=)."),
     "/tokenize": _Call("A text or a chat as token ids.", TokenizeBody),
     "/detokenize": _Call("Token ids as text.", DetokenizeBody),
@@ -151,7 +154,8 @@ h2 {{ margin: 2rem 0 .2rem; font-size: 1.1rem; border-top: 1px solid #ddd; paddi
 table {{ border-collapse: collapse; width: 100% }}
 td {{ border-top: 1px solid #eee; padding: .2rem .8rem .2rem 0; vertical-align: top }}
 </style></head><body><h1>Quire: HTTP API</h1>
-<p>OpenAI's API and vLLM's extensions of it. A field that is not known is refused by name.
+<p>OpenAI's API and vLLM's extensions of it, and Anthropic's messages.
+A field that is not known is refused by name.
 Errors are
 <code>{{"error": {{"message", "type", "param", "code"}}}}</code>.
 For programs: <a href="openapi.json">openapi.json</a>.</p>

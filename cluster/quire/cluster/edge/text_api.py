@@ -2,10 +2,11 @@
 
     POST /tokenize     a text, or a chat as the model's template writes it, as token ids
     POST /detokenize   token ids as text
+    POST /v1/messages/count_tokens   how many tokens a prompt of Anthropic's API has
     GET  /version      ``{"version": …}`` of this software
     GET  /load         ``{"server_load": N}``: completions under way in this gateway
 
-Names and shapes are vLLM's.
+Names and shapes are vLLM's but for Anthropic's.
 """
 
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import DetokenizeBody, TokenizeBody
 from quire.cluster.serving.prompts import off_loop
 from quire.cluster.serving.service import MAX_TOKEN_IDS, ModelService
@@ -50,6 +52,15 @@ def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
             text = await gateway.detokenize(body.tokens, skip_special_tokens=skips)
         return JSONResponse({"prompt": text})
 
+    async def count_tokens(request: Request) -> Response:
+        body, hold = await bodies.read(request, CountTokensBody)
+        with hold:
+            gateway.check_model(body.model or "")
+            await gateway.card()
+            gateway.dialect.check(body.tool_use())
+            token_ids = await gateway.prompts.tokenize(body.spans())
+        return JSONResponse({"input_tokens": len(token_ids)})
+
     async def show_version(request: Request) -> Response:
         return JSONResponse({"version": version("quire")})
 
@@ -59,6 +70,7 @@ def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
     return [
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/load", load, methods=["GET"]),
     ]

@@ -16,7 +16,7 @@ DEFAULT_LIMIT = 20
 _MAX_ASKING = 4
 """Questions at one time: each is one to every gateway."""
 
-_HTTP_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+_HTTP_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """Prefixes of HTTP answers' ids, before the request's own id."""
 
 

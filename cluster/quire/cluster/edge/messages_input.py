@@ -1,0 +1,154 @@
+"""The messages of Anthropic's API as those of a chat.
+
+A message's thinking, text and calls are one message, as in the chat API: a conversation has the
+same tokens, and finds the same cached blocks, whichever way it came.
+"""
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from quire.cluster.edge.openai_messages import MANY, ChatTurn
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import MAX_MESSAGES
+
+
+class Block(BaseModel):
+    """A piece of a message, of any type."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_BlockList = Annotated[list[Block], MANY]
+Blocks = Annotated[_BlockList, BeforeValidator(_as_blocks, json_schema_input_type=str | _BlockList)]
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: Blocks
+
+
+Turns = Annotated[list[Turn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class _Result(BaseModel):
+    """What a tool answered."""
+
+    content: Blocks
+
+
+# The fields that a block of a type must have, and those that change nothing.
+_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ("cache_control",)),
+    "thinking": (("thinking",), ("signature",)),
+    "tool_use": (("id", "name", "input"), ("cache_control", "caller")),
+    "tool_result": (("tool_use_id",), ("content", "is_error", "cache_control")),
+}
+_TYPES = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+
+
+def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
+    """The messages. Raises InvalidRequest: one is of another role, or a block of another type, or
+    lacks a field, or has one that is not known; or there is none."""
+    said = _texts(system, "system")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": said}] if said else []
+    num_before = len(messages)
+    for index, turn in enumerate(turns):
+        place = f"messages[{index}]"
+        if turn.role not in _TYPES:
+            remedy = "send it as system" if turn.role == "system" else "must be user or assistant"
+            raise InvalidRequest(f"{place}.role={turn.role[:64]!r}: {remedy}")
+        for name, value in (turn.model_extra or {}).items():
+            raise _unknown(place, name, value)
+        for number, block in enumerate(turn.content):
+            _check(block, f"{place}.content[{number}]", _TYPES[turn.role])
+        add = _assistant if turn.role == "assistant" else _user
+        messages += add(turn.content, place)
+    if len(messages) == num_before:
+        raise InvalidRequest("messages is empty: send a list of messages")
+    if messages[-1].get("tool_calls"):
+        raise InvalidRequest(
+            "messages: the last one has a tool_use: send its tool_result behind it"
+        )
+    return [ChatTurn(**message) for message in messages]
+
+
+def _user(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own; text in a row is one."""
+    messages: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        if block.type == "tool_result":
+            where = f"{place}.content[{number}].content"
+            content = "" if block.content is None else block.content
+            text = _texts(_Result.model_validate({"content": content}).content, where)
+            message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+            messages.append(message)
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += block.text
+        else:
+            messages.append({"role": "user", "content": block.text})
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _assistant(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant"}
+    for block in blocks:
+        if block.type == "tool_use":
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            call = {"id": block.id, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            is_thinking = block.type == "thinking"
+            name, text = (
+                ("reasoning_content", block.thinking) if is_thinking else ("content", block.text)
+            )
+            message[name] = message.get(name, "") + text
+    return [message]
+
+
+def _texts(blocks: Iterable[Block], place: str) -> str:
+    texts = []
+    for number, block in enumerate(blocks):
+        _check(block, f"{place}[{number}]", ("text",))
+        texts.append(block.text or "")
+    return "".join(texts)
+
+
+def _check(block: Block, place: str, types: tuple[str, ...]) -> None:
+    if block.type not in types:
+        raise InvalidRequest(
+            f"{place}: a block of type {block.type[:64]!r} is not supported: "
+            f"send {', '.join(types)}"
+        )
+    needed, ignored = _FIELDS[block.type]
+    for name in needed:
+        if getattr(block, name) is None:
+            raise InvalidRequest(f"{place}.{name}: a block of type {block.type!r} must have it")
+    given = {name: getattr(block, name) for name in block.model_fields_set}
+    for name, value in given.items():
+        if name not in ("type", *needed, *ignored) and value not in (None, []):
+            raise _unknown(place, name, value)
+
+
+def _unknown(place: str, name: str, value: object) -> InvalidRequest:
+    shown = f"{name[:64]}={reprlib.repr(value)}"
+    return InvalidRequest(f"{place}: {shown} is not supported: leave it out")

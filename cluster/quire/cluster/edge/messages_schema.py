@@ -1,0 +1,162 @@
+"""The bodies of Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from quire.cluster.dialects.tools import ToolUse, check_tool_use
+from quire.cluster.edge.messages_input import Blocks, Turns, turns_of
+from quire.cluster.edge.openai_schema import NOWHERE, Body, ChatFields, GenerationBody, Texts
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prompt
+from quire.worker.api.sampling_params import SamplingParams
+
+_TOOL_FIELDS = {
+    "name": "name",
+    "description": "description",
+    "input_schema": "parameters",
+    "strict": "strict",
+}
+_TOOL_HINTS = ("type", "cache_control", "eager_input_streaming")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
+
+
+class ThinkingFields(Body):
+    """``adaptive`` leaves it to the model, as without the field. ``budget_tokens`` is a hint:
+    ``max_tokens`` is the bound."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class MessagesFields(ChatFields):
+    """What decides the prompt."""
+
+    accepted = frozenset({"cache_control"})  # What was told before is always kept.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "output_config": ({},),
+        "output_format": (),
+        "mcp_servers": ([],),
+        "container": (),
+        "context_management": ({},),
+        # What the other endpoints have.
+        "reasoning_effort": (),
+        "parallel_tool_calls": (),
+        "add_generation_prompt": (),
+        "continue_final_message": (),
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "send thinking",
+        "parallel_tool_calls": "send tool_choice with disable_parallel_tool_use",
+        "continue_final_message": "a last message of the assistant is gone on with",
+    }
+
+    model: str | None = None
+    messages: Turns
+    system: Blocks | None = None
+    thinking: ThinkingFields | None = None
+
+    @classmethod
+    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
+        super().check_served(given, ignore_unknown=ignore_unknown)
+        thinking = given.get("thinking")
+        if isinstance(thinking, dict):
+            ThinkingFields.check_served(thinking, ignore_unknown=ignore_unknown)
+
+    @property
+    def effort(self) -> str | None:
+        return "none" if self.thinking and self.thinking.type == "disabled" else None
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        is_enabled = self.thinking is not None and self.thinking.type == "enabled"
+        return ({"enable_thinking": True} if is_enabled else {}) | super()._template_kwargs()
+
+    def tool_use(self) -> ToolUse:
+        tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
+        choice, is_parallel = _choice(self.tool_choice)
+        return check_tool_use(tools, choice, is_parallel=is_parallel)
+
+    def spans(self) -> Prompt:
+        """All messages are one prompt. A last one of the assistant's is the answer's beginning."""
+        turns = turns_of(self.system or (), self.messages)
+        goes_on = turns[-1].role == "assistant"
+        chat = self.chat(turns)
+        return (replace(chat, add_generation_prompt=not goes_on, continue_final_message=goes_on),)
+
+
+class CountTokensBody(MessagesFields):
+    pass
+
+
+class MessagesBody(MessagesFields, GenerationBody):
+    accepted = GenerationBody.accepted | MessagesFields.accepted
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **NOWHERE,
+        **MessagesFields.neutral,
+        "service_tier": ("auto", "standard_only"),
+        "stop": (),
+        "n": (1,),
+        "stream_options": (),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        **MessagesFields.remedies,
+        "stop": "send stop_sequences",
+        "stream_options": "streams always have the usage",
+    }
+
+    max_tokens: int
+    stop_sequences: Texts | None = None
+
+    def prompts(self) -> list[Prompt]:
+        return [self.spans()]
+
+    def params(self) -> SamplingParams:
+        return self._params(max_tokens=self.max_tokens, stop=self.stop_sequences)
+
+
+def _tool(place: str, tool: object) -> object:
+    """``tool`` as chats have it. Raises InvalidRequest: it is none of the client's own."""
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object")
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"{place}: type={reprlib.repr(tool['type'])} is not supported: tools that run on the "
+            "server are not, send your own with name and input_schema"
+        )
+    for name, value in tool.items():
+        if name not in (*_TOOL_FIELDS, *_TOOL_HINTS) and value not in (None, False, []):
+            shown = f"{name[:64]}={reprlib.repr(value)}"
+            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out")
+    if not isinstance(tool.get("input_schema"), dict):
+        shown = reprlib.repr(tool.get("input_schema"))
+        raise InvalidRequest(f"{place}: input_schema={shown}: must be a JSON schema, an object")
+    function = {ours: tool[theirs] for theirs, ours in _TOOL_FIELDS.items() if theirs in tool}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: object) -> tuple[object, bool]:
+    """The choice as chats have it, and whether there may be several calls."""
+    if given is None:
+        return None, True
+    kind = given.get("type") if isinstance(given, dict) else None
+    has_name = isinstance(given, dict) and isinstance(given.get("name"), str)
+    if not isinstance(given, dict) or (kind not in _CHOICES and (kind != "tool" or not has_name)):
+        raise InvalidRequest(
+            f"tool_choice={reprlib.repr(given)}: must be an object of type 'auto', 'any', 'none', "
+            "or 'tool' with a name"
+        )
+    single = given.get("disable_parallel_tool_use") or False
+    unknown = next((name for name in given if name not in _CHOICE_FIELDS), None)
+    if unknown is not None or not isinstance(single, bool):
+        raise InvalidRequest(
+            f"tool_choice={reprlib.repr(given)}: has the fields type, name and "
+            "disable_parallel_tool_use, which is true or false"
+        )
+    choice = {"type": "function", "function": {"name": given["name"]}} if kind == "tool" else None
+    return choice or _CHOICES[str(kind)], not single
