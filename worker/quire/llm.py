@@ -254,6 +254,8 @@ class LLM:
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
             text, token_ids, cache_salt = self._read_prompt(prompt)
+            if params.bad_words:
+                params = self.get_tokenizer().spell_out(params)
             request = Prepared(
                 request_id=str(number),
                 prompt_token_ids=token_ids,

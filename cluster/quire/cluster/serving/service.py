@@ -199,7 +199,7 @@ class ModelService:
         token_ids = await as_ids(
             await self.prompts.tokenize(request.prompt, limits=limits, deadline_s=deadline_s)
         )
-        sampling = request.sampling
+        sampling = await self.prompts.spell_out(request.sampling)
         max_tokens = check_request(token_ids, sampling, limits)
         if tool_use is not None:
             reasons = self.dialect.reasons(self.tokenizer, token_ids)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +78,16 @@ def check_request(
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         token_ids = np.array(list(getattr(sampling, name) or ()))
         _check_token_ids(name, token_ids, limits.vocab_size)
+    if sampling.bad_words:
+        raise InvalidRequest(
+            "bad_words are not tokens yet: Tokenizer.spell_out writes them as bad_words_token_ids"
+        )
+    bad = sampling.bad_words_token_ids or ()
+    _check_token_ids("bad_words_token_ids", np.array([*chain(*bad)]), limits.vocab_size)
+    if len({each[-1] for each in bad}) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer"
+        )
     check_prompt_length(num_prompt, limits)
     num_scores = num_prompt * (1 + (sampling.prompt_logprobs or 0))
     if sampling.prompt_logprobs is not None and num_scores > MAX_PROMPT_SCORES:
