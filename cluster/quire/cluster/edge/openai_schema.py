@@ -104,6 +104,7 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -178,7 +179,6 @@ _NOWHERE: Mapping[str, tuple[object, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),

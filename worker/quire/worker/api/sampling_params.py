@@ -68,6 +68,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which has none before it. Such a prompt
     is computed whole, whatever of it is cached."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the end of the prompt; -1 keeps what leaves room for ``max_tokens``
+    in the context, or for one token where those are not given."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the output already holds."""
     frequency_penalty: float = 0.0
@@ -177,6 +180,9 @@ class SamplingParams:
             value = getattr(self, name)
             is_count = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(is_count, name, value, f"0 to {MAX_LOGPROBS}")
+        kept = self.truncate_prompt_tokens
+        is_count = kept is None or (_is_int(kept) and (kept == -1 or 1 <= kept < 2**31))
+        _require(is_count, "truncate_prompt_tokens", kept, "-1, or 1 or more")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_in_range(value, -2, 2), name, value, "-2 to 2")
