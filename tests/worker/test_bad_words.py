@@ -123,6 +123,27 @@ def test_among_allowed_tokens_a_word_is_kept_out_while_there_is_another(demo: LL
             assert list(output.token_ids) == expected
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_allowed_tokens_outweigh_all_that_bans_them(demo: LLM, temperature: float) -> None:
+    end = 1
+    for allowed, banned, expected in [
+        ([end], [], [end]),
+        ([end, 5], [], [5, 5, 5, 5]),
+        ([end, 5], [[5]], [5, 5, 5, end]),
+        ([end, 5, 31], [[5]], [31, 31, 31, 31]),
+    ]:
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=4,
+            min_tokens=3,
+            logit_bias={5: 100.0, 31: 100.0, end: -50.0},
+            allowed_token_ids=allowed,
+            bad_words_token_ids=banned,
+        )
+        output = demo.generate("The sea", params, use_tqdm=False)[0].outputs[0]
+        assert list(output.token_ids) == expected
+
+
 def test_a_form_outweighs_bad_words(demo: LLM) -> None:
     form = StructuredOutputsParams(regex="(a|b)(x)")
     free = SamplingParams(temperature=0, structured_outputs=form)

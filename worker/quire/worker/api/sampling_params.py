@@ -54,7 +54,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Tokens to generate at most; ``None`` is as many as the context has room for."""
     min_tokens: int = 0
-    """Neither end-of-sequence nor a stop token is sampled before this many tokens."""
+    """Neither end-of-sequence nor a stop token is sampled before this many tokens, as long as
+    ``allowed_token_ids`` or the form of the output leave another."""
     seed: int | None = None
     """Seeds this request's sampling; ``None`` lets the engine choose one."""
     stop: str | Sequence[str] | None = None

@@ -45,6 +45,8 @@ class RequestEdits:
         self._mask_W = _mask(np.array(allowed, np.int64)) if allowed else None
         self._is_constrained = params.constraint is not None
         self._end_ids: Longs = np.array(sorted(end_ids), np.int64)
+        # Where nothing but the end is allowed, it comes.
+        self._early_mask_W = None if self._mask_W is None else _without(self._mask_W, self._end_ids)
         self._next_mask_W: Ints | None = None
 
     @property
@@ -92,7 +94,7 @@ class RequestEdits:
         if self._is_constrained:
             mask_W = self._next_mask_W
         elif num_output < self._params.min_tokens:
-            bias = self._early
+            bias, mask_W = (self._early, None) if mask_W is None else (bias, self._early_mask_W)
         banned = self._bad_words.banned() if self._bad_words is not None else ()
         if banned and mask_W is not None:
             mask_W = _without(mask_W, np.array(banned, np.int64))
