@@ -23,7 +23,7 @@ ASKED: dict[str, dict[str, Any]] = {
         ("completions", "best_of", 2),
         ("completions", "structural_tag", "{}"),
         ("chat/completions", "guided_whitespace_pattern", " "),
-        ("chat/completions", "bad_words", ["mat"]),
+        ("chat/completions", "logits_processors", ["mat"]),
         ("completions", "reasoning_effort", "high"),
         ("completions", "lora_path", "x"),
     ],
@@ -73,7 +73,7 @@ async def test_a_field_that_is_not_known_is_refused_by_name_unless_told_otherwis
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as lenient:
             ignored = await lenient.post(f"/v1/{path}", json=given)
-            unserved = await lenient.post(f"/v1/{path}", json=given | {"bad_words": ["x"]})
+            unserved = await lenient.post(f"/v1/{path}", json=given | {"lora_path": "x"})
     assert response.status_code == unserved.status_code == 400
     assert remedy in response.json()["error"]["message"]
     assert ignored.status_code == 200

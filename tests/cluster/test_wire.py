@@ -63,8 +63,13 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.none()
     | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "bad_words": st.lists(st.text("ab \u2581", max_size=5).map("x{}".format), max_size=3),
+    "bad_words_token_ids": st.lists(
+        st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=3), max_size=3
+    ),
     "structured_outputs": st.none()
     | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
+    "truncate_prompt_tokens": st.none() | st.just(-1) | st.integers(1, 2**31 - 1),
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),

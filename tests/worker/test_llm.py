@@ -88,6 +88,42 @@ def test_only_allowed_tokens_are_sampled(demo: LLM) -> None:
         demo.generate("a", SamplingParams(allowed_token_ids=[10**6]), use_tqdm=False)
 
 
+def test_a_truncated_prompt_is_its_last_tokens(demo: LLM) -> None:
+    ids = AutoTokenizer.from_pretrained(demo_model.PATH).encode("A harbor is where ships rest")
+    params = replace(GREEDY, prompt_logprobs=0)
+    for given, kept in [(3, 3), (1, 1), (len(ids), len(ids)), (1000, len(ids)), (-1, len(ids))]:
+        truncated = replace(params, truncate_prompt_tokens=given)
+        twin: Any = {"prompt_token_ids": ids[-kept:]}
+        expected = demo.generate(twin, params, use_tqdm=False)[0]
+        for prompt in ("A harbor is where ships rest", {"prompt_token_ids": ids}):
+            output = demo.generate(cast(Any, prompt), truncated, use_tqdm=False)[0]
+            assert output.prompt_token_ids == ids[-kept:]
+            assert output.prompt_logprobs == expected.prompt_logprobs
+            assert output.outputs == expected.outputs
+    long: Any = {"prompt_token_ids": [index % 4000 for index in range(3000)]}
+    for max_tokens, num in [(8, 1016), (1, 1023), (1023, 1), (None, 1023)]:
+        fitting = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            truncate_prompt_tokens=-1,
+            stop_token_ids=[*range(1000)],
+        )
+        output = demo.generate(long, fitting, use_tqdm=False)[0]
+        assert output.prompt_token_ids == long["prompt_token_ids"][-num:]
+    for given, max_tokens, words in [
+        (
+            1025,
+            8,
+            "truncate_prompt_tokens=1025 is out of range: at most max_model_len, which is 1024",
+        ),
+        (1020, 8, r"prompt of 1020 tokens \+ max_tokens=8"),
+        (-1, 1024, r"prompt of 1 tokens \+ max_tokens=1024"),
+    ]:
+        refused = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=given)
+        with pytest.raises(InvalidRequest, match=words):
+            demo.generate(long, refused, use_tqdm=False)
+
+
 def test_n_completions_differ_by_seed_and_share_the_prompt(demo: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
     together = demo.generate("The sea", params, use_tqdm=False)[0].outputs
@@ -197,6 +233,8 @@ def test_a_bad_prompt_is_named_and_none_is_run(
         ("logprobs", 21),
         ("presence_penalty", 3),
         ("repetition_penalty", 0),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
         ("logit_bias", [5]),
         ("logit_bias", {-1: 2}),
     ],

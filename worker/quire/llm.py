@@ -22,7 +22,7 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
-from quire.worker.api.limits import derive_seed
+from quire.worker.api.limits import derive_seed, truncate
 from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
@@ -254,6 +254,10 @@ class LLM:
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
             text, token_ids, cache_salt = self._read_prompt(prompt)
+            if params.bad_words:
+                params = self.get_tokenizer().spell_out(params)
+            max_model_len = self._engine.max_model_len
+            token_ids, params = truncate(token_ids, params, max_model_len=max_model_len)
             request = Prepared(
                 request_id=str(number),
                 prompt_token_ids=token_ids,

@@ -4,7 +4,7 @@ Prompts and block hashes travel as raw bytes (little-endian uint32s, 32-byte has
 field would cost a Python object for each of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -93,6 +93,8 @@ def _encoded(value: Any) -> Any:
         return tokens_to_bytes(value)
     if isinstance(value, Constraint):
         return pb.Constraint(**{value.kind: value.text})
+    if isinstance(value, tuple):
+        return [pb.TokenIds(ids=each) if isinstance(each, tuple) else each for each in value]
     return params_to_proto(value) if isinstance(value, SamplingParams) else value
 
 
@@ -104,6 +106,8 @@ def _decoded(value: Any) -> Any:
         if kind is None:
             raise InvalidRequest("structured_outputs is empty: leave it out, or set one field")
         return Constraint(kind, getattr(value, kind))
+    if isinstance(value, MutableSequence):
+        return [each.ids if isinstance(each, pb.TokenIds) else each for each in value]
     return params_from_proto(value) if isinstance(value, pb.SamplingParams) else value
 
 

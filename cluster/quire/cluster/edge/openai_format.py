@@ -41,7 +41,7 @@ class Echo:
     """Prompts that are shown before their completions."""
 
     texts: list[str | None]
-    """``None`` where the prompt came as token ids."""
+    """``None`` where the prompt came as token ids, or is truncated."""
     is_all: bool
     """Nothing else is shown."""
     token_ids: Sequence[TokenIds] = ()
@@ -52,7 +52,9 @@ class Echo:
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         spans = [span for (span,) in body.prompts()]
-        texts = [span.text if isinstance(span, Text) else None for span in spans]
+        # Of a truncated prompt the tokens that are left are shown.
+        is_whole = body.truncate_prompt_tokens is None
+        texts = [span.text if isinstance(span, Text) and is_whole else None for span in spans]
         return cls(texts, is_all=body.shows_only_prompt)
 
     async def read(

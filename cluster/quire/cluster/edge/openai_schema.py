@@ -107,6 +107,8 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -180,9 +182,7 @@ NOWHERE: Mapping[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),

@@ -31,6 +31,7 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_prompt_length
 from quire.worker.api.request import Chat, Prompt, Span, Text, Tokens
+from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.template_process import TemplateLimits, TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -100,6 +101,15 @@ class Prompts:
         """
         spans = [await self._tokens_of(span, limits, deadline_s) for span in prompt]
         return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
+
+    async def spell_out(self, params: SamplingParams) -> SamplingParams:
+        """`Tokenizer.spell_out`; in a thread where the words are many."""
+        num_chars = sum(map(len, params.bad_words or ()))
+        spell_out = partial(self._tokenizer.spell_out, params)
+        if num_chars < _LONG_TEXT_CHARS:
+            return spell_out()
+        with self._waits():
+            return await self._in_turn(8 * num_chars, spell_out, deadline_s=inf)
 
     async def detokenize(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``, all of them in the vocabulary."""

@@ -37,7 +37,7 @@ from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
-from quire.worker.api.limits import RequestLimits, check_request
+from quire.worker.api.limits import RequestLimits, check_request, truncate
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED
@@ -196,10 +196,13 @@ class ModelService:
             max_model_len=card.max_model_len,
             reason="the groups' limit",
         )
+        # A prompt of any length can be truncated.
+        bounds = limits if request.sampling.truncate_prompt_tokens is None else None
         token_ids = await as_ids(
-            await self.prompts.tokenize(request.prompt, limits=limits, deadline_s=deadline_s)
+            await self.prompts.tokenize(request.prompt, limits=bounds, deadline_s=deadline_s)
         )
-        sampling = request.sampling
+        sampling = await self.prompts.spell_out(request.sampling)
+        token_ids, sampling = truncate(token_ids, sampling, max_model_len=card.max_model_len)
         max_tokens = check_request(token_ids, sampling, limits)
         if tool_use is not None:
             reasons = self.dialect.reasons(self.tokenizer, token_ids)

@@ -15,10 +15,22 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1000
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 65536
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 100
+MAX_BAD_SEQUENCES = 1024
+MAX_BAD_TOKENS = 2**15
+"""Of all ``bad_words_token_ids`` together."""
 
 _MAX_SHOWN_CHARS = 200
 _STOPS = "at most 16 strings, none empty"
 _IDS = "token ids, 0 or more"
+_BAD_WORDS = (
+    f"at most {MAX_BAD_WORDS} strings of {MAX_BAD_WORD_CHARS} characters or fewer, none blank"
+)
+_SEQUENCES = (
+    f"at most {MAX_BAD_SEQUENCES} lists of token ids, none empty, of {MAX_BAD_TOKENS} tokens "
+    "together"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +54,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Tokens to generate at most; ``None`` is as many as the context has room for."""
     min_tokens: int = 0
-    """Neither end-of-sequence nor a stop token is sampled before this many tokens."""
+    """Neither end-of-sequence nor a stop token is sampled before this many tokens, as long as
+    ``allowed_token_ids`` or the form of the output leave another."""
     seed: int | None = None
     """Seeds this request's sampling; ``None`` lets the engine choose one."""
     stop: str | Sequence[str] | None = None
@@ -56,6 +69,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which has none before it. Such a prompt
     is computed whole, whatever of it is cached."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the end of the prompt; -1 keeps what leaves room for ``max_tokens``
+    in the context, or for one token where those are not given."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the output already holds."""
     frequency_penalty: float = 0.0
@@ -66,6 +82,12 @@ class SamplingParams:
     """Added to the logits of some tokens, -100 to 100, by token id. Ids may be text."""
     allowed_token_ids: Sequence[int] | None = None
     """Tokens that may be sampled; ``None`` or none at all allows every one."""
+    bad_words: Sequence[str] | None = None
+    """Words that the output must not hold: the last token of a word, as the tokenizer writes it
+    with or without a space before it, is not sampled behind the word's other tokens. Where
+    ``allowed_token_ids`` or the form of the output leave no other token, it is."""
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """The same as tokens. What has a tokenizer puts those of ``bad_words`` here."""
     structured_outputs: StructuredOutputsParams | Constraint | None = None
     """The form that the output must have: JSON of a schema, say. Kept as a `Constraint`."""
     skip_special_tokens: bool = True
@@ -81,6 +103,11 @@ class SamplingParams:
         set_field(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, _IDS))
         allowed = _listed("allowed_token_ids", self.allowed_token_ids, _IDS)
         set_field(self, "allowed_token_ids", allowed)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        set_field(self, "bad_words", _listed("bad_words", words, _BAD_WORDS))
+        sequences = _listed("bad_words_token_ids", self.bad_words_token_ids, _SEQUENCES)
+        sequences = tuple(_listed("bad_words_token_ids", each, _SEQUENCES) for each in sequences)
+        set_field(self, "bad_words_token_ids", sequences)
         if self.logit_bias is not None:
             set_field(self, "logit_bias", _biases(self.logit_bias))
         if self.top_k == -1:
@@ -124,6 +151,17 @@ class SamplingParams:
             self.stop,
             _STOPS,
         )
+        bad_words = self.bad_words or ()
+        is_list = len(bad_words) <= MAX_BAD_WORDS and all(
+            isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARS
+            for word in bad_words
+        )
+        _require(is_list, "bad_words", bad_words, _BAD_WORDS)
+        is_list = len(sequences) <= MAX_BAD_SEQUENCES and all(
+            each and all(_is_int(token) and token >= 0 for token in each) for each in sequences
+        )
+        is_list = is_list and sum(map(len, sequences)) <= MAX_BAD_TOKENS
+        _require(is_list, "bad_words_token_ids", sequences, _SEQUENCES)
         for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             _require(all(_is_int(t) and t >= 0 for t in value), name, value, _IDS)
@@ -143,6 +181,9 @@ class SamplingParams:
             value = getattr(self, name)
             is_count = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(is_count, name, value, f"0 to {MAX_LOGPROBS}")
+        kept = self.truncate_prompt_tokens
+        is_count = kept is None or (_is_int(kept) and (kept == -1 or 1 <= kept < 2**31))
+        _require(is_count, "truncate_prompt_tokens", kept, "-1, or 1 or more")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_in_range(value, -2, 2), name, value, "-2 to 2")

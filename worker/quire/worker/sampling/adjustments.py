@@ -1,5 +1,6 @@
 """One request's changes to its logits, updated token by token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from quire.worker.step.sampling_batch import MASK_BITS, Edits
 class RequestEdits:
     """The `Edits` of each token that a request samples.
 
-    Four kinds, from ``params``: penalties, which follow the output; tokens banned until
-    ``min_tokens``; what is the same for every token; and, with a constraint, the mask of tokens
-    that may come next, which is given before each (`allow`).
+    Five kinds, from ``params``: penalties, which follow the output; the last tokens of bad words,
+    where the output ends with the others; tokens banned until ``min_tokens``; what is the same for
+    every token; and, with a constraint, the mask of tokens that may come next, which is given
+    before each (`allow`).
     """
 
     def __init__(
@@ -31,33 +33,40 @@ class RequestEdits:
         """``end_ids``: tokens that must not be sampled before ``params.min_tokens``."""
         self._params = params
         self._seen = _Seen(params, prompt_ids, output_ids) if params.has_penalties else None
-        always = dict(params.logit_bias or {})
-        self._bias = _bias(always)
+        bad_words = params.bad_words_token_ids
+        self._bad_words = _BadWords(bad_words, output_ids) if bad_words else None
+        self._always = dict(params.logit_bias or {})
+        self._bias = _bias(self._always)
         # A ban outweighs any bias.
-        self._early = _bias(always | dict.fromkeys(end_ids, -np.inf)) if params.min_tokens else None
+        self._at_first = self._always | dict.fromkeys(end_ids, -np.inf)
+        self._early = _bias(self._at_first) if params.min_tokens else None
 
         allowed = params.allowed_token_ids
         self._mask_W = _mask(np.array(allowed, np.int64)) if allowed else None
         self._is_constrained = params.constraint is not None
         self._end_ids: Longs = np.array(sorted(end_ids), np.int64)
+        # Where nothing but the end is allowed, it comes.
+        self._early_mask_W = None if self._mask_W is None else _without(self._mask_W, self._end_ids)
         self._next_mask_W: Ints | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit is ever changed."""
-        kinds = (self._seen, self._early, self._bias, self._mask_W)
+        kinds = (self._seen, self._bad_words, self._early, self._bias, self._mask_W)
         return not self._is_constrained and all(kind is None for kind in kinds)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether all tokens before the one to be sampled must be known."""
-        return self._seen is not None or self._is_constrained
+        follows = self._bad_words is not None and self._bad_words.follows_output
+        return self._seen is not None or follows or self._is_constrained
 
     def allow(self, mask_W: Ints, *, num_output: int) -> bool:
         """``mask_W`` is what a constraint allows behind ``num_output`` tokens. Whether the other
         parameters leave any of that.
 
-        A constraint outweighs ``min_tokens``: where it allows nothing but the end, that comes.
+        A constraint outweighs ``min_tokens``: where it allows nothing but the end, that comes. So
+        it does bad words.
         """
         if self._mask_W is not None:
             both_W = np.zeros_like(mask_W)
@@ -65,13 +74,7 @@ class RequestEdits:
             both_W[:num_words] = mask_W[:num_words] & self._mask_W[:num_words]
             mask_W = both_W
         if num_output < self._params.min_tokens:
-            later_W = mask_W.copy()
-            np.bitwise_and.at(
-                later_W.view(np.uint32),
-                self._end_ids // MASK_BITS,
-                ~(np.uint32(1) << (self._end_ids % MASK_BITS).astype(np.uint32)),
-            )
-            mask_W = later_W if later_W.any() else mask_W
+            mask_W = _without(mask_W, self._end_ids)
         self._next_mask_W = mask_W
         return bool(mask_W.any())
 
@@ -79,6 +82,8 @@ class RequestEdits:
         """The output's next token is known."""
         if self._seen is not None:
             self._seen.add(token_id)
+        if self._bad_words is not None:
+            self._bad_words.add(token_id)
 
     def at(self, num_output: int) -> Edits | None:
         """The changes for the token behind ``num_output`` others; ``None`` where there are none.
@@ -89,7 +94,13 @@ class RequestEdits:
         if self._is_constrained:
             mask_W = self._next_mask_W
         elif num_output < self._params.min_tokens:
-            bias = self._early
+            bias, mask_W = (self._early, None) if mask_W is None else (bias, self._early_mask_W)
+        banned = self._bad_words.banned() if self._bad_words is not None else ()
+        if banned and mask_W is not None:
+            mask_W = _without(mask_W, np.array(banned, np.int64))
+        elif banned:
+            others = self._at_first if bias is self._early else self._always
+            bias = _bias(others | dict.fromkeys(banned, -np.inf))
         if self._seen is None and bias is None and mask_W is None:
             return None
         values: dict[str, Any] = {"mask_W": mask_W}
@@ -137,6 +148,47 @@ class _Seen:
             self._ids[index], self._counts[index] = token_id, 0
             self._num += 1
         self._counts[index] += 1
+
+
+class _BadWords:
+    """The words that the output must not hold, and the output."""
+
+    def __init__(self, words: Sequence[Sequence[int]], output_ids: TokenIds) -> None:
+        self._always = [word[-1] for word in words if len(word) == 1]
+        self._after: dict[int, list[Sequence[int]]] = {}
+        """Longer words by their last token but one."""
+        for word in words:
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append(word)
+        self._output: list[int] = output_ids.tolist()
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether what is banned depends on the output."""
+        return bool(self._after)
+
+    def add(self, token_id: int) -> None:
+        self._output.append(token_id)
+
+    def banned(self) -> list[int]:
+        """The tokens that would complete a word behind the output."""
+        if not self._output:
+            return self._always
+        words = self._after.get(self._output[-1], ())
+        completed = [w[-1] for w in words if tuple(self._output[1 - len(w) :]) == tuple(w[:-1])]
+        return self._always + completed
+
+
+def _without(mask_W: Ints, token_ids: Longs) -> Ints:
+    """``mask_W`` less ``token_ids``, or as it is where that leaves none."""
+    token_ids = token_ids[token_ids < len(mask_W) * MASK_BITS]
+    later_W = mask_W.copy()
+    np.bitwise_and.at(
+        later_W.view(np.uint32),
+        token_ids // MASK_BITS,
+        ~(np.uint32(1) << (token_ids % MASK_BITS).astype(np.uint32)),
+    )
+    return later_W if later_W.any() else mask_W
 
 
 def _mask(token_ids: Longs) -> Ints:
