@@ -214,7 +214,9 @@ class Kind(pydantic.BaseModel):
 
 
 async def test_forms_are_kept(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, model_len=700, config=HERMES) as cluster:
+    async with start_cluster(
+        num_groups=1, model_len=700, config={"tool_call_parser": "hermes"}
+    ) as cluster:
         responses = cluster.openai.responses
         parsed = await responses.parse(**ASKED, text_format=Kind)
         async with responses.stream(**ASKED, text_format=Kind) as stream:
@@ -242,7 +244,11 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"truncation": "auto"}, "truncation", "is not supported"),
     ({"top_logprobs": 2}, "top_logprobs", "is not supported"),
     ({"service_tier": "flex"}, "service_tier", "is not supported"),
-    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options", "not supported"),
+    (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        "stream_options",
+        "not supported",
+    ),
     ({"n": 2}, "n", "n=2 is not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "send text={'format': …}"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "send reasoning={'effort': …}"),

@@ -36,7 +36,9 @@ class Answer:
 
     def deltas(self, text: str, *, is_last: bool) -> list[Json]:
         """What ``text`` adds to the message."""
-        return [delta for event in self.events(text, is_last=is_last) if (delta := self._delta(event))]
+        return [
+            delta for event in self.events(text, is_last=is_last) if (delta := self._delta(event))
+        ]
 
     def message(self, text: str) -> Json:
         """The whole message, of all its text."""
