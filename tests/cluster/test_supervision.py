@@ -180,6 +180,28 @@ def test_events_that_are_never_right_are_asked_for_ever_more_seldom(
     assert len(caplog.records) == (trouble == "an error")
 
 
+def test_events_that_are_lost_again_and_again_are_asked_for_twice_a_second() -> None:
+    requests: list[int] = []
+
+    async def main(loop: SimLoop) -> None:
+        async def events(request: pb.EventsRequest) -> AsyncIterator[pb.EventBatch]:
+            requests.append(request.next_seq)
+            yield pb.EventBatch(epoch=1, digest=bytes(2048))
+
+        listener: Any = SimpleNamespace(
+            events=lambda client, batch: False,
+            events_position=lambda client: Position(epoch=1, next_seq=len(requests)),
+        )
+        link: Any = SimpleNamespace(Events=events)
+        client: Any = SimpleNamespace(address="host:1")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60):
+                await read_events(link, client, listener)
+
+    simulate(main, seed=1)
+    assert 60 <= len(requests) <= 125
+
+
 def test_events_that_were_right_since_are_asked_for_again_at_once() -> None:
     requests: list[float] = []
 
