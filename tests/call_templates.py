@@ -96,7 +96,46 @@ LLAMA3_JSON = """
 {%- endfor %}{% endif %}{% endfor %}
 {%- if false %}<|python_tag|>{% endif %}"""
 
+KIMI_K2 = """
+{%- for message in messages %}{% if message.role == "assistant" %}
+{%- if message.content %}{{- message.content }}{% endif %}
+{{- '<|tool_calls_section_begin|>' }}
+{%- for tool_call in message.tool_calls %}
+{%- set formatted_id = tool_call['id'] %}
+{{- '<|tool_call_begin|>' + formatted_id + '<|tool_call_argument_begin|>' }}
+{%- if tool_call['function']['arguments'] is string %}{{- tool_call['function']['arguments'] }}
+{%- else %}{{- tool_call['function']['arguments'] | tojson }}{% endif %}
+{{- '<|tool_call_end|>' }}
+{%- endfor %}{{- '<|tool_calls_section_end|>' }}{% endif %}{% endfor %}"""
+
+HARMONY = """
+{%- for message in messages %}{% if message.role == "assistant" %}
+{%- if message.content %}
+{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.content + "<|end|>" }}
+{%- endif %}
+{%- for tool_call in message.tool_calls %}
+    {%- set tool_call = tool_call.function %}
+    {{- "<|start|>assistant to=" }}
+    {{- "functions." + tool_call.name + "<|channel|>commentary " }}
+    {{- "json<|message|>" }}
+    {{- tool_call.arguments | tojson }}
+    {{- "<|call|>" }}
+{%- endfor %}{% endif %}{% endfor %}"""
+
+GRANITE = """
+{%- for message in messages %}{% if message.role == "assistant" %}
+{%- if message.content %}{{- message.content }}{% endif %}
+{{- "<|tool_call|>[" }}
+{%- for tool_call in message.tool_calls %}
+    {{- '{"name": "' + tool_call.function.name + '", "arguments": ' }}
+    {{- tool_call.function.arguments | tojson + "}" }}
+    {%- if not loop.last %}{{- ", " }}{% endif %}
+{%- endfor %}{{- "]" }}{% endif %}{% endfor %}"""
+
 TEMPLATES = {
+    "kimi_k2": KIMI_K2,
+    "harmony": HARMONY,
+    "granite": GRANITE,
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "glm45": GLM45,

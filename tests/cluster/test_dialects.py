@@ -82,7 +82,7 @@ def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
     said = [
         {
             "type": "function",
-            "id": f"{number:09}",
+            "id": f"functions.{name}:{number}" if form == "kimi_k2" else f"{number:09}",
             "function": {
                 "name": name,
                 "arguments": json.dumps(arguments, ensure_ascii=False)
@@ -206,6 +206,25 @@ ODD = {
     "deepseek_v3": [
         "<｜tool▁calls▁begin｜>no",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>no",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:x",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{",
+    ],
+    "granite": [
+        "<|tool_call|>[]",
+        "<|tool_call|>",
+        '<|tool_call|>[{"name": "now"}]<|/tool_call|>.',
+    ],
+    "harmony": [
+        "<|channel|>analysis<|message|>H\n<|end|><|start|>assistant<|channel|>final<|message|>So <",
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+        " to=functions.now<|channel|>commentary<|message|><|call|>",
+        " to=us <|start|>assistant<|channel|>commentary<|message|>I <|look|>.<|end|><|start|>ass",
+        "<|channel|>analysis to=functions.now<|channel|><|message|> {<|start|>assistant<|message|>",
+        "<|channel|>final<|end|>y",
+        f"<|start|>{'a' * 300}<|message|>x",
     ],
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"],
 }
@@ -336,7 +355,8 @@ def marked() -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    special = {"<|end|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
+    special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
+    special |= {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
     for form in FORMATS.values():
         special |= {
             token for text in markers_of(form) for token in re.findall("<｜[^｜]*｜>", text)
@@ -406,6 +426,13 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 def in_json(text: str, form: str) -> str:
     """Calls as the grammar has them: without ids, and with Python's values as JSON."""
     text = re.sub(r', "id": "\d{9}"', "", text)
+    if form == "harmony":  # The templates have the function before the channel, models behind it.
+        text = re.sub(
+            r"assistant( to=\S+)<\|channel\|>commentary json",
+            r"assistant<|channel|>commentary\1 <|constrain|>json",
+            text,
+        )
+        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
     if form != "pythonic":
         return text
     calls = calls_of(parse(form, [text], TOOLS))
@@ -464,9 +491,11 @@ def test_the_grammar_allows_what_the_chat_template_writes(
             assert not allows(grammars, marked, constraint, in_json(wrong, form).lstrip())
     assert allows(grammars, marked, must, text.lstrip())
     assert not allows(grammars, marked, must, f"So: {text.lstrip()}")
-    assert allows(grammars, marked, may, "I know." if bare else f"So: {text}")
+    framed = FORMATS[form].frame
+    said = f"{framed.answer}I know." if framed else "I know." if bare else f"So: {text}"
+    assert allows(grammars, marked, may, said)
     assert allows(grammars, marked, may, text.lstrip())
-    assert allows(grammars, marked, may, "")
+    assert allows(grammars, marked, may, "") != bool(framed)
     assert not allows(grammars, marked, one, text.lstrip())
     assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form).lstrip())
 
@@ -504,6 +533,35 @@ def test_reasoning_comes_before_the_form(marked: Tokenizer, grammars: Grammars) 
     assert constrain(dialect, ToolUse(), None, reasons=None) is None
     with pytest.raises(InvalidRequest, match="response_format cannot be had with tool_choice"):
         constrain(dialect, required(STRICT), form, reasons=None)
+
+
+def test_messages_have_a_channel_each(marked: Tokenizer, grammars: Grammars) -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    called = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    answered = '<|channel|>final<|message|>{"a": 1}'
+    preamble = "<|channel|>commentary<|message|>I look. <|end|><|start|>assistant"
+    harmony = next(each for each in REASONING_FORMATS if each.name == "harmony")
+    now = [CallBegun(0, "now"), CallArguments(0, "{}"), CallEnded(0)]
+    for text, events in (
+        (thought + answered, [Reasoning("Hm."), Content('{"a": 1}')]),
+        (thought + preamble + called, [Reasoning("Hm."), Content("I look. "), *now]),
+        (preamble + thought + called, [Content("I look. "), Reasoning("Hm."), *now]),
+    ):
+        assert parse("harmony", [text], TOOLS, reasoning=harmony) == events
+    assert parse(None, [thought + answered], (), reasoning=harmony)[1] == Content('{"a": 1}')
+    dialect = choose_dialect(marked, tool_call_parser="harmony", reasoning_parser="harmony")
+    form = json_constraint({"type": "object", "properties": {"a": {"type": "integer"}}})
+    for use, asked, answer in ((required(STRICT), None, called), (ToolUse(), form, answered)):
+        constraint = constrain(dialect, use, asked, reasons=None)
+        assert allows(grammars, marked, constraint, thought + answer)
+        assert allows(grammars, marked, constraint, answer)
+        assert not allows(grammars, marked, constraint, f"{thought}So")
+
+
+def test_a_model_that_gives_ids_to_its_calls_is_told_them_again() -> None:
+    events = parse("kimi_k2", [written("kimi_k2", CALLS)], TOOLS)
+    ids = [event.given_id for event in events if isinstance(event, CallBegun)]
+    assert ids == ["functions.weather:0", "functions.now:1", "functions.any:2"]
 
 
 def test_a_schema_that_a_format_cannot_keep_is_refused_by_name(marked: Tokenizer) -> None:

@@ -50,7 +50,12 @@ class Keywords:
     """Python's keyword arguments, up to the closing parenthesis."""
 
 
-Part = Literal | Name | Arguments | CallObject | Fields | Keywords
+@dataclass(frozen=True)
+class Number:
+    """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
+
+
+Part = Literal | Name | Arguments | CallObject | Fields | Keywords | Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,29 @@ class Shape:
     between: str | None = None
     """What is between two calls; ``None`` where there is always one."""
     end: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """An answer is a sequence of messages: header, body and end. A header names the message's
+    channel and, of a call, its function."""
+
+    start: str
+    """Before the role, with which a header begins; the prompt ends with that of the first."""
+    channel: str
+    kind: str
+    """Before the type of the body."""
+    message: str
+    """Between header and body."""
+    ends: tuple[str, ...]
+    reasoning: str
+    """The channel of reasoning."""
+    function: str
+    """Before a function's name."""
+    answer: str
+    """The header of an answer that is no call."""
+    reopens: str
+    """What begins a message behind another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +113,8 @@ class ToolFormat:
     id_prefix: str = "call_"
     id_chars: int = 24
     """Of a call's id, behind its prefix."""
+    frame: Frame | None = None
+    """Where there is one, the parser reads by it, and the grammar writes ``shapes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +125,7 @@ class ReasoningFormat:
     opens: str
     closes: str
     signs: tuple[tuple[str, ...], ...]
+    frame: Frame | None = None
 
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
@@ -104,6 +135,18 @@ _DEEPSEEK = (
     "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
+)
+
+_HARMONY = Frame(
+    start="<|start|>",
+    channel="<|channel|>",
+    kind="<|constrain|>",
+    message="<|message|>",
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    reasoning="analysis",
+    function="to=functions.",
+    answer="<|channel|>final<|message|>",
+    reopens="<|start|>assistant",
 )
 
 # The more particular formats first: each is tried for a template in this order.
@@ -195,6 +238,45 @@ TOOL_FORMATS = (
         signs=(("<function=", "<parameter="),),
     ),
     ToolFormat(
+        name="kimi_k2",
+        opens=("<|tool_calls_section_begin|>",),
+        shapes=(
+            Shape(
+                call=(
+                    Literal("<|tool_call_begin|>functions."),
+                    Name(),
+                    Literal(":"),
+                    Number(),
+                    Literal("<|tool_call_argument_begin|>"),
+                    Arguments(),
+                    Literal("<|tool_call_end|>"),
+                ),
+                between="",
+                end="<|tool_calls_section_end|>",
+            ),
+        ),
+        signs=(("<|tool_calls_section_begin|>",),),
+    ),
+    ToolFormat(
+        name="harmony",  # gpt-oss.
+        opens=(f"<|channel|>commentary {_HARMONY.function}",),
+        shapes=(
+            Shape(
+                call=(Name(), Literal(" <|constrain|>json<|message|>"), Arguments()),
+                between=f"<|call|><|start|>assistant<|channel|>commentary {_HARMONY.function}",
+            ),
+        ),
+        signs=(("<|channel|>", "<|message|>"),),
+        frame=_HARMONY,
+    ),
+    ToolFormat(
+        name="granite",  # Granite 3, Phi-4-mini.
+        opens=("<|tool_call|>",),
+        shapes=(Shape(begin="[", call=(CallObject("arguments"),), between=", ", end="]"),),
+        closes=("<|/tool_call|>",),
+        signs=(("<|tool_call|>",),),
+    ),
+    ToolFormat(
         name="hermes",  # Hermes 2 and 3, Qwen2.5, Qwen3.
         opens=("<tool_call>",),
         shapes=(Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),),
@@ -221,6 +303,13 @@ TOOL_FORMATS = (
 
 REASONING_FORMATS = (
     ReasoningFormat(
+        name="harmony",
+        opens="<|channel|>analysis<|message|>",
+        closes="<|end|>",
+        signs=(("<|channel|>", "<|message|>"),),
+        frame=_HARMONY,
+    ),
+    ReasoningFormat(
         name="mistral",
         opens="[THINK]",
         closes="[/THINK]",
@@ -238,9 +327,11 @@ def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
     """All fixed texts of a format, in which special tokens may be."""
     if form is None:
         return []
+    frame = form.frame
+    framing = [frame.start, frame.answer, frame.kind, *frame.ends] if frame else []
     if isinstance(form, ReasoningFormat):
-        return [form.opens, form.closes]
-    texts = [*form.opens, *form.closes]
+        return [form.opens, form.closes, *framing]
+    texts = [*framing, *form.opens, *form.closes]
     for shape in form.shapes:
         texts += [shape.begin, shape.between or "", shape.end]
         for part in shape.call:

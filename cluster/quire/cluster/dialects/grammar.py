@@ -17,6 +17,7 @@ from quire.cluster.dialects.formats import (
     Keywords,
     Literal,
     Name,
+    Number,
     Part,
     Shape,
     ToolFormat,
@@ -60,16 +61,21 @@ def constrain(
     elif form.kind == "json_schema":
         try:
             answer = grammar.json(json.loads(form.text))
+            if dialect.reasoning is not None and dialect.reasoning.frame is not None:
+                answer = f"{grammar.text(dialect.reasoning.frame.answer)} {answer}"
         except ValueError:
             return form  # It is refused as it is.
     else:
         return form  # Written for the whole answer.
-    if dialect.reasoning is not None and reasons is not False:
-        rest = f"{grammar.until(dialect.reasoning.closes)} /\\s{{0,4}}/"
+    reasoning = dialect.reasoning
+    if reasoning is not None and reasons is not False:
+        rest = f"{grammar.until(reasoning.closes)} /\\s{{0,4}}/"
+        if reasoning.frame is not None:
+            rest = f"{grammar.until(reasoning.closes)} {grammar.text(reasoning.frame.reopens)}"
         if reasons:
             answer = f"{rest} {answer}"
         else:
-            answer = f"({grammar.text(dialect.reasoning.opens)} {rest})? {answer}"
+            answer = f"({grammar.text(reasoning.opens)} {rest})? {answer}"
     return Constraint("grammar", grammar.written(answer))
 
 
@@ -95,6 +101,8 @@ def _calls(grammar: "_Grammar", dialect: Dialect, use: ToolUse) -> str:
     if use.is_required:
         return f"{grammar.text(opener)} {section}".strip()
     plain = _plain(grammar, calls)
+    if calls.frame is not None:
+        return f"({grammar.text(opener)} {section} | {grammar.text(calls.frame.answer)} {plain})"
     if calls.is_bare:
         return f"({section} | {plain})"
     return f"({grammar.until(opener)} {section})? {plain}"
@@ -122,6 +130,8 @@ def _part(grammar: "_Grammar", part: Part, tool: Tool, schema: dict[str, Any]) -
             return grammar.text(text)
         case Name():
             return grammar.text(tool.name)
+        case Number():
+            return "/[0-9]{1,4}/"
         case Arguments():
             return grammar.json(schema)
         case CallObject(key):

@@ -7,15 +7,18 @@ is none comes back as content; a call that does not end comes out as far as it w
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 from quire.cluster.dialects.formats import (
     Arguments,
     CallObject,
     Fields,
+    Frame,
     Keywords,
     Literal,
     Name,
+    Number,
     Part,
     ReasoningFormat,
     Shape,
@@ -27,6 +30,10 @@ from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_js
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")
+_NUMBER = re.compile(r"[0-9]*")
+_HEADER = re.compile(r"[^<]*")
+_MAX_NUMBER_CHARS = 9
+_MAX_HEADER_CHARS = 256
 _MAX_REREAD_CHARS = 4096
 """Text that was not a call after all is searched for another only up to this length."""
 
@@ -45,6 +52,8 @@ class Reasoning:
 class CallBegun:
     index: int
     name: str
+    given_id: str = ""
+    """Where the model gives ids itself."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class OutputParser:
         is_reasoning: bool = False,
     ) -> None:
         self._format = calls if tools else None
+        format_of_frame = calls or reasoning
+        self._frame = format_of_frame.frame if format_of_frame else None
         self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
@@ -84,6 +95,7 @@ class OutputParser:
         self._spaces: list[str] = []  # That may belong to the text or to a marker behind them.
         self._num_calls = 0
         self._name = ""
+        self._number = ""
         self._is_begun = False  # The call that is being read.
         self._is_bare = False  # It stands without a marker.
         self._machine = self._answer()
@@ -120,6 +132,9 @@ class OutputParser:
 
     def _answer(self) -> Generator[None, None, None]:
         reader, calls = self._reader, self._format
+        if self._frame is not None:
+            yield from self._read_messages(self._frame)
+            return
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
         if calls is None:
@@ -137,6 +152,55 @@ class OutputParser:
                 yield from self._read_calls(calls, marker=marker)
         if not self._num_calls:
             self._flush_spaces()
+
+    def _read_messages(self, frame: Frame) -> Reading[None]:
+        reader = self._reader
+        channel, name = frame.reasoning, ""
+        if not self._is_reasoning:
+            channel, name = yield from self._read_header(frame)
+        while True:
+            ends = (*frame.ends, frame.start)
+            if name and self._format is not None:
+                self._name = name
+                self._begin()
+                yield from reader.spaces()
+                if (yield from reader.peek()) in ("", "<"):
+                    self._argue("{}")
+                end = yield from reader.until(ends, self._argue)
+                self._tell(CallEnded(self._num_calls - 1))
+            else:
+                reasons = self._reasoning is not None and channel == frame.reasoning
+                kind = Reasoning if reasons else Content
+                end = yield from reader.until(ends, partial(self._tell_of, kind))
+            if end is None:
+                return
+            if end == frame.start:
+                reader.put_back(end)
+            channel, name = yield from self._read_header(frame)
+
+    def _read_header(self, frame: Frame) -> Reading[tuple[str, str]]:
+        """Channel and function of the header that comes next; both empty where none does."""
+        reader = self._reader
+        read: dict[str, str] = {}
+        reader.record()
+        if (yield from reader.literal(f" {frame.function}", take=False)):
+            read[""] = yield from reader.run(_HEADER, max_chars=_MAX_HEADER_CHARS)
+        while not (yield from reader.literal(frame.message)):
+            for mark in (frame.start, frame.channel, frame.kind):
+                if (yield from reader.literal(mark)):
+                    read[mark] = yield from reader.run(_HEADER, max_chars=_MAX_HEADER_CHARS)
+                    break
+            else:
+                mark = ""
+            if not mark or sum(map(len, read.values())) > _MAX_HEADER_CHARS:
+                text = reader.recorded()  # It is no header.
+                if text:
+                    self._tell(Content(text))
+                return "", ""
+        reader.forget()
+        channel = read.get(frame.channel, "").partition(" ")[0]
+        called = re.search(f"{re.escape(frame.function)}([{NAME_CHARS}]+)", " ".join(read.values()))
+        return channel, called[1][:MAX_NAME_CHARS] if called is not None else ""
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
         reader = self._reader
@@ -193,7 +257,7 @@ class OutputParser:
 
     def _read_call(self, shape: Shape) -> Reading[bool]:
         """Whether a call was read to its end. What is read of it is recorded until it begins."""
-        self._name, self._is_begun = "", False
+        self._name, self._number, self._is_begun = "", "", False
         parts = shape.call
         whole = True
         for number, part in enumerate(parts):
@@ -214,6 +278,9 @@ class OutputParser:
             case Name():
                 self._name = yield from self._reader.run(_NAME, max_chars=MAX_NAME_CHARS)
                 return 0 < len(self._name) <= MAX_NAME_CHARS
+            case Number():
+                self._number = yield from self._reader.run(_NUMBER, max_chars=_MAX_NUMBER_CHARS)
+                return 0 < len(self._number) <= _MAX_NUMBER_CHARS
             case Arguments():
                 return (yield from self._read_arguments())
             case CallObject():
@@ -232,7 +299,8 @@ class OutputParser:
         self._spaces.clear()
         self._is_begun = True
         self._num_calls += 1
-        self._tell(CallBegun(self._num_calls - 1, self._name))
+        given_id = f"functions.{self._name}:{self._number}" if self._number else ""
+        self._tell(CallBegun(self._num_calls - 1, self._name, given_id))
         return True
 
     def _read_arguments(self) -> Reading[bool]:
@@ -390,6 +458,9 @@ class OutputParser:
     def _argue(self, text: str) -> None:
         if text:
             self._tell(CallArguments(self._num_calls - 1, text))
+
+    def _tell_of(self, kind: type[Content | Reasoning], text: str) -> None:
+        self._tell(kind(text))
 
     def _tell(self, event: Event) -> None:
         self._events.append(event)

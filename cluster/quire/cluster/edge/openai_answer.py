@@ -26,6 +26,7 @@ class Answer:
         self.has_calls = False
         self._name = name
         self._calls = dialect.calls
+        self._given_ids: dict[int, str] = {}
         self._is_parallel = tool_use.is_parallel
         self._parser = OutputParser(
             calls=dialect.calls,
@@ -67,7 +68,10 @@ class Answer:
             events += self._parser.finish()
         if not self._is_parallel:  # As OpenAI's API promises it: what a model says more is dropped.
             events = [event for event in events if getattr(event, "index", 0) == 0]
-        self.has_calls |= any(isinstance(event, CallBegun) for event in events)
+        for event in events:
+            if isinstance(event, CallBegun):
+                self.has_calls = True
+                self._given_ids[event.index] = event.given_id
         return events
 
     def _delta(self, event: Event) -> Json | None:
@@ -83,7 +87,10 @@ class Answer:
         return None
 
     def call_id(self, index: int) -> str:
+        """The id of a call that has begun."""
         assert self._calls is not None
+        if given_id := self._given_ids.get(index):
+            return given_id
         digest = hashlib.sha256(f"{self._name}/{index}".encode()).hexdigest()
         return self._calls.id_prefix + digest[: self._calls.id_chars]
 

@@ -38,6 +38,9 @@ class ChatTurn(BaseModel):
             fields["tool_calls"] = self.tool_calls
         if "reasoning" in fields:  # Our answers have both names, templates know this one.
             fields.setdefault("reasoning_content", fields["reasoning"])
+        if self.tool_calls and not self.content and "reasoning_content" in fields:
+            # The name in gpt-oss's template, which refuses it beside content.
+            fields.setdefault("thinking", fields["reasoning_content"])
         return {"role": self.role, "content": self._text(), **fields}
 
     def _text(self) -> str | None:

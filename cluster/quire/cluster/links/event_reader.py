@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _MAX_PAUSE_AFTER_PROGRESS_S = 0.5
-"""The pause before the next request doubles until a digest agrees with the directory. Without it, an
-error or a digest that never agrees would make the engine send its blocks ten times a second. While
-the answers move the directory's position, only messages were lost, and it is soon exact."""
+"""The pause before the next request doubles until a digest agrees with the directory. Without it,
+an error or a digest that never agrees would make the engine send its blocks ten times a second.
+While answers move the directory's position, only messages were lost, and it is soon exact."""
 
 
 async def read_events(link: GroupLink, client: "GroupClient", listener: GroupListener) -> None:
