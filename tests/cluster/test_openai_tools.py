@@ -268,6 +268,9 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
         ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
         ('{"name": function name, "parameters": dictionary', "llama3_json", None),
         ("[func_name1(params_name1=params_value1", "pythonic", None),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+        ("<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("respond only with <|tool_call|> followed by a JSON list", "granite", None),
         ("{{ messages[0].content }}", None, None),
     ],
 )

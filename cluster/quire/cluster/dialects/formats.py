@@ -303,13 +303,6 @@ TOOL_FORMATS = (
 
 REASONING_FORMATS = (
     ReasoningFormat(
-        name="harmony",
-        opens="<|channel|>analysis<|message|>",
-        closes="<|end|>",
-        signs=(("<|channel|>", "<|message|>"),),
-        frame=_HARMONY,
-    ),
-    ReasoningFormat(
         name="mistral",
         opens="[THINK]",
         closes="[/THINK]",
@@ -320,6 +313,13 @@ REASONING_FORMATS = (
     ),
     # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
     ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
+    ReasoningFormat(
+        name="harmony",
+        opens="<|channel|>analysis<|message|>",
+        closes="<|end|>",
+        signs=(("<|channel|>", "<|message|>"),),
+        frame=_HARMONY,
+    ),
 )
 
 
