@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.allowed import allows
 from tests.call_templates import TAKE_TEXT, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -373,18 +374,6 @@ def marked() -> Tokenizer:
 @pytest.fixture(scope="module")
 def grammars(marked: Tokenizer) -> Grammars:
     return Grammars(lambda: marked, vocab_size=marked.vocab_size, eos_token_ids=[0])
-
-
-def allows(grammars: Grammars, marked: Tokenizer, constraint: Constraint | None, text: str) -> bool:
-    """Whether an answer may be this text."""
-    assert constraint is not None
-    matcher = grammars.compile(constraint).matcher()
-    for token_id in marked.encode(text, add_special_tokens=False):
-        if not matcher.mask_W[token_id // 32] >> (token_id % 32) & 1:
-            return False
-        matcher.consume([token_id])
-        fill_masks([matcher])
-    return matcher.error is None and bool(matcher.mask_W[0] & 1)
 
 
 def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUse:

@@ -21,7 +21,7 @@ ASKED: dict[str, dict[str, Any]] = {
     [
         ("chat/completions", "echo", True),
         ("completions", "best_of", 2),
-        ("completions", "structural_tag", "{}"),
+        ("completions", "allowed_token_strs", ["a"]),
         ("chat/completions", "guided_whitespace_pattern", " "),
         ("chat/completions", "logits_processors", ["mat"]),
         ("completions", "reasoning_effort", "high"),

@@ -5,7 +5,6 @@ extensions. Special tokens stand in it by their ids, since their text alone is n
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,10 +25,8 @@ from quire.cluster.dialects.tools import Tool, ToolUse
 from quire.cluster.dialects.values import kinds_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
+from quire.worker.text.lark import ANYTHING, Lark
 
-_ANYTHING = r"(.|\n)*"
-_WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,40}"}
-"""In JSON, as in `quire.worker.text.grammar`."""
 _FREE_TEXT = {"type", "description", "title", "default", "examples"}
 """Keywords of a string's schema that any text fits."""
 
@@ -55,7 +52,7 @@ def constrain(
         return form
     if form is None and not use.has_form:
         return None
-    grammar = _Grammar(dialect.special_tokens)
+    grammar = Lark(dialect.special_tokens)
     if form is None:
         answer = _calls(grammar, dialect, use)
     elif form.kind == "json_schema":
@@ -79,7 +76,7 @@ def constrain(
     return Constraint("grammar", grammar.written(answer))
 
 
-def _calls(grammar: "_Grammar", dialect: Dialect, use: ToolUse) -> str:
+def _calls(grammar: Lark, dialect: Dialect, use: ToolUse) -> str:
     calls = dialect.calls
     assert calls is not None, "checked before"
     opener = "" if calls.is_bare else calls.opens[0]
@@ -108,15 +105,15 @@ def _calls(grammar: "_Grammar", dialect: Dialect, use: ToolUse) -> str:
     return f"({grammar.until(opener)} {section})? {plain}"
 
 
-def _plain(grammar: "_Grammar", calls: ToolFormat) -> str:
+def _plain(grammar: Lark, calls: ToolFormat) -> str:
     """Text that is no call."""
     if not calls.is_bare:
         return grammar.without(calls.opens[0])
     first = "\\[" if calls.shapes[0].begin else "{"
-    return grammar.terminal(f"/([^\\s{first}]{_ANYTHING})?/")
+    return grammar.terminal(f"/([^\\s{first}]{ANYTHING})?/")
 
 
-def _call(grammar: "_Grammar", shape: Shape, tool: Tool, use: ToolUse) -> str:
+def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse) -> str:
     """A call of this tool."""
     schema = dict(tool.parameters) if tool.is_strict or use.is_required else {}
     schema.setdefault("type", "object")
@@ -124,7 +121,7 @@ def _call(grammar: "_Grammar", shape: Shape, tool: Tool, use: ToolUse) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _part(grammar: "_Grammar", part: Part, tool: Tool, schema: dict[str, Any]) -> str:
+def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
     match part:
         case Literal(text):
             return grammar.text(text)
@@ -143,7 +140,7 @@ def _part(grammar: "_Grammar", part: Part, tool: Tool, schema: dict[str, Any]) -
             return _keywords(grammar, tool)
 
 
-def _fields(grammar: "_Grammar", part: Fields, tool: Tool) -> str:
+def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
     newline = "\n" if part.newline else ""
     fields = []
     for name, schema, is_required in _properties(tool):
@@ -164,7 +161,7 @@ def _fields(grammar: "_Grammar", part: Fields, tool: Tool) -> str:
     return " ".join(fields)
 
 
-def _keywords(grammar: "_Grammar", tool: Tool) -> str:
+def _keywords(grammar: Lark, tool: Tool) -> str:
     """The keyword arguments and the closing parenthesis, required ones among those that are not."""
     rest, first = grammar.text(")"), grammar.text(")")
     for name, schema, is_required in reversed(_properties(tool)):
@@ -205,63 +202,3 @@ def _check_free(tool: Tool, name: str, schema: Mapping[str, Any]) -> None:
             f"tools: {bound[0]}, of the argument {name!r} of {tool.name!r}, is not supported in "
             "the format in which this model writes calls: leave it out"
         )
-
-
-class _Grammar:
-    """Rules, and the names under which they are written once."""
-
-    def __init__(self, special_tokens: Mapping[int, str]) -> None:
-        self._ids = {text: token_id for token_id, text in special_tokens.items()}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._names: dict[str, str] = {}
-
-    def written(self, start: str) -> str:
-        rules = [f"{name}{definition}" for definition, name in self._names.items()]
-        return "\n".join([f"start: {start}", *rules, ""])
-
-    def rule(self, body: str) -> str:
-        return self._named("r", f": {body}")
-
-    def terminal(self, body: str) -> str:
-        return self._named("T", f": {body}")
-
-    def text(self, text: str) -> str:
-        """This text."""
-        parts, at = [], 0
-        for found in self._special.finditer(text):
-            parts += [text[at : found.start()], self._ids[found[0]]]
-            at = found.end()
-        parts.append(text[at:])
-        return " ".join(
-            f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part != ""
-        )
-
-    def json(self, schema: Any) -> str:
-        if isinstance(schema, dict):
-            given = schema.get("x-guidance")
-            options = {**_WHITESPACE, **(given if isinstance(given, dict) else {})}
-            # What is not supported is refused.
-            schema = {**schema, "x-guidance": {**options, "lenient": False}}
-        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
-
-    def until(self, marker: str) -> str:
-        """Any text up to the first ``marker``, and it."""
-        if marker in self._ids:
-            return f"{self.terminal(f'/{_ANYTHING}/')} {self.text(marker)}"
-        return self._named("r", f"[lazy]: /{_ANYTHING}{_regex(marker)}/")
-
-    def without(self, marker: str) -> str:
-        """Any text without ``marker``; a special token is in none."""
-        if marker in self._ids:
-            return self.terminal(f"/{_ANYTHING}/")
-        return self.terminal(f"/{_ANYTHING}/ & ~/{_ANYTHING}{_regex(marker)}{_ANYTHING}/")
-
-    def _named(self, prefix: str, definition: str) -> str:
-        return self._names.setdefault(definition, f"{prefix}{len(self._names)}")
-
-
-def _regex(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "n")

@@ -122,6 +122,7 @@ class GenerationBody(Body):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -189,7 +190,6 @@ NOWHERE: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "request_id": (),
     "kv_transfer_params": (),
-    "structural_tag": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "logprob_token_ids": (),

@@ -7,7 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import Constraint, StructuredOutputsParams, json_constraint
+from quire.worker.api.structured import (
+    Constraint,
+    StructuredOutputsParams,
+    json_constraint,
+    structural_constraint,
+)
 
 
 @contextmanager
@@ -56,10 +61,12 @@ def _of_response_format(
     if kind == "json_object":
         # SGLang and older servers take a schema beside it.
         return json_constraint(value["schema"]) if value.get("schema") else json_constraint()
+    if kind == "structural_tag":
+        return structural_constraint({name: each for name, each in value.items() if name != "type"})
     if kind != "json_schema":
         raise InvalidRequest(
-            f"{name}={reprlib.repr(dict(shown or value))}: its type must be text, json_object or "
-            "json_schema"
+            f"{name}={reprlib.repr(dict(shown or value))}: its type must be text, json_object, "
+            "json_schema or structural_tag"
         )
     form = value.get("json_schema")
     schema = form.get("schema") if isinstance(form, Mapping) else None
@@ -96,6 +103,7 @@ FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
     "guided_choice": _as("choice"),
     "guided_grammar": _as("grammar"),
     # SGLang's.
+    "structural_tag": _as("structural_tag"),
     "json_schema": _as("json"),
     "regex": _as("regex"),
     "ebnf": _as("grammar"),

@@ -1,6 +1,6 @@
 """The form that a request's output must have.
 
-    Constraint                what travels with a request: one of three kinds, and its text
+    Constraint                what travels with a request: one of four kinds, and its text
     StructuredOutputsParams   what users of vLLM write; its `constraint` is such a value
 
 What a text means, and which ones are refused, is `quire.worker.text.grammar`'s to say. This module
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from quire.worker.api.errors import InvalidRequest
 
-ConstraintKind = Literal["json_schema", "regex", "grammar"]
+ConstraintKind = Literal["json_schema", "regex", "grammar", "structural_tag"]
 MAX_CONSTRAINT_BYTES = 2**19
 """In UTF-8."""
 
@@ -33,7 +33,8 @@ class Constraint:
     text: str
     """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax
     of Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's
-    syntax with llguidance's extensions or in llama.cpp's (``root ::= …``)."""
+    syntax with llguidance's extensions or in llama.cpp's (``root ::= …``); or a structural tag as
+    JSON, with ``structures`` and ``triggers`` or with ``format``."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
@@ -72,6 +73,8 @@ class StructuredOutputsParams:
     """See `Constraint.text`."""
     json_object: bool | None = None
     """``True``: any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """See `Constraint.text`."""
 
     def __post_init__(self) -> None:
         named = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -89,6 +92,8 @@ class StructuredOutputsParams:
             return json_constraint(self.json)
         if self.choice is not None:
             return choice_constraint(self.choice)
+        if self.structural_tag is not None:
+            return structural_constraint(self.structural_tag)
         if self.regex is not None:
             return Constraint("regex", self.regex)
         return Constraint("grammar", self.grammar) if self.grammar else json_constraint(_ANY_OBJECT)
@@ -102,19 +107,27 @@ def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint
     Raises:
         InvalidRequest: The schema is not JSON.
     """
-    if isinstance(schema, str):
-        return Constraint("json_schema", schema)
-    if not isinstance(schema, Mapping):
+    return Constraint("json_schema", _as_json(schema, name="json", what="JSON schema"))
+
+
+def structural_constraint(tag: str | Mapping[str, Any]) -> Constraint:
+    """A structural tag. Raises InvalidRequest: it is not JSON."""
+    text = _as_json(tag, name="structural_tag", what="structural tag")
+    return Constraint("structural_tag", text)
+
+
+def _as_json(given: str | Mapping[str, Any], *, name: str, what: str) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Mapping):
         raise InvalidRequest(
-            f"structured_outputs=json: a JSON schema is an object, not {type(schema).__name__}"
+            f"structured_outputs={name}: a {what} is an object, not {type(given).__name__}"
         )
     try:
-        return Constraint("json_schema", json.dumps(schema, separators=(",", ":")))
+        return json.dumps(given, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, InvalidRequest):
-            raise
         raise InvalidRequest(
-            f"structured_outputs=json: the JSON schema cannot be written as JSON: {error}"
+            f"structured_outputs={name}: the {what} cannot be written as JSON: {error}"
         ) from None
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,7 +22,9 @@ from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
+from quire.worker.text.lark import WHITESPACE, Lark
 from quire.worker.text.schema_place import place_of
+from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
@@ -45,8 +47,6 @@ _MAX_KEPT_BYTES = 8 * 2**20
 """Of grammars' texts; what is made of them takes some times as much."""
 _MAX_ERROR_CHARS = 400
 _MAX_THREADS = 8
-_WHITESPACE = r"[ \n\t]{0,40}"
-"""Between two tokens of JSON. Without a bound some models write spaces for ever."""
 _LLAMA_CPP = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -142,6 +142,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._special_tokens: Mapping[int, str] = {}
         self._loading = threading.Lock()
         self._kept: Kept[Grammar | str] = Kept()
 
@@ -174,7 +175,7 @@ class Grammars:
 
         try:
             tokenizer = self._get_tokenizer()
-            source = _source(constraint)
+            source = _source(constraint, self._special_tokens)
             state = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         except (ValueError, RecursionError) as error:
             return _refusal(constraint, str(error))
@@ -193,7 +194,8 @@ class Grammars:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    text = self._load_tokenizer().to_json()
+                    loaded = self._load_tokenizer()
+                    text = loaded.to_json()
                 except CheckpointError as error:
                     raise ValueError(f"the model has no tokenizer: {error}") from None
                 if not self._eos_token_ids:
@@ -201,10 +203,11 @@ class Grammars:
                 self._tokenizer = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
+                self._special_tokens = loaded.special_tokens()
             return self._tokenizer
 
 
-def _source(constraint: Constraint) -> str:
+def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     """The grammar in llguidance's form. Raises ValueError."""
     from llguidance import LLMatcher, regex_to_lark
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
@@ -212,7 +215,7 @@ def _source(constraint: Constraint) -> str:
     if constraint.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(
             constraint.text,
-            defaults={"whitespace_pattern": _WHITESPACE},
+            defaults={"whitespace_pattern": WHITESPACE},
             overrides={"lenient": False},  # What is not supported is refused.
         )
     if constraint.kind == "regex":
@@ -220,6 +223,8 @@ def _source(constraint: Constraint) -> str:
         pattern = regex_to_lark(constraint.text, use_ascii="dw")
         return LLMatcher.grammar_from_lark(f"start: /{pattern}/")
     lark = constraint.text
+    if constraint.kind == "structural_tag":
+        return LLMatcher.grammar_from_lark(written(Lark(special_tokens), lark))
     if _LLAMA_CPP.search(lark):
         try:
             lark = gbnf_to_lark(lark)
