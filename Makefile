@@ -29,6 +29,10 @@ serve: .venv/ready
 test: OPTIONS := -m 'not slow'
 test test-all: .venv/dev
 	.venv/bin/pytest --ignore=tests/kernels/interpreted $(OPTIONS)
+	$(MAKE) test-interpreted OPTIONS="$(OPTIONS)"
+
+# Triton's kernels, in its interpreter.
+test-interpreted: .venv/dev
 	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem .venv/bin/pytest tests/kernels/interpreted $(OPTIONS)
 
 # Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends
@@ -93,4 +97,4 @@ stubs: .venv-stubs/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all sanitize check format wheel bench-peers stubs clean
+.PHONY: demo serve test test-all test-interpreted sanitize check format wheel bench-peers stubs clean
