@@ -344,6 +344,39 @@ class ArgmaxArgs(Structure):
     )
 
 
+class SampleArgs(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("num_columns", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("log_min_p", c_void_p),
+        ("uniform", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+class ScoreArgs(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("num_columns", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("token_ids", c_void_p),
+        ("num_top", c_void_p),
+        ("max_top", c_int64),
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+    )
+
+
 class Refusal(Structure):
     _fields_ = (
         ("what", c_int64),
@@ -357,7 +390,8 @@ class Refusal(Structure):
 STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
     *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
-    *(RoundPartialOp, AddOp, GeluOp, LogitsOp, Op, ForwardArgs, ArgmaxArgs, Refusal),
+    *(RoundPartialOp, AddOp, GeluOp, LogitsOp, Op, ForwardArgs, ArgmaxArgs, SampleArgs),
+    *(ScoreArgs, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 
@@ -395,6 +429,8 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_norm": [POINTER(NormArgs), c_int32],
         "quire_rotary": [POINTER(RotaryArgs), c_int32],
         "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
+        "quire_sample": [POINTER(SampleArgs), c_int32],
+        "quire_score": [POINTER(ScoreArgs), c_int32],
         "quire_huge_pages": [c_void_p, c_int64],
         "quire_panel_columns": [],
     }

@@ -78,22 +78,41 @@ def sample(
     logits_SV = logits_SV.float()
     token_ids_S = logits_SV.argmax(dim=-1)
     for row in torch.nonzero(temperature_S > 0)[:, 0].tolist():
-        logits_V, temperature = logits_SV[row], temperature_S[row]
-        values_V, ids_V = logits_V.sort(descending=True, stable=True)
-        floor = values_V[0].double() + temperature.double() * min_p_S[row].double().log()
-        size = min(int(top_k_S[row]) or len(ids_V), int((values_V.double() >= floor).sum()))
-        weights_V = sampling_weights(values_V[:size], temperature=temperature)
-        before_V = weights_V.cumsum(0) - weights_V
-        if top_p_S[row] < 1:
-            wanted = float(top_p_S[row]) * int(weights_V.sum())
-            weights_V = weights_V[before_V < wanted]
-        kept_V = torch.zeros_like(logits_V, dtype=torch.int64)
-        kept_V[ids_V[: len(weights_V)]] = weights_V
-        uniform = random_uniform(int(seed_S[row]), int(position_S[row]))
-        total = int(kept_V.sum())
-        target = min(int(uniform * total), total - 1)
-        token_ids_S[row] = torch.searchsorted(kept_V.cumsum(0), target, right=True)
+        token_ids_S[row] = draw_token(
+            logits_SV[row],
+            temperature=temperature_S[row],
+            top_k=int(top_k_S[row]),
+            top_p=float(top_p_S[row]),
+            min_p=float(min_p_S[row]),
+            uniform=random_uniform(int(seed_S[row]), int(position_S[row])),
+        )
     return token_ids_S
+
+
+def draw_token(
+    logits_V: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+) -> int:
+    """The token that ``uniform``, in [0, 1), picks from one row; see `sample`."""
+    values_V, ids_V = logits_V.sort(descending=True, stable=True)
+    log_min_p = math.log(min_p) if min_p > 0 else -math.inf
+    floor = float(values_V[0]) + float(temperature) * log_min_p
+    size = min(top_k or len(ids_V), int((values_V.double() >= floor).sum()))
+    weights_V = sampling_weights(values_V[:size], temperature=temperature)
+    before_V = weights_V.cumsum(0) - weights_V
+    if top_p < 1:
+        wanted = top_p * int(weights_V.sum())
+        weights_V = weights_V[before_V.double() < wanted]  # An int64 beside a float is a float32.
+    kept_V = torch.zeros_like(logits_V, dtype=torch.int64)
+    kept_V[ids_V[: len(weights_V)]] = weights_V
+    total = int(kept_V.sum())
+    target = min(int(uniform * total), total - 1)
+    return int(torch.searchsorted(kept_V.cumsum(0), target, right=True))
 
 
 def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.steps import banning
 
+from quire.kernels import reference_sampling, sampling
 from quire.worker.sampling import draw
 from quire.worker.sampling.draw import sample, uniforms
 from quire.worker.step.sampling_batch import Edits
@@ -40,18 +41,17 @@ def support(row_logits: Any, driver: Any, draws: int, **params: Any) -> np.ndarr
 
 def kept_by_sampler(row_logits: Any, **params: Any) -> set[int]:
     """The tokens that a sweep of evenly spaced uniforms can reach: all kept ones of any weight."""
-    logits = row_logits[None]
-    rows = draw._Rows(
-        np.array([params["temperature"]], np.float32),
-        np.array([params["top_p"]]),
-        np.array([params["top_k"] or draw._NO_LIMIT]),
-        np.array([params["min_p"]]),
-        np.zeros(1),
-    )
     sweep = np.linspace(0, 1, 1025)[:-1]
-    steps = rows.take(np.zeros(len(sweep), np.intp))
-    steps = draw._Rows(steps.temperature_S, steps.top_p_S, steps.top_k_S, steps.min_p_S, sweep)
-    return set(draw._draw(logits.expand(len(sweep), -1), steps).tolist())
+    tokens = sampling.draw(
+        row_logits[None],
+        rows_R=np.zeros(len(sweep), np.int64),
+        temperature_R=np.full(len(sweep), params["temperature"], np.float32),
+        top_k_R=np.full(len(sweep), params["top_k"]),
+        top_p_R=np.full(len(sweep), params["top_p"]),
+        min_p_R=np.full(len(sweep), params["min_p"]),
+        uniform_R=sweep,
+    )
+    return set(tokens.tolist())
 
 
 def test_greedy_takes_the_lowest_id_among_equals(driver: Any) -> None:
@@ -142,23 +142,29 @@ def test_a_draw_is_the_same_in_any_company(driver: Any) -> None:
         assert (alone.logprobs or (None,))[0] == together.logprobs[row]
 
 
-def test_few_candidates_and_the_whole_vocabulary_draw_alike(
-    driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits = torch.randn(400, 500, generator=torch.Generator().manual_seed(5)).round(decimals=1) * 4
+@pytest.mark.parametrize("vocab_size", [7, 500, 20_000])
+@pytest.mark.parametrize("kind", ["steep", "flat", "ties", "equal"])
+def test_every_draw_is_that_of_the_plain_twin(vocab_size: int, kind: str, driver: Any) -> None:
+    num_rows = 240
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5))
+    logits *= {"steep": 4, "flat": 0.1, "ties": 2, "equal": 0}[kind]
+    if kind == "ties":
+        logits = logits.round()
+        logits[:, ::3] = -torch.inf
     rng = np.random.default_rng(2)
     columns = {
-        "temperature": rng.choice([0.7, 1.0, 5.0], 400),
-        "top_p": rng.choice([0.9, 0.5, 1.0], 400),
-        "top_k": rng.choice([0, 5, 100], 400),
-        "min_p": rng.choice([0.0, 0.02], 400),
-        "position": np.arange(400),
+        "temperature": rng.choice([0.0, 0.1, 0.7, 1.0, 5.0], num_rows).astype(np.float32),
+        "top_p": rng.choice([0.99, 0.9, 0.5, 1e-3, 1.0], num_rows).astype(np.float32),
+        "top_k": rng.choice([0, 0, 1, 5, 100, 3000], num_rows).astype(np.int32),
+        "min_p": rng.choice([0.0, 0.02], num_rows).astype(np.float32),
+        "seed": rng.integers(0, 2**63 - 1, num_rows),
+        "position": np.arange(num_rows),
     }
-    drawn = sample(logits, driver.sampling(400, **columns)).token_ids_S
-    monkeypatch.setattr(draw, "NUM_CANDIDATES", 500)  # the whole vocabulary, sorted
-    assert np.array_equal(sample(logits, driver.sampling(400, **columns)).token_ids_S, drawn)
-    monkeypatch.setattr(draw, "NUM_CANDIDATES", 1)
-    assert np.array_equal(sample(logits, driver.sampling(400, **columns)).token_ids_S, drawn)
+    batch = driver.sampling(num_rows, **columns)
+    twin = reference_sampling.sample(
+        logits, **{f"{name}_S": torch.from_numpy(column) for name, column in columns.items()}
+    )
+    assert sample(logits, batch).token_ids_S.tolist() == twin.tolist()
 
 
 def test_extreme_temperatures_stay_finite(driver: Any) -> None:

@@ -63,5 +63,6 @@ extern "C" const int64_t quire_structure_bytes[] = {
     sizeof(NormOp),      sizeof(LinearOp),       sizeof(RotateAndWriteOp),
     sizeof(AttendOp),    sizeof(RoundPartialOp), sizeof(AddOp),
     sizeof(GeluOp),      sizeof(LogitsOp),       sizeof(Op),
-    sizeof(ForwardArgs), sizeof(ArgmaxArgs),     sizeof(QuireRefusal),
+    sizeof(ForwardArgs), sizeof(ArgmaxArgs),     sizeof(SampleArgs),
+    sizeof(ScoreArgs),   sizeof(QuireRefusal),
 };

@@ -349,6 +349,38 @@ struct ArgmaxArgs {
   int64_t num_columns;
 };
 
+// Rows of logits from which a token each is drawn, at a temperature above 0.
+struct SampleArgs {
+  const float* logits;  // [S, V]
+  int64_t stride;
+  int64_t num_columns;
+  const int64_t* rows;  // [R]
+  int64_t num_rows;
+  const float* temperature;  // [R], and so on
+  const int64_t* top_k;      // 0: no limit
+  const double* top_p;
+  const double* log_min_p;  // minus infinity: no limit
+  const double* uniform;    // in [0, 1)
+  int64_t* out;             // -1 where the greatest logit is infinite, or one is NaN
+};
+
+// Rows of logits of which the log-probability and the rank of a token each are wanted, and those of
+// the best tokens, lower ids first among equals.
+struct ScoreArgs {
+  const float* logits;  // [S, V]
+  int64_t stride;
+  int64_t num_columns;
+  const int64_t* rows;  // [R]
+  int64_t num_rows;
+  const int64_t* token_ids;  // [R]
+  const int64_t* num_top;    // [R]
+  int64_t max_top;
+  double* logprobs;      // [R]; NaN where the greatest logit is infinite, or one is NaN
+  int64_t* ranks;        // [R]
+  int64_t* top_ids;      // [R, max_top]
+  double* top_logprobs;  // [R, max_top]
+};
+
 int32_t quire_panel_columns();
 void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
@@ -360,6 +392,8 @@ void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
+void quire_sample(const SampleArgs* args, int32_t num_threads);
+void quire_score(const ScoreArgs* args, int32_t num_threads);
 // Refused with its first operation only: the indices are the same in all of a step.
 QuireRefusal quire_forward(const ForwardArgs* args);
 // Asks for huge pages where the memory is not in use yet.

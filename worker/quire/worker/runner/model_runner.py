@@ -205,7 +205,7 @@ class ModelRunner:
             return None
         if self._device_sampler is not None:
             return self._device_sampler.sample(logits_SV, step.sampling)
-        return Done(sample(logits_SV, step.sampling))
+        return Done(sample(logits_SV, step.sampling, in_place=True))
 
     def _forward_and_choose(
         self, step: StepInput, greedy_S: npt.NDArray[np.bool_]

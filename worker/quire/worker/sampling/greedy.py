@@ -40,7 +40,7 @@ def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, greedy_S: 
         token_ids_G = np.maximum(token_ids_G, 0)
     if not len(rest_L):
         return StepOutput(token_ids_G, broken_rows=broken_rows)
-    sampled = sample(logits_LV, batch.take(rest_L))
+    sampled = sample(logits_LV, batch.take(rest_L), in_place=True)
     token_ids_S = np.empty(len(greedy_S), np.int64)
     token_ids_S[greedy_S] = token_ids_G
     token_ids_S[rest_L] = sampled.token_ids_S

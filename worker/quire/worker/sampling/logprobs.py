@@ -4,31 +4,42 @@ Each row is computed by itself, so that it does not depend on its batch.
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from quire.kernels.sampling import score
+from quire.worker.api.arrays import Ints, Longs
 from quire.worker.api.outputs import TokenLogprobs
 
-# V vocabulary
+# S samples   R of these that want log-probabilities   V vocabulary
 
 
-def token_logprobs(logits_V: Tensor, *, token_id: int, num_top: int) -> TokenLogprobs:
-    """Those of ``token_id`` and of the ``num_top`` most probable tokens, lower ids first among
-    equals."""
-    logits = logits_V.double()
-    log_total = torch.logsumexp(logits, dim=0)
-    logprobs_V = (logits - log_total).cpu().numpy()
-    logprob = logprobs_V[token_id]
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top > 0:
-        num_top = min(num_top, len(logprobs_V))
-        edge = np.partition(logprobs_V, -num_top)[-num_top]
-        ids = np.flatnonzero(logprobs_V >= edge)
-        best = ids[np.argsort(-logprobs_V[ids], kind="stable")][:num_top]
-        top = tuple((int(token), float(logprobs_V[token])) for token in best)
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(logprob),
-        rank=1 + int((logprobs_V > logprob).sum()),
-        top=top,
+def token_logprobs(
+    logits_RV: Tensor, token_ids_S: Longs, num_logprobs_S: Ints
+) -> tuple[TokenLogprobs | None, ...]:
+    """Those of each sample's token and of its most probable ones, lower ids first among equals.
+
+    ``logits``: the rows of the samples that want them, or of all. ``num_logprobs``: -1 for none.
+    """
+    samples = np.flatnonzero(num_logprobs_S >= 0)
+    is_all = len(logits_RV) == len(token_ids_S)
+    token_ids_R = token_ids_S[samples]
+    num_top_R = num_logprobs_S[samples].astype(np.int64)
+    logprobs_R, ranks_R, top_ids_RK, top_RK = score(
+        logits_RV,
+        rows_R=samples if is_all else np.arange(len(samples)),
+        token_ids_R=token_ids_R,
+        num_top_R=num_top_R,
     )
+    found: list[TokenLogprobs | None] = [None] * len(token_ids_S)
+    for index, sample in enumerate(samples.tolist()):
+        num_top = int(num_top_R[index])
+        top = zip(
+            top_ids_RK[index, :num_top].tolist(), top_RK[index, :num_top].tolist(), strict=True
+        )
+        found[sample] = TokenLogprobs(
+            token_id=int(token_ids_R[index]),
+            logprob=float(logprobs_R[index]),
+            rank=int(ranks_R[index]),
+            top=tuple(top),
+        )
+    return tuple(found)

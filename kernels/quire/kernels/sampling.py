@@ -1,0 +1,140 @@
+"""From logits to tokens and log-probabilities on a CPU; each row by itself.
+
+`quire.kernels.reference_sampling` says what is drawn, and draws where there is no native library.
+"""
+
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels import native_abi
+from quire.kernels.native import library
+from quire.kernels.reference_sampling import draw_token
+
+# S rows of logits   R of these   V vocabulary   K tokens of the longest list asked for
+
+Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+
+def draw(
+    logits_SV: Tensor,
+    *,
+    rows_R: Longs,
+    temperature_R: npt.NDArray[np.float32],
+    top_k_R: Longs,
+    top_p_R: Doubles,
+    min_p_R: Doubles,
+    uniform_R: Doubles,
+) -> Longs:
+    """A token of each of these rows of float32 logits, at temperatures above 0.
+
+    ``top_k`` 0 and ``min_p`` 0 are no limits; ``uniform`` is in [0, 1). -1 where the greatest logit
+    is infinite or NaN.
+    """
+    native = library()
+    if native is None:
+        return np.array(
+            [
+                _drawn(logits_SV[row], *each)
+                for row, *each in zip(
+                    rows_R.tolist(),
+                    torch.from_numpy(temperature_R),
+                    top_k_R.tolist(),
+                    top_p_R.tolist(),
+                    min_p_R.tolist(),
+                    uniform_R.tolist(),
+                    strict=True,
+                )
+            ],
+            np.int64,
+        )
+    logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
+    with np.errstate(divide="ignore"):
+        log_min_p_R = np.log(min_p_R)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "rows": np.ascontiguousarray(rows_R, np.int64),
+        "temperature": np.ascontiguousarray(temperature_R, np.float32),
+        "top_k": np.ascontiguousarray(top_k_R, np.int64),
+        "top_p": np.ascontiguousarray(top_p_R, np.float64),
+        "log_min_p": log_min_p_R,
+        "uniform": np.ascontiguousarray(uniform_R, np.float64),
+    }
+    out_R = np.empty(len(rows_R), np.int64)
+    arguments = native_abi.SampleArgs(
+        logits=logits_SV.data_ptr(),
+        stride=logits_SV.stride(0),
+        num_columns=logits_SV.shape[1],
+        num_rows=len(rows_R),
+        out=out_R.ctypes.data,
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
+    native.quire_sample(byref(arguments), torch.get_num_threads())
+    return out_R
+
+
+def _drawn(
+    logits_V: Tensor, temperature: Tensor, top_k: int, top_p: float, min_p: float, uniform: float
+) -> int:
+    if not bool(logits_V.max().isfinite()):
+        return -1
+    return draw_token(
+        logits_V,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniform=uniform,
+    )
+
+
+def score(
+    logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Longs
+) -> tuple[Doubles, Longs, Longs, Doubles]:
+    """Log-probability and rank of a token of each of these rows of float32 logits, and ids and
+    log-probabilities ``[R, K]`` of the row's best tokens, lower ids first among equals.
+
+    The first ``num_top`` of a row's lists count. A rank is 1 more than the number of tokens that
+    are more probable. Log-probabilities are NaN where the greatest logit is infinite or NaN.
+    """
+    num_rows = len(rows_R)
+    max_top = min(int(num_top_R.max(initial=0)), logits_SV.shape[1])
+    logprobs_R, ranks_R = np.empty(num_rows), np.empty(num_rows, np.int64)
+    top_ids_RK = np.zeros((num_rows, max_top), np.int64)
+    top_RK = np.zeros((num_rows, max_top))
+    native = library()
+    if native is None:
+        for index, (row, token_id, num_top) in enumerate(
+            zip(rows_R.tolist(), token_ids_R.tolist(), num_top_R.tolist(), strict=True)
+        ):
+            logits_V = logits_SV[row].double()
+            logprobs_V = (logits_V - logits_V.logsumexp(dim=0)).numpy()
+            logprobs_R[index] = logprobs_V[token_id]
+            ranks_R[index] = 1 + (logprobs_V > logprobs_V[token_id]).sum()
+            best = np.argsort(-logprobs_V, kind="stable")[: min(num_top, max_top)]
+            top_ids_RK[index, : len(best)], top_RK[index, : len(best)] = best, logprobs_V[best]
+        return logprobs_R, ranks_R, top_ids_RK, top_RK
+    logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
+    arrays = {
+        "rows": np.ascontiguousarray(rows_R, np.int64),
+        "token_ids": np.ascontiguousarray(token_ids_R, np.int64),
+        "num_top": np.ascontiguousarray(num_top_R, np.int64),
+        "logprobs": logprobs_R,
+        "ranks": ranks_R,
+        "top_ids": top_ids_RK,
+        "top_logprobs": top_RK,
+    }
+    arguments = native_abi.ScoreArgs(
+        logits=logits_SV.data_ptr(),
+        stride=logits_SV.stride(0),
+        num_columns=logits_SV.shape[1],
+        num_rows=num_rows,
+        max_top=max_top,
+        **{name: array.ctypes.data for name, array in arrays.items()},
+    )
+    native.quire_score(byref(arguments), torch.get_num_threads())
+    return logprobs_R, ranks_R, top_ids_RK, top_RK
