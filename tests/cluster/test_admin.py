@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from tests.cluster.group_calls import submit
 
+from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys, Caller
 from quire.cluster.group.session import Door, GatewaySession
 from quire.v1 import admin_pb2 as pb
@@ -189,6 +190,31 @@ async def test_who_was_turned_away_hears_of_the_drain_before_its_end(start_group
     assert first.deltas[0].error.code == group_pb2.GroupError.DRAINING
     assert first.phase == group_pb2.StepFrame.DRAINING
     assert second.phase == group_pb2.StepFrame.SERVING
+
+
+async def test_the_command_line_lists_drains_and_puts_back(
+    start_cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start_cluster() as cluster:
+        flags = ["--address", cluster.grpc_address]
+
+        async def quire(*arguments: str) -> tuple[int, str, str]:
+            status = await asyncio.to_thread(main, ["admin", *arguments, *flags])
+            return status, *capsys.readouterr()
+
+        assert await quire("drain", "g1") == (0, "g1 drains: 0 requests\n", "")
+        status, listed, _ = await quire("list")
+        assert await quire("undrain", "g1") == (0, "g1 takes requests again\n", "")
+        assert cluster.connections.num_ready == 2
+        refused = await quire("drain", "g2")
+        address = cluster.groups["g1"].address
+    assert status == 0
+    head, first, second = (line.split() for line in listed.splitlines())
+    assert head[:3] == ["group", "address", "state"]
+    assert first[0] == "g0"
+    assert second == ["g1", address, "draining", "hash", "0", "0", "0", "200", "of", "200"]
+    assert refused[0] == 1
+    assert "NOT_FOUND: group='g2' is not attached; attached are: g0, g1" in refused[2]
 
 
 async def test_groups_that_are_not_there_are_named(start_cluster: Any) -> None:
