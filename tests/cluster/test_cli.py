@@ -213,7 +213,9 @@ def without_the_extra(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", [["serve"], ["demo"], ["generate", "hi"], ["explain"]])
+@pytest.mark.parametrize(
+    "command", [["serve"], ["demo"], ["generate", "hi"], ["explain"], ["admin", "list"]]
+)
 def test_without_the_cluster_s_packages_it_is_said_what_to_install(command: list[str]) -> None:
     ended = without_the_extra(*command)
     assert ended.returncode == 2
@@ -223,7 +225,9 @@ def test_without_the_cluster_s_packages_it_is_said_what_to_install(command: list
     assert "pip install '.[cluster]'" in line
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "generate", "explain", "bench", "simulate"])
+@pytest.mark.parametrize(
+    "command", ["serve", "demo", "generate", "explain", "admin", "bench", "simulate"]
+)
 def test_help_needs_no_package_of_the_cluster(command: str) -> None:
     ended = without_the_extra(command, "--help")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -252,7 +256,7 @@ def test_an_api_key_that_cannot_be_sent_is_refused_and_not_shown(
     assert key not in said
 
 
-@pytest.mark.parametrize("command", [["generate", "hello"], ["explain"]])
+@pytest.mark.parametrize("command", [["generate", "hello"], ["explain"], ["admin", "list"]])
 def test_a_server_that_is_not_there_is_named(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

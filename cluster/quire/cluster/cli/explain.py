@@ -72,7 +72,7 @@ def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
     if not decisions:
         return "No request was routed yet that this key may see, or no decisions are kept."
     head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
-    return _table([head, *(_line(decision) for decision in decisions)])
+    return table([head, *(_line(decision) for decision in decisions)])
 
 
 def detailed(decision: "pb.RoutingDecision") -> str:
@@ -96,7 +96,7 @@ def detailed(decision: "pb.RoutingDecision") -> str:
             f"time to first token, forecast / real: {_first_token(decision)}",
             f"outcome: {decision.outcome or 'under way'}",
             "",
-            _table(rows),
+            table(rows),
         )
     )
 
@@ -149,7 +149,8 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows, which have equally many cells, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,4 +1,4 @@
-"""The `Inference` service that clients call, with health checking and reflection beside it.
+"""The `Inference` service that clients call, with `Admin`, health checking and reflection.
 
 Errors carry the status codes that ``inference.proto`` promises. An unexpected exception is logged
 under an incident number and reaches the client as INTERNAL with that number, without details.
@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.dialects.tools import check_tools
+from quire.cluster.edge.admin_grpc import ADMIN_SERVICE, AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
@@ -34,8 +35,8 @@ from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import params_from_proto
 from quire.router.errors import UnknownDecision
+from quire.v1 import admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import inference_pb2_grpc
 from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
 
@@ -155,8 +156,9 @@ def build_grpc_server(
     )
     service = InferenceService(gateway, keys=keys)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway, keys=keys), server)
     health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
-    reflection.enable_server_reflection((SERVICE, *_OPEN), server)
+    reflection.enable_server_reflection((SERVICE, ADMIN_SERVICE, *_OPEN), server)
     return server
 
 

@@ -65,8 +65,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             engine_loop, heartbeat_s=events_heartbeat_s, buffer_events=buffer_events
         )
         self._names = itertools.count()
-        self._door = Door()
+        self._door = Door(on_drain=self._on_drain)
         self._attachments: list[GatewaySession] = []
+        self._is_stopping = False
         self._is_closing = False
         self._num_prefilled_tokens = 0
         engine_loop.listen(self._on_step)
@@ -83,6 +84,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         In the last ``handover_s`` of ``timeout_s``, gateways are asked to go on with them on
         other groups, if they have any; at the end, they are told to.
         """
+        self._is_stopping = True
         self._enter(pb.StepFrame.DRAINING)
         await self._wait_until_idle(max(0.0, timeout_s - handover_s))
         self._enter(pb.StepFrame.HANDING_OVER)
@@ -172,6 +174,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         frame.load.num_unsent_tokens = sum(each.num_unsent_tokens for each in self._attachments)
         # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
         frame.load.num_gateways = sum(each.may_submit for each in self._attachments)
+        frame.num_requests = self.num_requests
         return frame
 
     def _on_step(self, result: StepResult) -> None:
@@ -181,6 +184,10 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             self._num_prefilled_tokens = result.stats.num_prefilled_tokens
             for attachment in self._attachments:
                 attachment.wake()
+
+    def _on_drain(self, is_wanted: bool) -> None:
+        if not self._is_stopping:
+            self._enter(pb.StepFrame.DRAINING if is_wanted else pb.StepFrame.SERVING)
 
     def _enter(self, phase: pb.StepFrame.Phase) -> None:
         self._door.phase = phase

@@ -13,7 +13,7 @@ have killed it.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from quire.cluster.group.engine_loop import EngineLoop
@@ -32,6 +32,8 @@ class Door:
     """State shared by a group's attachments."""
 
     phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
+    on_drain: Callable[[bool], None] = lambda is_wanted: None
+    """Called when a gateway asks the group to drain, or to take requests again."""
     on_probation: OutputBuffer | None = None
     """The one request on probation, of whichever gateway."""
 
@@ -60,6 +62,7 @@ class GatewaySession:
         self._works: dict[Key, OutputBuffer] = {}
         self._sendable: dict[Key, OutputBuffer] = {}
         self._refusals: list[pb.TokenDelta] = []
+        self._turned_away = False  # A request, since the last frame, as the group drained.
         self._received: list[_Submitted] = []  # To be acknowledged in the next frame.
         self._acknowledged: list[_Submitted] = []  # In the last one.
         self._proven: OutputBuffer | None = None
@@ -94,6 +97,8 @@ class GatewaySession:
                 self._forget((command.abort.request_id, command.abort.attempt))
             elif kind == "credit":
                 self._extend(command.credit)
+            elif kind == "drain":
+                self._door.on_drain(command.drain)
 
     async def listen(self, timeout_s: float) -> None:
         """Returns once the gateway has said nothing for ``timeout_s``.
@@ -142,11 +147,18 @@ class GatewaySession:
                 self._proven = work
                 self._changed.set()
         refusals, self._refusals = self._refusals, []
+        phase = self._door.phase
+        if self._turned_away and phase == pb.StepFrame.SERVING:
+            # The gateway sends nothing here from such a refusal on, until a phase of serving
+            # follows another one.
+            phase = pb.StepFrame.DRAINING
+            self._changed.set()
+        self._turned_away = False
         return pb.StepFrame(
             step=self._engine_loop.num_steps,
             load=stats_to_proto(self._engine_loop.stats),
             deltas=deltas + refusals,
-            phase=self._door.phase,
+            phase=phase,
             num_submits=self._num_shown(),
         )
 
@@ -163,6 +175,7 @@ class GatewaySession:
         key = (submit.request_id, submit.attempt)
         self._num_submits += 1
         if self._door.phase != pb.StepFrame.SERVING:
+            self._turned_away = True
             self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
             return
         if self._engine_loop.failed.done():

@@ -83,6 +83,8 @@ class GroupClient:
         """Why the group is not attached, for operators."""
         self.is_draining = False
         """Whether this gateway is to take no more requests of clients, which groups are told."""
+        self.num_requests = 0
+        """Requests that the group has, of all gateways."""
         self._listener = listener
         self._config = config
         self._connect = connect
@@ -107,6 +109,11 @@ class GroupClient:
         """The group's description; only while attached."""
         assert self._description is not None
         return self._description
+
+    @property
+    def phase(self) -> pb.StepFrame.Phase:
+        """As the group said in its last frame."""
+        return self._phase
 
     @property
     def num_streams(self) -> int:
@@ -139,6 +146,11 @@ class GroupClient:
         self._streams[stream.key] = stream
         self._send(pb.GroupCommand(submit=submit))
         return stream
+
+    def drain(self, *, is_wanted: bool) -> None:
+        """Asks the group to take no new requests of any gateway, or to take them again; `phase`
+        tells when it does. Only while attached."""
+        self._send(pb.GroupCommand(drain=is_wanted))
 
     async def run(self) -> None:
         """Attaches, and attaches again, until it is cancelled."""
@@ -247,6 +259,11 @@ class GroupClient:
         self._end(ending)
 
     def _take(self, frame: pb.StepFrame) -> None:
+        self.num_requests = frame.num_requests
+        was_draining = self._phase == pb.StepFrame.DRAINING
+        if was_draining and not frame.phase and self._listener.taken_back(self):
+            self._phase = frame.phase
+            self._last_load = None  # The table has forgotten it.
         last_load, load = self._last_load, (frame.step, frame.num_submits, frame.load)
         self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
         if last_load is None or (load != last_load and frame.step >= last_load[0]):
@@ -281,7 +298,7 @@ class GroupClient:
 
     def _drain(self, phase: pb.StepFrame.Phase) -> None:
         if not self._phase:
-            _log.info("group %s stops, with %d requests", self._name, len(self._streams))
+            _log.info("group %s drains, with %d requests", self._name, len(self._streams))
             self._listener.turned_away(self)
         self._phase = phase
         if phase == pb.StepFrame.HANDING_OVER and self._listener.has_other(self):

@@ -28,7 +28,10 @@ class GroupListener(Protocol):
         Those under way are told only after this."""
 
     def turned_away(self, client: "GroupClient") -> None:
-        """The group takes no more requests until it is attached again."""
+        """The group takes no more requests until `taken_back`, or until it is attached again."""
+
+    def taken_back(self, client: "GroupClient") -> bool:
+        """The group would take requests again. False: it gets none; ask again later."""
 
     def has_other(self, client: "GroupClient") -> bool:
         """Whether another group of its kind takes requests, so that this one's can go on there."""

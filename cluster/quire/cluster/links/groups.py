@@ -1,6 +1,7 @@
 """The replica groups that a gateway is attached to, and what routing knows of them.
 
-A group is routed to from its first frame until its stream breaks or it says that it is draining.
+A group is routed to from its first frame until its stream breaks or it says that it is draining,
+and again when it says that it serves.
 One that has left the membership gets no new requests but keeps those it has until they end.
 
 All routed groups have the same model card. Groups with another card are refused while any group is
@@ -13,7 +14,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
 
-from quire.cluster.errors import Death, GroupLost
+from quire.cluster.errors import Death, GroupLost, GroupMismatch
 from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, grpc_connect
@@ -117,6 +118,15 @@ class Groups:
         return len(self._routable())
 
     @property
+    def clients(self) -> list[GroupClient]:
+        """Of all groups that are known, those that are not attached or have left among them."""
+        return [client for client, _ in (*self._clients.values(), *self._leaving)]
+
+    def is_routed_to(self, client: GroupClient) -> bool:
+        """Whether new requests may go to its group."""
+        return client in self._attached.values() and client not in self._retired
+
+    @property
     def loads(self) -> Mapping[GroupId, pb.Load]:
         """The last load of each attached group."""
         return self._loads
@@ -127,11 +137,11 @@ class Groups:
         return sum(client.num_unsent_commands for client in self._attached.values())
 
     def troubles(self) -> list[str]:
-        """Why groups are not attached, one line for each that is not."""
+        """Why groups take no requests, one line for each that does not."""
         return [
-            f"{address}: {client.last_error or 'connecting'}"
+            f"{address}: {'draining' if client.is_attached else client.last_error or 'connecting'}"
             for address, (client, _) in self._clients.items()
-            if not client.is_attached
+            if not self.is_routed_to(client)
         ]
 
     def submit(
@@ -184,12 +194,7 @@ class Groups:
     def attached(self, client: GroupClient) -> None:
         if any(client is leaving for leaving, _ in self._leaving):
             return  # This is the next group at its address; another client may be attached to it.
-        self.check(client.description)  # Others may have come since it was described.
-        if not self._routable():
-            card = ModelCard.of(client.description)
-            if self.card not in (None, card):
-                _log.warning("the groups of another kind take over: %s is now %s", self.card, card)
-            self.card = card
+        self._take_card(client)  # Others may have come since it was described.
         group_id = GroupId(client.description.group_id)
         # A group that came back before its old stream was missed starts with a clean slate.
         self._attached.pop(group_id, None)
@@ -211,6 +216,18 @@ class Groups:
 
     def turned_away(self, client: GroupClient) -> None:
         self._retire(client)
+
+    def taken_back(self, client: GroupClient) -> bool:
+        if any(client is leaving for leaving, _ in self._leaving):
+            return False
+        try:
+            self._take_card(client)
+        except GroupMismatch:
+            return False
+        self._retired.discard(client)
+        self._update_members()
+        _log.info("group %s takes requests again", client.description.group_id)
+        return True
 
     def has_other(self, client: GroupClient) -> bool:
         if self.card != ModelCard.of(client.description):
@@ -246,6 +263,15 @@ class Groups:
 
     def events_position(self, client: GroupClient) -> Position:
         return self._table.events_position(GroupId(client.description.group_id))
+
+    def _take_card(self, client: GroupClient) -> None:
+        """Raises GroupMismatch: others are routed to, which are of another kind."""
+        self.check(client.description)
+        if not self._routable():
+            card = ModelCard.of(client.description)
+            if self.card not in (None, card):
+                _log.warning("the groups of another kind take over: %s is now %s", self.card, card)
+            self.card = card
 
     def _routable(self) -> list[GroupId]:
         return [

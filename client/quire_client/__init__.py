@@ -1,0 +1,38 @@
+"""A gRPC client of Quire, the LLM serving cluster."""
+
+from quire_client.client import AsyncClient, Client
+from quire_client.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+)
+from quire_client.inputs import Chat, Prompt, SamplingParams
+from quire_client.outputs import Chunk, Completion, Start, TokenLogprobs, Usage
+
+__all__ = [
+    "Aborted",
+    "AsyncClient",
+    "Chat",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "InvalidArgument",
+    "NotFound",
+    "Overloaded",
+    "PermissionDenied",
+    "Prompt",
+    "QuireError",
+    "SamplingParams",
+    "Start",
+    "TokenLogprobs",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+]

@@ -1,0 +1,208 @@
+"""What a client sends: prompts, parameters, and the messages made of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import grpc
+
+from quire_client import inference_pb2 as pb
+from quire_client.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, which the model's chat template makes a prompt."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Each has ``role`` and ``content``, and may have more, such as ``tool_calls``."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As in OpenAI's API. Calls come as text."""
+    add_generation_prompt: bool = True
+    """End the prompt with the text that begins the assistant's turn."""
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] | None = None
+    """More variables for the chat template."""
+
+
+Prompt = str | Sequence[int] | Chat
+"""A text, token ids, or a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to end. ``None`` and empty lists are the server's defaults."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    """How many of the likeliest tokens come with each token; 0 scores the token itself."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    """As ``logprobs``, of the prompt's tokens but the first."""
+    bad_words: Sequence[str] = ()
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the prompt's end; -1 keeps what leaves room for ``max_tokens``."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """The output is JSON of this schema. One of the four at most is set."""
+    regex: str | None = None
+    grammar: str | None = None
+    """In Lark's syntax, or llama.cpp's."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Text in which some parts have a form, as vLLM and SGLang write it."""
+
+
+_CONSTRAINTS = ("json_schema", "regex", "grammar", "structural_tag")
+
+
+def generate_request(
+    prompt: Prompt,
+    params: SamplingParams | None,
+    *,
+    model: str,
+    cache_salt: str,
+    priority: int,
+) -> pb.GenerateRequest:
+    """Raises InvalidArgument: a value cannot be sent."""
+    request = pb.GenerateRequest(model=model, cache_salt=cache_salt)
+    _set(request, "priority", priority)
+    _set_prompt(request, prompt)
+    _set_params(request.sampling, params or SamplingParams())
+    return request
+
+
+def tokenize_request(
+    prompt: str | Chat, *, model: str, add_special_tokens: bool
+) -> pb.TokenizeRequest:
+    """Raises InvalidArgument: a value cannot be sent."""
+    request = pb.TokenizeRequest(model=model, no_special_tokens=not add_special_tokens)
+    _set_prompt(request, prompt)
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    """Raises InvalidArgument: a value cannot be sent."""
+    request = pb.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    _extend(request.token_ids, token_ids, name="token_ids")
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, Chat):
+        request.chat.CopyFrom(_chat(prompt))
+    elif isinstance(prompt, str):
+        request.text = _text("prompt", prompt)
+    elif isinstance(request, pb.GenerateRequest):
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, prompt, name="prompt")
+    else:
+        raise _invalid("prompt", prompt, "must be a text or a Chat")
+
+
+def _chat(chat: Chat) -> pb.Chat:
+    return pb.Chat(
+        messages=[_message(message) for message in chat.messages],
+        no_generation_prompt=not chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs_json=_json("template_kwargs", chat.template_kwargs),
+        tools_json=_json("tools", chat.tools and list(chat.tools)),
+    )
+
+
+def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
+    more = dict(message)
+    turn = pb.ChatMessage(role=_text("role", more.pop("role", "")))
+    if isinstance(more.get("content"), str):
+        turn.content = _text("content", more.pop("content"))
+    turn.fields_json = _json("message", more)
+    return turn
+
+
+def _set_params(message: pb.SamplingParams, params: SamplingParams) -> None:
+    given = {
+        each.name: getattr(params, each.name)
+        for each in fields(params)
+        if getattr(params, each.name) not in (None, (), [])
+    }
+    constraints = {name: given.pop(name) for name in _CONSTRAINTS if name in given}
+    if len(constraints) > 1:
+        raise _invalid("params", list(constraints), "only one of these may be set")
+    for name, value in constraints.items():
+        text = value if isinstance(value, str) else _json(name, value)
+        _set(message.structured_outputs, name, _text(name, text))
+    for name, value in given.items():
+        if name == "logit_bias":
+            _fill(message.logit_bias, value)
+        elif name == "bad_words_token_ids":
+            for each in value:
+                _extend(message.bad_words_token_ids.add().ids, each, name=name)
+        elif name == "stop" and isinstance(value, str):
+            message.stop.append(_text(name, value))
+        elif isinstance(value, Sequence):
+            _extend(getattr(message, name), value, name=name)
+        else:
+            _set(message, name, value)
+
+
+def _fill(message: Any, biases: Mapping[int, float]) -> None:
+    try:
+        for token_id, bias in biases.items():
+            message[token_id] = bias
+    except (TypeError, ValueError, AttributeError) as error:
+        raise _invalid("logit_bias", biases, str(error)) from error
+
+
+def _set(message: Any, name: str, value: object) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, value, str(error)) from error
+
+
+def _extend(field: Any, values: Sequence[object], *, name: str) -> None:
+    try:
+        field.extend(values)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, values, str(error)) from error
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _invalid(name, value, "must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _invalid(name, value, "is not UTF-8") from error
+    return value
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value) if value else ""
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, value, f"is not JSON: {error}") from error
+
+
+def _invalid(name: str, value: object, why: str) -> InvalidArgument:
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}…"
+    return InvalidArgument(f"{name}={shown}: {why}", code=grpc.StatusCode.INVALID_ARGUMENT)

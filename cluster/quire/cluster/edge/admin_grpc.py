@@ -1,0 +1,134 @@
+"""The `Admin` service that operators call: which groups there are, and which take requests.
+
+A group itself drains, and tells every gateway so; this gateway only passes the word on.
+"""
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from quire.cluster.edge.auth import ApiKeys, grpc_caller
+from quire.cluster.links.group_client import GroupClient
+from quire.cluster.serving.service import ModelService
+from quire.router.prefix_index.directory import GroupId
+from quire.v1 import admin_pb2 as pb
+from quire.v1 import admin_pb2_grpc, group_pb2
+
+_LOOK_S = 0.05
+_UNDRAIN_TIMEOUT_S = 5.0
+
+ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """The groups of a gateway over gRPC."""
+
+    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
+        self._gateway = gateway
+        self._groups = gateway.groups
+        self._keys = keys
+
+    async def ListGroups(
+        self, request: pb.ListGroupsRequest, context: Context
+    ) -> pb.ListGroupsResponse:
+        await self._check_operator(context)
+        groups = [self._message(client) for client in self._groups.clients]
+        groups.sort(key=lambda group: (group.id, group.address))
+        return pb.ListGroupsResponse(groups=groups)
+
+    async def Drain(  # type: ignore[override]
+        self, request: pb.DrainRequest, context: Context
+    ) -> None:
+        await self._check_operator(context)
+        client, epoch = await self._client(request.group, context)
+        shown = None
+        while shown != 0:
+            if client.phase == group_pb2.StepFrame.SERVING:
+                if shown is not None:
+                    await context.abort(
+                        grpc.StatusCode.ABORTED, f"group {request.group} takes requests again"
+                    )
+                client.drain(is_wanted=True)
+            elif client.num_requests != shown:
+                shown = client.num_requests
+                await context.write(pb.DrainResponse(num_requests=shown))
+                continue
+            await self._pause(client, epoch, context)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
+        await self._check_operator(context)
+        client, epoch = await self._client(request.group, context)
+        client.drain(is_wanted=False)
+        try:
+            async with asyncio.timeout(_UNDRAIN_TIMEOUT_S):
+                while not self._groups.is_routed_to(client):
+                    await self._pause(client, epoch, context)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"group {request.group} is about to stop, or another model has taken over",
+            )
+        return pb.UndrainResponse()
+
+    async def _check_operator(self, context: Context) -> None:
+        if not grpc_caller(context, self._keys).is_operator:
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "the API key is no operator's: in the file of keys, its line is 'KEY *'",
+            )
+
+    async def _client(self, group_id: str, context: Context) -> tuple[GroupClient, int]:
+        """The attached group of this name, and its epoch."""
+        for client in self._groups.clients:
+            if client.is_attached and client.description.group_id == group_id:
+                return client, client.description.epoch
+        known = ", ".join(sorted(self._groups.loads)) or "none"
+        await context.abort(
+            grpc.StatusCode.NOT_FOUND, f"group={group_id!r} is not attached; attached are: {known}"
+        )
+        raise AssertionError  # Not reached: `abort` raises.
+
+    async def _pause(self, client: GroupClient, epoch: int, context: Context) -> None:
+        """Ends the call where the group is no longer there, or the gateway stops."""
+        await asyncio.sleep(_LOOK_S)
+        if self._gateway.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
+        if not client.is_attached or client.description.epoch != epoch:
+            message = f"the group at {client.address} is gone: {client.last_error}"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+
+    def _message(self, client: GroupClient) -> pb.Group:
+        if not client.is_attached:
+            state, trouble = pb.Group.UNREACHABLE, client.last_error or "connecting"
+            return pb.Group(address=client.address, state=state, trouble=trouble)
+        card = client.description
+        load = self._groups.loads.get(GroupId(card.group_id))
+        message = pb.Group(
+            id=card.group_id,
+            address=client.address,
+            state=self._state(client),
+            model=card.model,
+            tensor_parallel_size=card.tensor_parallel_size,
+            num_requests=client.num_requests,
+            num_blocks=card.num_blocks,
+        )
+        if load is not None:
+            for name in _LOAD:
+                setattr(message, name, getattr(load, name))
+        return message
+
+    def _state(self, client: GroupClient) -> pb.Group.State:
+        if self._groups.is_routed_to(client):
+            return pb.Group.SERVING
+        is_draining = client.phase == group_pb2.StepFrame.DRAINING
+        return pb.Group.DRAINING if is_draining else pb.Group.STOPPING
+
+
+_LOAD = [
+    field.name
+    for field in group_pb2.Load.DESCRIPTOR.fields
+    if field.name in pb.Group.DESCRIPTOR.fields_by_name
+]
