@@ -23,6 +23,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.listener import HttpListener
+from quire.cluster.edge.reflection import V1
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.tls import own_certificate
@@ -46,7 +47,7 @@ CALLS = [
     for file in FILES
     for service in file.services_by_name.values()
     for method in service.methods
-]
+] + [f"/{V1}/ServerReflectionInfo"]
 
 
 @pytest.fixture
@@ -136,6 +137,7 @@ async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflecti
             open_calls = {call for call in CALLS if await code_of(channel, call, shown) != refused}
             assert {call.split("/")[1] for call in open_calls} == {
                 "grpc.health.v1.Health",
+                "grpc.reflection.v1.ServerReflection",
                 "grpc.reflection.v1alpha.ServerReflection",
             }
             for unknown in ("/quire.v1.Inference/Nothing", "/nobody/Nothing", "/x"):

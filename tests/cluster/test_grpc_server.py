@@ -1,12 +1,17 @@
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import (
     reflection_pb2,
     reflection_pb2_grpc,
 )
+
+from quire.cluster.edge.reflection import v1_file
 
 pytestmark = pytest.mark.anyio
 
@@ -52,3 +57,39 @@ async def test_reflection_names_the_services(start_cluster: Any) -> None:
         await call.done_writing()
     names = {service.name for service in response.list_services_response.service}
     assert {"quire.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+async def test_reflection_v1_describes_the_services_and_itself(start_cluster: Any) -> None:
+    pool = DescriptorPool()
+    pool.AddSerializedFile(v1_file().SerializeToString())
+    asked, answered = (
+        GetMessageClass(pool.FindMessageTypeByName(f"grpc.reflection.v1.ServerReflection{name}"))
+        for name in ("Request", "Response")
+    )
+    async with (
+        start_cluster(num_groups=1) as cluster,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+        call: Any = channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            request_serializer=asked.SerializeToString,
+            response_deserializer=answered.FromString,
+        )()
+        await call.write(asked(list_services=""))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        assert {
+            "quire.v1.Inference",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
+            "grpc.reflection.v1alpha.ServerReflection",
+        } <= names
+        for name in names:
+            await call.write(asked(file_containing_symbol=name))
+            files = (await call.read()).file_descriptor_response.file_descriptor_proto
+            known = DescriptorPool()
+            for file in reversed(files):  # What a file needs comes behind it.
+                known.AddSerializedFile(file)
+            assert known.FindServiceByName(name).methods
+        await call.write(asked(file_containing_symbol="quire.v1.Unknown"))
+        assert (await call.read()).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+        await call.done_writing()

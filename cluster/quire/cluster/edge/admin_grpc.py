@@ -18,7 +18,6 @@ from quire.v1 import admin_pb2_grpc, group_pb2
 _LOOK_S = 0.05
 _UNDRAIN_TIMEOUT_S = 5.0
 
-ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 Context = grpc.aio.ServicerContext[object, object]
 

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.cluster.edge.grpc_errors import refuse
 from quire.cluster.edge.http_errors import error_body, worded_for
 from quire.cluster.errors import Unauthenticated
 from quire.worker.api.errors import ConfigError
@@ -137,7 +138,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
     async def _refuse(
         self, requests: object, context: grpc.aio.ServicerContext[object, object]
     ) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._why)
+        await refuse(context, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", self._why)
 
 
 class HttpAuth:

@@ -1,48 +1,35 @@
 """The `Inference` service that clients call, with `Admin`, health checking and reflection.
 
-Errors carry the status codes that ``inference.proto`` promises. An unexpected exception is logged
-under an incident number and reaches the client as INTERNAL with that number, without details.
+Errors carry the status codes that ``inference.proto`` promises, and the details of `grpc_errors`.
 """
 
 import asyncio
 import json
-import logging
-import secrets
-from collections.abc import AsyncIterator, Collection
-from contextlib import aclosing, asynccontextmanager
-from math import ceil
+from collections.abc import Collection
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from quire.cluster.dialects.tools import check_tools
-from quire.cluster.edge.admin_grpc import ADMIN_SERVICE, AdminService
+from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
+from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
+from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.edge.streams import sane_client_id
-from quire.cluster.errors import (
-    DeadlineExceeded,
-    ModelNotFound,
-    Overloaded,
-    Quarantined,
-    Unavailable,
-)
+from quire.cluster.errors import DeadlineExceeded, Overloaded
 from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import params_from_proto
-from quire.router.errors import UnknownDecision
-from quire.v1 import admin_pb2_grpc, inference_pb2_grpc
+from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull
+from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
 
-_log = logging.getLogger(__name__)
-
-_MAX_DETAILS_BYTES = 2000
 _MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
 _SMALL_MESSAGE_BYTES = 2**16
@@ -54,21 +41,8 @@ _MAX_JSON_CHARS = 2**16
 _MAX_TOOLS_CHARS = 2**20
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_OPEN = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+_OPEN = (health.SERVICE_NAME, V1, V1ALPHA)
 """Services that need no key."""
-
-Context = grpc.aio.ServicerContext[object, object]
-
-_CODES: dict[type[Exception], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    ModelNotFound: grpc.StatusCode.NOT_FOUND,
-    UnknownDecision: grpc.StatusCode.NOT_FOUND,
-    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    BrokenLogits: grpc.StatusCode.INTERNAL,
-    Quarantined: grpc.StatusCode.ABORTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -83,7 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        async with _statuses(context):
+        async with statuses(context, request):
             with _held(request, self._gateway):
                 _check_lists(request.sampling)
                 prepared = await self._gateway.prepare(
@@ -106,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()
-        async with _statuses(context):
+        async with statuses(context, request):
             self._gateway.check_model(request.model)
             card = await self._gateway.card()
             with _held(request, self._gateway):
@@ -121,7 +95,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         response = pb.DetokenizeResponse()
-        async with _statuses(context):
+        async with statuses(context, request):
             self._gateway.check_model(request.model)
             with _held(request, self._gateway):
                 response.text = await self._gateway.detokenize(
@@ -133,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.ExplainRoutingRequest, context: Context
     ) -> pb.ExplainRoutingResponse:
         response = pb.ExplainRoutingResponse()
-        async with _statuses(context):
+        async with statuses(context, request):
             caller = grpc_caller(context, self._keys)
             response = await self._gateway.explanations.answer(request, tenant=caller.sees)
         return response
@@ -158,7 +132,7 @@ def build_grpc_server(
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway, keys=keys), server)
     health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
-    reflection.enable_server_reflection((SERVICE, ADMIN_SERVICE, *_OPEN), server)
+    add_reflection((pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR), server)
     return server
 
 
@@ -222,22 +196,6 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
         return response.SERVING if is_ready else response.NOT_SERVING
 
 
-@asynccontextmanager
-async def _statuses(context: Context) -> AsyncIterator[None]:
-    """Turns what is raised inside into a gRPC status."""
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except Exception as error:
-        for kind, code in _CODES.items():
-            if isinstance(error, kind):
-                await context.abort(code, _details(error), _trailing_metadata(error))
-        incident = secrets.token_hex(4)
-        _log.exception("incident %s", incident)
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error, incident {incident}")
-
-
 def _client_id(context: Context) -> str:
     """The client's name for the request, in ``x-request-id`` as over HTTP."""
     for name, value in context.invocation_metadata() or ():
@@ -252,26 +210,6 @@ def _remaining_s(context: Context) -> float | None:
     if remaining_s is not None and remaining_s <= 0:
         raise DeadlineExceeded("the call came after its deadline")
     return remaining_s
-
-
-def _details(error: Exception) -> str:
-    """Clients refuse trailers above 8 KB, and with them the status; gRPC writes %XX for a byte that
-    is not printable."""
-    message = str(error).encode()
-    if len(message) <= _MAX_DETAILS_BYTES:
-        return str(error)
-    return message[:_MAX_DETAILS_BYTES].decode(errors="ignore") + " …"
-
-
-def _trailing_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
-    """When to try again: for those who read HTTP's header, and for gRPC's own retries (A6)."""
-    if not isinstance(error, Overloaded):
-        return ()
-    pushback_ms = round(error.retry_after_s * 1000)
-    return (
-        ("retry-after", str(ceil(error.retry_after_s))),
-        ("grpc-retry-pushback-ms", str(pushback_ms)),
-    )
 
 
 def _held(

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from quire.cluster.edge.grpc_errors import Context, refuse
+
 Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
-Context = grpc.aio.ServicerContext[object, object]
 
 _MALFORMED = object()
 
@@ -81,6 +82,9 @@ async def _checked_all(requests: AsyncIterator[Any], context: Context) -> AsyncI
 
 
 async def _abort(context: Context) -> None:
-    await context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of this method's type"
+    await refuse(
+        context,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MALFORMED",
+        "the request is not a message of this method's type",
     )
