@@ -1,4 +1,4 @@
-"""The table: how each family of models writes its reasoning and its calls of tools.
+"""The table: how each family of models writes its calls of tools.
 
 A call is a sequence of parts, which the parser reads and the grammar writes. A new family is an
 entry here, or a new part where it writes values as none did before. Sources: the chat templates of
@@ -8,6 +8,7 @@ the checkpoints named.
 from dataclasses import dataclass
 
 from quire.worker.api.errors import ConfigError
+from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,6 @@ class ToolFormat:
     id_prefix: str = "call_"
     id_chars: int = 24
     """Of a call's id, behind its prefix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReasoningFormat:
-    """How the part of an answer that is reasoning is marked; it is at the beginning."""
-
-    name: str
-    opens: str
-    closes: str
-    signs: tuple[tuple[str, ...], ...]
 
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
@@ -217,20 +208,6 @@ TOOL_FORMATS = (
         closes=("<|python_end|>",),
         signs=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
     ),
-)
-
-REASONING_FORMATS = (
-    ReasoningFormat(
-        name="mistral",
-        opens="[THINK]",
-        closes="[/THINK]",
-        signs=(("[THINK]",),),  # Magistral.
-    ),
-    ReasoningFormat(
-        name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
-    ),
-    # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
-    ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
 )
 
 

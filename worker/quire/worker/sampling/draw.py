@@ -69,7 +69,12 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> StepOutput:
     return StepOutput(
         token_ids_S,
         tuple(
-            token_logprobs(logits_SV[row], token_id=int(token_ids_S[row]), num_top=int(num_top))
+            token_logprobs(
+                logits_SV[row],
+                token_id=int(token_ids_S[row]),
+                num_top=int(num_top),
+                asked=(batch.asked or {}).get(row, ()),
+            )
             if num_top >= 0
             else None
             for row, num_top in enumerate(batch.num_logprobs_S)

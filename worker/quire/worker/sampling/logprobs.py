@@ -3,6 +3,8 @@
 Each row is computed by itself, so that it does not depend on its batch.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,9 +14,11 @@ from quire.worker.api.outputs import TokenLogprobs
 # V vocabulary
 
 
-def token_logprobs(logits_V: Tensor, *, token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(
+    logits_V: Tensor, *, token_id: int, num_top: int, asked: Sequence[int] = ()
+) -> TokenLogprobs:
     """Those of ``token_id`` and of the ``num_top`` most probable tokens, lower ids first among
-    equals."""
+    equals, and of the tokens ``asked``."""
     logits = logits_V.double()
     log_total = torch.logsumexp(logits, dim=0)
     logprobs_V = (logits - log_total).cpu().numpy()
@@ -30,5 +34,12 @@ def token_logprobs(logits_V: Tensor, *, token_id: int, num_top: int) -> TokenLog
         token_id=token_id,
         logprob=float(logprob),
         rank=1 + int((logprobs_V > logprob).sum()),
-        top=top,
+        top=with_asked(top, asked, logprobs_V[list(asked)].tolist()),
     )
+
+
+def with_asked(
+    top: tuple[tuple[int, float], ...], asked: Sequence[int], logprobs: Sequence[float]
+) -> tuple[tuple[int, float], ...]:
+    """``top``, and behind it those of ``asked`` that are not in it, once each."""
+    return tuple({**dict(top), **dict(zip(asked, logprobs, strict=True))}.items())
