@@ -89,20 +89,20 @@ def test_the_end_outweighs_bans_and_biases(demo: LLM) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_in_a_batch_and_when_preempted(demo: LLM, is_async: bool) -> None:
-    params = [bounded(2 * seed, seed) for seed in range(9)]
-    prompt = 6 * PROMPT
-    alone = [tokens(demo, each, prompt) for each in params]
+    params = [replace(bounded(2 * seed, seed), max_tokens=40) for seed in range(9)]
+    prompts = [[9 + seed, *PROMPT] for seed in range(9)]
+    alone = [tokens(demo, each, prompt) for each, prompt in zip(params, prompts, strict=True)]
     assert [each.index(END) for each in alone] == [2 * seed for seed in range(9)]
     with LLM(
         demo_model.PATH,
         dtype="float32",
-        num_blocks=10,
+        num_blocks=12,
         max_model_len=64,
         num_threads=1,
         async_scheduling=is_async,
     ) as small:
-        prompts: Any = [{"prompt_token_ids": prompt}] * 9
-        together = small.generate(prompts, params, use_tqdm=False)
+        given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        together = small.generate(given, params, use_tqdm=False)
         assert small.engine.stats().num_preemptions > 0
     assert [list(each.outputs[0].token_ids) for each in together] == alone
 
