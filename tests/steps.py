@@ -15,6 +15,10 @@ def samples(step: StepInput) -> Iterator[tuple[int, int, int]]:
     yield from zip(range(len(rows)), rows.tolist(), lengths.tolist(), strict=True)
 
 
+_MAX_VOCAB = 512
+"""Of the models that are no real ones."""
+
+
 def banned_ids(sampling: SamplingBatch, sample: int) -> list[int]:
     """The tokens that one sample must not be."""
     if sampling.adjustments is None:
@@ -25,6 +29,7 @@ def banned_ids(sampling: SamplingBatch, sample: int) -> list[int]:
     for mask_W in adjustments.mask_KW[adjustments.masked_rows_K == sample]:
         bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
         banned += np.flatnonzero(bits == 0).tolist()
+        banned += range(len(bits), _MAX_VOCAB)
     return banned
 
 

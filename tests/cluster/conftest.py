@@ -153,9 +153,10 @@ class HashExecutor(DirectExecutor):
             token_ids.append(self._model.next_token(context, seed=seed, banned=banned))
         token_ids = step.sampling.with_given(np.array(token_ids, dtype=np.int64)).tolist()
         wanted = step.sampling.num_logprobs_S.tolist()
+        asked = step.sampling.asked or {}
         logprobs = tuple(
-            _logprobs(token, number) if number >= 0 else None
-            for token, number in zip(token_ids, wanted, strict=True)
+            _logprobs(token, number, asked.get(sample, ())) if number >= 0 else None
+            for sample, (token, number) in enumerate(zip(token_ids, wanted, strict=True))
         )
         return StepOutput(np.array(token_ids, dtype=np.int64), logprobs, tuple(broken_rows))
 
@@ -163,8 +164,9 @@ class HashExecutor(DirectExecutor):
         pass
 
 
-def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+def _logprobs(token_id: int, num_top: int, asked: Sequence[int]) -> TokenLogprobs:
     top = tuple((token_id + rank, -0.5 - rank) for rank in range(num_top))
+    top += tuple((token, -9.0) for token in asked)
     return TokenLogprobs(token_id, -0.5, 1, top)
 
 

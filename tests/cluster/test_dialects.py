@@ -19,9 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.formats import (
-    REASONING_FORMATS,
     TOOL_FORMATS,
-    ReasoningFormat,
     markers_of,
 )
 from quire.cluster.dialects.grammar import constrain
@@ -38,6 +36,7 @@ from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use, check_to
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint
 from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 
 FORMATS = {each.name: each for each in TOOL_FORMATS}

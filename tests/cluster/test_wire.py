@@ -67,6 +67,9 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "bad_words_token_ids": st.lists(
         st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=3), max_size=3
     ),
+    "logprob_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    "thinking_token_budget": st.none() | st.integers(0, 2**31 - 1),
+    "thinking_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=2),
     "structured_outputs": st.none()
     | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
     "truncate_prompt_tokens": st.none() | st.just(-1) | st.integers(1, 2**31 - 1),

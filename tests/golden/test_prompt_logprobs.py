@@ -127,7 +127,7 @@ def _check(prompt: Sequence[int], scores: Scores, logprobs: torch.Tensor) -> Non
 def _scores(output: RequestOutput) -> Scores:
     assert output.prompt_logprobs is not None
     return [
-        None if each is None else {token: (it.logprob, it.rank) for token, it in each.items()}
+        None if each is None else {token: (it.logprob, it.rank or 0) for token, it in each.items()}
         for each in output.prompt_logprobs
     ]
 

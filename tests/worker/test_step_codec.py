@@ -126,20 +126,24 @@ def with_adjustments(step: StepInput) -> StepInput:
     return replace(step, sampling=replace(step.sampling, adjustments=adjustments))
 
 
+@pytest.mark.parametrize("asked", [None, {1: (4, 9)}])
 @pytest.mark.parametrize("given", [None, [5, -1, 7]])
-def test_adjustments_and_known_tokens_go_with_the_message(
-    ends: tuple[StepSlots, StepSlots], given: list[int] | None
+def test_adjustments_and_known_and_named_tokens_go_with_the_message(
+    ends: tuple[StepSlots, StepSlots],
+    given: list[int] | None,
+    asked: dict[int, tuple[int, ...]] | None,
 ) -> None:
     engine, rank = ends
     step = with_adjustments(random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2))
     if given is not None:
         step = replace(step, sampling=replace(step.sampling, given_S=np.array(given)))
+    step = replace(step, sampling=replace(step.sampling, asked=asked))
     message = write_step(step, engine.step(0))
     assert_equal(step, read_step(rank.step(0), message))
 
 
 def test_every_array_of_a_sampling_batch_has_a_type() -> None:
-    assert {*SAMPLE_TYPES, "adjustments", "given_S"} == set(SamplingBatch.__slots__)
+    assert {*SAMPLE_TYPES, "adjustments", "given_S", "asked"} == set(SamplingBatch.__slots__)
 
 
 def test_a_step_travels_as_one_message(ends: tuple[StepSlots, StepSlots]) -> None:

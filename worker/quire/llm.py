@@ -30,6 +30,7 @@ from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
+from quire.worker.text import reasoning
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.tokenizer import Message, Tokenizer
 
@@ -258,6 +259,14 @@ class LLM:
                 params = self.get_tokenizer().spell_out(params)
             max_model_len = self._engine.max_model_len
             token_ids, params = truncate(token_ids, params, max_model_len=max_model_len)
+            if params.thinking_token_budget is not None:
+                tokenizer = self.get_tokenizer()
+                params = reasoning.spell_out(
+                    params,
+                    reasoning.reasoning_of(tokenizer),
+                    tokenizer=tokenizer,
+                    prompt_token_ids=token_ids,
+                )
             request = Prepared(
                 request_id=str(number),
                 prompt_token_ids=token_ids,

@@ -374,6 +374,7 @@ class ScoreArgs(Structure):
         ("ranks", c_void_p),
         ("top_ids", c_void_p),
         ("top_logprobs", c_void_p),
+        ("log_totals", c_void_p),
     )
 
 

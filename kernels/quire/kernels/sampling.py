@@ -4,7 +4,7 @@
 """
 
 from ctypes import byref
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,11 +92,19 @@ def _drawn(
     )
 
 
-def score(
-    logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Longs
-) -> tuple[Doubles, Longs, Longs, Doubles]:
-    """Log-probability and rank of a token of each of these rows of float32 logits, and ids and
-    log-probabilities ``[R, K]`` of the row's best tokens, lower ids first among equals.
+class Scores(NamedTuple):
+    logprobs_R: Doubles
+    ranks_R: Longs
+    top_ids_RK: Longs
+    """Of the best tokens, lower ids first among equals."""
+    top_RK: Doubles
+    """Their log-probabilities."""
+    log_totals_R: Doubles
+    """A log-probability is a logit less this."""
+
+
+def score(logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Longs) -> Scores:
+    """Scores a token of each of these rows of float32 logits, and the row's best tokens.
 
     The first ``num_top`` of a row's lists count. A rank is 1 more than the number of tokens that
     are more probable. Log-probabilities are NaN where the greatest logit is infinite or NaN.
@@ -106,18 +114,21 @@ def score(
     logprobs_R, ranks_R = np.empty(num_rows), np.empty(num_rows, np.int64)
     top_ids_RK = np.zeros((num_rows, max_top), np.int64)
     top_RK = np.zeros((num_rows, max_top))
+    log_totals_R = np.empty(num_rows)
+    scores = Scores(logprobs_R, ranks_R, top_ids_RK, top_RK, log_totals_R)
     native = library()
     if native is None:
         for index, (row, token_id, num_top) in enumerate(
             zip(rows_R.tolist(), token_ids_R.tolist(), num_top_R.tolist(), strict=True)
         ):
             logits_V = logits_SV[row].double()
-            logprobs_V = (logits_V - logits_V.logsumexp(dim=0)).numpy()
+            log_totals_R[index] = float(logits_V.logsumexp(dim=0))
+            logprobs_V = logits_V.numpy() - log_totals_R[index]
             logprobs_R[index] = logprobs_V[token_id]
             ranks_R[index] = 1 + (logprobs_V > logprobs_V[token_id]).sum()
             best = np.argsort(-logprobs_V, kind="stable")[: min(num_top, max_top)]
             top_ids_RK[index, : len(best)], top_RK[index, : len(best)] = best, logprobs_V[best]
-        return logprobs_R, ranks_R, top_ids_RK, top_RK
+        return scores
     logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
     arrays = {
         "rows": np.ascontiguousarray(rows_R, np.int64),
@@ -127,6 +138,7 @@ def score(
         "ranks": ranks_R,
         "top_ids": top_ids_RK,
         "top_logprobs": top_RK,
+        "log_totals": log_totals_R,
     }
     arguments = native_abi.ScoreArgs(
         logits=logits_SV.data_ptr(),
@@ -137,4 +149,4 @@ def score(
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     native.quire_score(byref(arguments), torch.get_num_threads())
-    return logprobs_R, ranks_R, top_ids_RK, top_RK
+    return scores

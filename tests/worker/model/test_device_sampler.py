@@ -38,6 +38,11 @@ def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
             changes["mask_W"] = rng.integers(-(2**31), 2**31, words).astype(np.int32)
         if changes:
             edits[row] = Edits(**changes)
+    num_logprobs = rng.choice([-1, 0, 3], num_rows)
+    asked = {
+        int(row): tuple(rng.permutation(vocab_size)[: rng.integers(1, 9)].tolist())
+        for row in np.flatnonzero(num_logprobs >= 0)[: 5 * (seed % 3)]
+    }
     return driver.sampling(
         num_rows,
         temperature=rng.choice([0.0, 0.6, 1.0, 1.7], num_rows),
@@ -46,8 +51,9 @@ def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
         min_p=rng.choice([0.0, 0.0503], num_rows),
         seed=rng.integers(0, 2**62, num_rows),
         position=rng.integers(0, 2**31, num_rows),
-        num_logprobs=rng.choice([-1, 0, 3], num_rows),
+        num_logprobs=num_logprobs,
         edits=edits,
+        asked=asked or None,
     )
 
 

@@ -27,6 +27,7 @@ BATCH = SamplingBatch(
     position_S=np.arange(7) + 100,
     num_logprobs_S=np.array([-1, -1, -1, 2, -1, 0, -1], np.int32),
     adjustments=adjusting({4: banning([BEST]), 6: REPEATED}, num_samples=7),
+    asked={3: (BEST, 7, 49), 5: (0,)},
 )
 
 

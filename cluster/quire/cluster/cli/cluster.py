@@ -10,12 +10,13 @@ from typing import get_args
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.config import ClusterConfig
-from quire.cluster.dialects.formats import REASONING_FORMATS, TOOL_FORMATS
+from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.router.policies.names import POLICY_NAMES
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig, SchedulingPolicy
 from quire.worker.api.errors import ConfigError
+from quire.worker.text.reasoning import REASONING_FORMATS
 
 
 def add_cluster_flags(

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from quire.cluster.dialects.formats import (
-    REASONING_FORMATS,
     TOOL_FORMATS,
-    ReasoningFormat,
     ToolFormat,
     check_parsers,
     markers_of,
@@ -17,14 +15,12 @@ from quire.cluster.dialects.formats import (
 from quire.cluster.dialects.tools import ToolUse
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds
+from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat, sign_in
 from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 F = TypeVar("F", ToolFormat, ReasoningFormat)
-
-_TAIL_TOKENS = 8
-"""Of a prompt, in which a template that begins the reasoning has done so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +55,7 @@ class Dialect:
     def reasons(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool | None:
         """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
         leaves that to the model."""
-        if self.reasoning is None:
-            return False
-        tail = tokenizer.decode(
-            prompt_token_ids[-_TAIL_TOKENS:].tolist(), skip_special_tokens=False
-        )
-        if tail.rstrip().endswith(self.reasoning.closes):
-            return False
-        return tail.rstrip().endswith(self.reasoning.opens) or None
+        return self.reasoning.begun(tokenizer, prompt_token_ids) if self.reasoning else False
 
 
 def choose_dialect(
@@ -99,10 +88,10 @@ def _choose(what: str, name: str, formats: tuple[F, ...], source: str) -> F | No
         _log.info("%s: read as %s, as configured", what, name)
         return next(each for each in formats if each.name == name)
     for each in formats:
-        for signs in each.signs:
-            if all(sign in source for sign in signs):
-                shown = " and ".join(map(repr, signs))
-                _log.info("%s: read as %s: the chat template has %s", what, each.name, shown)
-                return each
+        texts = sign_in(source, each.signs)
+        if texts is not None:
+            shown = " and ".join(map(repr, texts))
+            _log.info("%s: read as %s: the chat template has %s", what, each.name, shown)
+            return each
     _log.info("%s: none are read: the chat template shows no known format", what)
     return None

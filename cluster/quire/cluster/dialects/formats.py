@@ -1,4 +1,4 @@
-"""The table: how each family of models writes its reasoning and its calls of tools.
+"""The table: how each family of models writes its calls of tools.
 
 A call is a sequence of parts, which the parser reads and the grammar writes. A new family is an
 entry here, or a new part where it writes values as none did before. Sources: the chat templates of
@@ -8,6 +8,7 @@ the checkpoints named.
 from dataclasses import dataclass
 
 from quire.worker.api.errors import ConfigError
+from quire.worker.text.reasoning import HARMONY, REASONING_FORMATS, Frame, ReasoningFormat
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,6 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
-    """An answer is a sequence of messages: header, body and end. A header names the message's
-    channel and, of a call, its function."""
-
-    start: str
-    """Before the role, with which a header begins; the prompt ends with that of the first."""
-    channel: str
-    kind: str
-    """Before the type of the body."""
-    message: str
-    """Between header and body."""
-    ends: tuple[str, ...]
-    reasoning: str
-    """The channel of reasoning."""
-    function: str
-    """Before a function's name."""
-    answer: str
-    """The header of an answer that is no call."""
-    reopens: str
-    """What begins a message behind another."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How calls are marked and written."""
 
@@ -117,17 +95,6 @@ class ToolFormat:
     """Where there is one, the parser reads by it, and the grammar writes ``shapes``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReasoningFormat:
-    """How the part of an answer that is reasoning is marked; it is at the beginning."""
-
-    name: str
-    opens: str
-    closes: str
-    signs: tuple[tuple[str, ...], ...]
-    frame: Frame | None = None
-
-
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
 _MISTRAL_ARGS = Shape(call=(Name(), Literal("[ARGS]"), Arguments()), between="[TOOL_CALLS]")
 _DEEPSEEK = (
@@ -135,18 +102,6 @@ _DEEPSEEK = (
     "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
-)
-
-_HARMONY = Frame(
-    start="<|start|>",
-    channel="<|channel|>",
-    kind="<|constrain|>",
-    message="<|message|>",
-    ends=("<|end|>", "<|call|>", "<|return|>"),
-    reasoning="analysis",
-    function="to=functions.",
-    answer="<|channel|>final<|message|>",
-    reopens="<|start|>assistant",
 )
 
 # The more particular formats first: each is tried for a template in this order.
@@ -259,15 +214,15 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         name="harmony",  # gpt-oss.
-        opens=(f"<|channel|>commentary {_HARMONY.function}",),
+        opens=(f"<|channel|>commentary {HARMONY.function}",),
         shapes=(
             Shape(
                 call=(Name(), Literal(" <|constrain|>json<|message|>"), Arguments()),
-                between=f"<|call|><|start|>assistant<|channel|>commentary {_HARMONY.function}",
+                between=f"<|call|><|start|>assistant<|channel|>commentary {HARMONY.function}",
             ),
         ),
         signs=(("<|channel|>", "<|message|>"),),
-        frame=_HARMONY,
+        frame=HARMONY,
     ),
     ToolFormat(
         name="granite",  # Granite 3, Phi-4-mini.
@@ -298,27 +253,6 @@ TOOL_FORMATS = (
         shapes=(Shape(call=(CallObject("parameters"),), between="; "),),
         closes=("<|python_end|>",),
         signs=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
-    ),
-)
-
-REASONING_FORMATS = (
-    ReasoningFormat(
-        name="mistral",
-        opens="[THINK]",
-        closes="[/THINK]",
-        signs=(("[THINK]",),),  # Magistral.
-    ),
-    ReasoningFormat(
-        name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
-    ),
-    # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
-    ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
-    ReasoningFormat(
-        name="harmony",
-        opens="<|channel|>analysis<|message|>",
-        closes="<|end|>",
-        signs=(("<|channel|>", "<|message|>"),),
-        frame=_HARMONY,
     ),
 )
 

@@ -14,19 +14,18 @@ from quire.cluster.dialects.formats import (
     Arguments,
     CallObject,
     Fields,
-    Frame,
     Keywords,
     Literal,
     Name,
     Number,
     Part,
-    ReasoningFormat,
     Shape,
     ToolFormat,
 )
 from quire.cluster.dialects.reader import Reader, Reading
 from quire.cluster.dialects.tools import MAX_NAME_CHARS, NAME_CHARS, Tool
 from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_json, written
+from quire.worker.text.reasoning import Frame, ReasoningFormat
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")

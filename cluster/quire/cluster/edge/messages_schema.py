@@ -102,6 +102,7 @@ class MessagesBody(MessagesFields, GenerationBody):
         "n": (1,),
         "stream_options": (),
         "prompt_logprobs": (),
+        "logprob_token_ids": (),
         "return_token_ids": (False,),
     }
     remedies: ClassVar[Mapping[str, str]] = {

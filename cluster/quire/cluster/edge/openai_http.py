@@ -242,7 +242,7 @@ class _Api:
             model=self._gateway.model,
             num_choices=len(prepared) * params.n,
             num_per_prompt=params.n,
-            logprobs=params.logprobs is not None,
+            logprobs=params.num_logprobs >= 0,
             tokenizer=self._gateway.tokenizer,
             fingerprint=_fingerprint(prepared[0].model),
             prompt_token_ids=[each.prompt_token_ids for each in prepared]

@@ -108,6 +108,8 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
+    thinking_token_budget: int | None = None
+    logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -190,9 +192,7 @@ NOWHERE: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "request_id": (),
     "kv_transfer_params": (),
-    "thinking_token_budget": (),
     "repetition_detection": (),
-    "logprob_token_ids": (),
     "vllm_xargs": (),
     # SGLang's.
     "lora_path": (),

@@ -58,6 +58,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "n": (1,),
         "max_tokens": (),
         "prompt_logprobs": (),
+        "logprob_token_ids": (),
         "return_token_ids": (False,),
         "response_format": (),
         "reasoning_effort": (),

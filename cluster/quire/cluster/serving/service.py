@@ -41,6 +41,7 @@ from quire.worker.api.limits import RequestLimits, check_request, truncate
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED
+from quire.worker.text import reasoning
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -203,6 +204,12 @@ class ModelService:
         )
         sampling = await self.prompts.spell_out(request.sampling)
         token_ids, sampling = truncate(token_ids, sampling, max_model_len=card.max_model_len)
+        sampling = reasoning.spell_out(
+            sampling,
+            self.dialect.reasoning,
+            tokenizer=self.tokenizer,
+            prompt_token_ids=token_ids,
+        )
         max_tokens = check_request(token_ids, sampling, limits)
         if tool_use is not None:
             reasons = self.dialect.reasons(self.tokenizer, token_ids)

@@ -379,6 +379,7 @@ struct ScoreArgs {
   int64_t* ranks;        // [R]
   int64_t* top_ids;      // [R, max_top]
   double* top_logprobs;  // [R, max_top]
+  double* log_totals;    // [R]: a log-probability is a logit less this
 };
 
 int32_t quire_panel_columns();

@@ -463,6 +463,7 @@ void score_row(const ScoreArgs& args, int64_t index, Workspace& work) {
   Row row(args.logits + args.rows[index] * args.stride, args.num_columns, work);
   const float own = row.x[args.token_ids[index]];
   const double log_total = row.scan() ? log_total_of(row) : NAN;
+  args.log_totals[index] = log_total;
   args.logprobs[index] = own - log_total;
   int64_t num_greater = 0;
   const Vec own_v = splat(std::nextafter(own, INFINITY));

@@ -75,12 +75,19 @@ def check_request(
     _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     if resumed_token_ids is not None:
         _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in (
+        *("stop_token_ids", "allowed_token_ids", "logit_bias"),
+        *("logprob_token_ids", "thinking_token_ids"),
+    ):
         token_ids = np.array(list(getattr(sampling, name) or ()))
         _check_token_ids(name, token_ids, limits.vocab_size)
     if sampling.bad_words:
         raise InvalidRequest(
             "bad_words are not tokens yet: Tokenizer.spell_out writes them as bad_words_token_ids"
+        )
+    if sampling.thinking_token_budget is not None and not sampling.thinking_token_ids:
+        raise InvalidRequest(
+            "thinking_token_budget is without thinking_token_ids: `reasoning.spell_out` finds them"
         )
     if sampling.truncate_prompt_tokens is not None:
         raise InvalidRequest(

@@ -20,7 +20,8 @@ class TokenLogprobs:
     rank: int
     """1 for the most probable token of the vocabulary."""
     top: tuple[tuple[int, float], ...]
-    """The most probable tokens, best first."""
+    """The most probable tokens, best first; behind them those that the request names and that are
+    not among them."""
 
 
 class TokenDelta(NamedTuple):
@@ -47,8 +48,9 @@ class Logprob:
     """The model's own natural-log probability of a token, before penalties and temperature."""
 
     logprob: float
-    rank: int
-    """1 for the most probable token of the vocabulary."""
+    rank: int | None
+    """1 for the most probable token of the vocabulary; ``None`` for one that is there only because
+    ``logprob_token_ids`` names it."""
     decoded_token: str
 
 

@@ -18,9 +18,17 @@ MAX_ALLOWED_TOKEN_IDS = 65536
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 100
 MAX_BAD_SEQUENCES = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_TOKENS = 2**15
 """Of all ``bad_words_token_ids`` together."""
 
+_MOST_IDS = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+    "thinking_token_ids": 2,
+}
+"""The lists of token ids by name, and how many each may have."""
 _MAX_SHOWN_CHARS = 200
 _STOPS = "at most 16 strings, none empty"
 _IDS = "token ids, 0 or more"
@@ -69,6 +77,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which has none before it. Such a prompt
     is computed whole, whatever of it is cached."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Report the log-probabilities of these tokens too, wherever one is sampled."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the prompt; -1 keeps what leaves room for ``max_tokens``
     in the context, or for one token where those are not given."""
@@ -88,6 +98,12 @@ class SamplingParams:
     ``allowed_token_ids`` or the form of the output leave no other token, it is."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     """The same as tokens. What has a tokenizer puts those of ``bad_words`` here."""
+    thinking_token_budget: int | None = None
+    """Tokens that the reasoning has at most: behind them the one that ends it is sampled, whatever
+    else bans it but the form of the output."""
+    thinking_token_ids: Sequence[int] | None = None
+    """The tokens that begin and end the reasoning; the end alone where the prompt has begun it.
+    What has a tokenizer puts them here for ``thinking_token_budget``."""
     structured_outputs: StructuredOutputsParams | Constraint | None = None
     """The form that the output must have: JSON of a schema, say. Kept as a `Constraint`."""
     skip_special_tokens: bool = True
@@ -100,9 +116,8 @@ class SamplingParams:
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _listed("stop", given, _STOPS)
         set_field(self, "stop", stop)
-        set_field(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, _IDS))
-        allowed = _listed("allowed_token_ids", self.allowed_token_ids, _IDS)
-        set_field(self, "allowed_token_ids", allowed)
+        for name in _MOST_IDS:
+            set_field(self, name, _listed(name, getattr(self, name), _IDS))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
         set_field(self, "bad_words", _listed("bad_words", words, _BAD_WORDS))
         sequences = _listed("bad_words_token_ids", self.bad_words_token_ids, _SEQUENCES)
@@ -162,7 +177,7 @@ class SamplingParams:
         )
         is_list = is_list and sum(map(len, sequences)) <= MAX_BAD_TOKENS
         _require(is_list, "bad_words_token_ids", sequences, _SEQUENCES)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in _MOST_IDS:
             value = getattr(self, name)
             _require(all(_is_int(t) and t >= 0 for t in value), name, value, _IDS)
         # They travel with the request and are looked for after each token.
@@ -171,16 +186,16 @@ class SamplingParams:
             raise InvalidRequest(
                 f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS}"
             )
-        for name, most in (
-            ("stop_token_ids", MAX_STOP_TOKEN_IDS),
-            ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
-        ):
+        for name, most in _MOST_IDS.items():
             if len(getattr(self, name)) > most:
                 raise InvalidRequest(f"{name} has {len(getattr(self, name))}: at most {most}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             is_count = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(is_count, name, value, f"0 to {MAX_LOGPROBS}")
+        budget = self.thinking_token_budget
+        is_count = budget is None or (_is_int(budget) and 0 <= budget < 2**31)
+        _require(is_count, "thinking_token_budget", budget, "0 or more")
         kept = self.truncate_prompt_tokens
         is_count = kept is None or (_is_int(kept) and (kept == -1 or 1 <= kept < 2**31))
         _require(is_count, "truncate_prompt_tokens", kept, "-1, or 1 or more")
@@ -207,7 +222,9 @@ class SamplingParams:
     @property
     def num_logprobs(self) -> int:
         """-1: none; 0: that of the sampled token; k: those of the k most probable too."""
-        return -1 if self.logprobs is None else self.logprobs
+        if self.logprobs is None:
+            return 0 if self.logprob_token_ids else -1
+        return self.logprobs
 
     @property
     def has_penalties(self) -> bool:

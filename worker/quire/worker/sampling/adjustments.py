@@ -16,10 +16,10 @@ from quire.worker.step.sampling_batch import MASK_BITS, Edits
 class RequestEdits:
     """The `Edits` of each token that a request samples.
 
-    Five kinds, from ``params``: penalties, which follow the output; the last tokens of bad words,
-    where the output ends with the others; tokens banned until ``min_tokens``; what is the same for
-    every token; and, with a constraint, the mask of tokens that may come next, which is given
-    before each (`allow`).
+    Six kinds, from ``params``: the end of the reasoning, where its budget is spent; penalties,
+    which follow the output; the last tokens of bad words, where the output ends with the others;
+    tokens banned until ``min_tokens``; what is the same for every token; and, with a constraint,
+    the mask of tokens that may come next, which is given before each (`allow`).
     """
 
     def __init__(
@@ -35,6 +35,11 @@ class RequestEdits:
         self._seen = _Seen(params, prompt_ids, output_ids) if params.has_penalties else None
         bad_words = params.bad_words_token_ids
         self._bad_words = _BadWords(bad_words, output_ids) if bad_words else None
+        self._thinking = None
+        if params.thinking_token_budget is not None and params.thinking_token_ids:
+            self._thinking = _Thinking(
+                params.thinking_token_budget, params.thinking_token_ids, output_ids
+            )
         self._always = dict(params.logit_bias or {})
         self._bias = _bias(self._always)
         # A ban outweighs any bias.
@@ -48,26 +53,35 @@ class RequestEdits:
         # Where nothing but the end is allowed, it comes.
         self._early_mask_W = None if self._mask_W is None else _without(self._mask_W, self._end_ids)
         self._next_mask_W: Ints | None = None
+        self._bans_end_of_thinking = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit is ever changed."""
-        kinds = (self._seen, self._bad_words, self._early, self._bias, self._mask_W)
+        kinds = (
+            *(self._seen, self._bad_words, self._early, self._bias, self._mask_W),
+            self._thinking,
+        )
         return not self._is_constrained and all(kind is None for kind in kinds)
 
     @property
     def needs_tokens(self) -> bool:
         """Whether all tokens before the one to be sampled must be known."""
         follows = self._bad_words is not None and self._bad_words.follows_output
-        return self._seen is not None or follows or self._is_constrained
+        thinks = self._thinking is not None
+        return self._seen is not None or follows or self._is_constrained or thinks
 
     def allow(self, mask_W: Ints, *, num_output: int) -> bool:
         """``mask_W`` is what a constraint allows behind ``num_output`` tokens. Whether the other
         parameters leave any of that.
 
         A constraint outweighs ``min_tokens``: where it allows nothing but the end, that comes. So
-        it does bad words.
+        it does bad words, and the budget of the reasoning where it does not allow its end.
         """
+        if self._thinking is not None:
+            self._bans_end_of_thinking = not _has(mask_W, self._thinking.end_id)
+            if self._thinking.must_end and not self._bans_end_of_thinking:
+                return True
         if self._mask_W is not None:
             both_W = np.zeros_like(mask_W)
             num_words = min(len(mask_W), len(self._mask_W))
@@ -84,12 +98,17 @@ class RequestEdits:
             self._seen.add(token_id)
         if self._bad_words is not None:
             self._bad_words.add(token_id)
+        if self._thinking is not None:
+            self._thinking.add(token_id)
 
     def at(self, num_output: int) -> Edits | None:
         """The changes for the token behind ``num_output`` others; ``None`` where there are none.
 
         Its arrays are views, valid until the next `add_output`.
         """
+        thinking = self._thinking
+        if thinking is not None and thinking.must_end and not self._bans_end_of_thinking:
+            return Edits(mask_W=thinking.end_mask_W)
         bias, mask_W = self._bias, self._mask_W
         if self._is_constrained:
             mask_W = self._next_mask_W
@@ -177,6 +196,39 @@ class _BadWords:
         words = self._after.get(self._output[-1], ())
         completed = [w[-1] for w in words if tuple(self._output[1 - len(w) :]) == tuple(w[:-1])]
         return self._always + completed
+
+
+class _Thinking:
+    """How much of its budget the reasoning has left."""
+
+    def __init__(self, budget: int, mark_ids: Sequence[int], output_ids: TokenIds) -> None:
+        """``mark_ids``: of the beginning, unless the prompt has begun it, and of the end."""
+        self._begin_id = mark_ids[0] if len(mark_ids) > 1 else None
+        self.end_id = mark_ids[-1]
+        self.end_mask_W = _mask(np.array([self.end_id], np.int64))
+        self._num_left = budget
+        self._has_begun = self._begin_id is None
+        self._has_ended = False
+        for token_id in output_ids.tolist():
+            self.add(token_id)
+
+    @property
+    def must_end(self) -> bool:
+        """Whether its end is the next token."""
+        return self._has_begun and not self._has_ended and self._num_left <= 0
+
+    def add(self, token_id: int) -> None:
+        if not self._has_begun:
+            self._has_begun = token_id == self._begin_id
+        elif token_id == self.end_id:
+            self._has_ended = True
+        else:
+            self._num_left -= 1
+
+
+def _has(mask_W: Ints, token_id: int) -> bool:
+    word, bit = divmod(token_id, MASK_BITS)
+    return word < len(mask_W) and bool(mask_W[word] >> bit & 1)
 
 
 def _without(mask_W: Ints, token_ids: Longs) -> Ints:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference_sampling
-from quire.worker.api.arrays import Ints
+from quire.worker.api.arrays import Longs
 from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.sampling.logprobs import with_asked
 from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
 from quire.worker.step.staging import Array, stage
 
 # S samples   V vocabulary   R samples with log-probabilities
-# K tokens of the longest list asked for
+# K tokens of the longest list asked for   A tokens of the longest list that a request names
 
 
 class DeviceSampler:
@@ -51,6 +52,8 @@ class DeviceSampler:
         }
         if batch.given_S is not None:
             arrays["given_S"] = batch.given_S
+        if batch.asked is not None:
+            arrays["asked_RA"] = _padded([batch.asked.get(row, ()) for row in arrays["rows_R"]])
         staged = dict(zip(arrays, stage(list(arrays.values()), self._device), strict=True))
         rows_R = staged["rows_R"]
         # Log-probabilities are the model's, so its logits are taken before they are adjusted.
@@ -66,8 +69,9 @@ class DeviceSampler:
         pieces = [token_ids_S, chosen_S.double()]
         if plain_RV is not None:
             num_top = min(int(batch.num_logprobs_S.max()), logits_SV.shape[1])
-            pieces += _logprobs(plain_RV, token_ids_S[rows_R], num_top=num_top)
-        return Sampled(pieces, batch.num_logprobs_S)
+            asked_RA = staged.get("asked_RA")
+            pieces += _logprobs(plain_RV, token_ids_S[rows_R], asked_RA, num_top=num_top)
+        return Sampled(pieces, batch)
 
 
 _ROWS_AT_ONCE = 16
@@ -77,12 +81,14 @@ _ROWS_AT_ONCE = 16
 class Sampled:
     """The tokens of a step, on their way to the host."""
 
-    def __init__(self, pieces: Sequence[Tensor], num_logprobs_S: Ints) -> None:
+    def __init__(self, pieces: Sequence[Tensor], batch: SamplingBatch) -> None:
         """``pieces``: token ids, their logits and, of the R rows that want them, log-probabilities
-        and ranks of these tokens, ids and log-probabilities of the best; all of 8 bytes."""
+        and ranks of these tokens, ids and log-probabilities of the best, and log-probabilities of
+        those named; all of 8 bytes."""
         self.token_ids_S = pieces[0]
         """On the device: tokens from which the next step can be made before this one has ended."""
-        self._num_logprobs_S = num_logprobs_S
+        self._num_logprobs_S = batch.num_logprobs_S
+        self._asked = batch.asked or {}
         self._shapes = [piece.shape for piece in pieces]
         flat = torch.cat([piece.flatten().view(torch.int64) for piece in pieces])
         self._event: torch.cuda.Event | None = None
@@ -110,27 +116,41 @@ class Sampled:
         broken_rows = tuple(np.flatnonzero(is_broken_S).tolist()) if is_broken_S.any() else ()
         if len(parts) == 2:
             return StepOutput(token_ids_S, broken_rows=broken_rows)
-        own_R, rank_R, top_ids_RK, top_RK = parts[2:]
+        own_R, rank_R, top_ids_RK, top_RK, asked_RA = parts[2:]
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids_S)
         for index, row in enumerate(np.flatnonzero(self._num_logprobs_S >= 0).tolist()):
             count = int(self._num_logprobs_S[row])
+            asked = self._asked.get(row, ())
             top = zip(
                 top_ids_RK[index, :count].tolist(),
                 top_RK[index, :count].view(np.float64).tolist(),
                 strict=True,
             )
+            values = asked_RA[index, : len(asked)].view(np.float64).tolist()
             logprobs[row] = TokenLogprobs(
                 token_id=int(token_ids_S[row]),
                 logprob=float(own_R.view(np.float64)[index]),
                 rank=int(rank_R[index]),
-                top=tuple(top),
+                top=with_asked(tuple(top), asked, values),
             )
         return StepOutput(token_ids_S, tuple(logprobs), broken_rows)
 
 
-def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, *, num_top: int) -> list[Tensor]:
+def _padded(lists: Sequence[Sequence[int]]) -> Longs:
+    """The lists as rows, with zeros behind the shorter ones."""
+    rows = np.zeros((len(lists), max(map(len, lists))), np.int64)
+    for row, each in zip(rows, lists, strict=True):
+        row[: len(each)] = each
+    return rows
+
+
+def _logprobs(
+    logits_RV: Tensor, token_ids_R: Tensor, asked_RA: Tensor | None, *, num_top: int
+) -> list[Tensor]:
     """`quire.worker.sampling.logprobs.token_logprobs` of several samples: own, rank, best ids,
-    best."""
+    best, those asked."""
+    if asked_RA is None:
+        asked_RA = token_ids_R.new_empty((len(token_ids_R), 0))
     columns: list[tuple[Tensor, ...]] = []
     for start in range(0, len(logits_RV), _ROWS_AT_ONCE):
         some_RV = logits_RV[start : start + _ROWS_AT_ONCE].double()
@@ -141,5 +161,6 @@ def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, *, num_top: int) -> list[T
         # Stable, as lower ids come first among equals.
         top_RV, ids_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
         best = (ids_RV[:, :num_top].clone(), top_RV[:, :num_top].clone())
-        columns.append((own_R1[:, 0], rank_R, *best))
+        asked_some = logprobs_RV.gather(1, asked_RA[start : start + _ROWS_AT_ONCE])
+        columns.append((own_R1[:, 0], rank_R, *best, asked_some))
     return [torch.cat(pieces) for pieces in zip(*columns, strict=True)]

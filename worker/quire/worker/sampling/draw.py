@@ -49,7 +49,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -
     broken_rows = tuple(np.flatnonzero(broken_S).tolist()) if broken_S.any() else ()
     if not len(scored):
         return StepOutput(token_ids_S, broken_rows=broken_rows)
-    logprobs = token_logprobs(plain_RV, token_ids_S, batch.num_logprobs_S)
+    logprobs = token_logprobs(plain_RV, token_ids_S, batch.num_logprobs_S, asked=batch.asked)
     return StepOutput(token_ids_S, logprobs, broken_rows)
 
 

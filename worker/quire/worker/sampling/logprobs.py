@@ -3,6 +3,8 @@
 Each row is computed by itself, so that it does not depend on its batch.
 """
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -14,32 +16,47 @@ from quire.worker.api.outputs import TokenLogprobs
 
 
 def token_logprobs(
-    logits_RV: Tensor, token_ids_S: Longs, num_logprobs_S: Ints
+    logits_RV: Tensor,
+    token_ids_S: Longs,
+    num_logprobs_S: Ints,
+    *,
+    asked: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[TokenLogprobs | None, ...]:
     """Those of each sample's token and of its most probable ones, lower ids first among equals.
 
     ``logits``: the rows of the samples that want them, or of all. ``num_logprobs``: -1 for none.
+    ``asked``: of samples by their number, tokens whose log-probabilities are wanted too.
     """
     samples = np.flatnonzero(num_logprobs_S >= 0)
     is_all = len(logits_RV) == len(token_ids_S)
     token_ids_R = token_ids_S[samples]
     num_top_R = num_logprobs_S[samples].astype(np.int64)
-    logprobs_R, ranks_R, top_ids_RK, top_RK = score(
+    rows_R = samples if is_all else np.arange(len(samples))
+    scores = score(
         logits_RV,
-        rows_R=samples if is_all else np.arange(len(samples)),
+        rows_R=rows_R,
         token_ids_R=token_ids_R,
         num_top_R=num_top_R,
     )
     found: list[TokenLogprobs | None] = [None] * len(token_ids_S)
     for index, sample in enumerate(samples.tolist()):
         num_top = int(num_top_R[index])
-        top = zip(
-            top_ids_RK[index, :num_top].tolist(), top_RK[index, :num_top].tolist(), strict=True
-        )
+        best = scores.top_ids_RK[index, :num_top].tolist()
+        top = tuple(zip(best, scores.top_RK[index, :num_top].tolist(), strict=True))
+        if asked is not None and sample in asked:
+            logits = logits_RV[int(rows_R[index]), list(asked[sample])].double()
+            top = with_asked(top, asked[sample], (logits - scores.log_totals_R[index]).tolist())
         found[sample] = TokenLogprobs(
             token_id=int(token_ids_R[index]),
-            logprob=float(logprobs_R[index]),
-            rank=int(ranks_R[index]),
-            top=tuple(top),
+            logprob=float(scores.logprobs_R[index]),
+            rank=int(scores.ranks_R[index]),
+            top=top,
         )
     return tuple(found)
+
+
+def with_asked(
+    top: tuple[tuple[int, float], ...], asked: Sequence[int], logprobs: Sequence[float]
+) -> tuple[tuple[int, float], ...]:
+    """``top``, and behind it those of ``asked`` that are not in it, once each."""
+    return tuple({**dict(top), **dict(zip(asked, logprobs, strict=True))}.items())

@@ -132,7 +132,15 @@ class StepInputs:
                 sampled[sample].request.sampling.prompt_logprobs for sample in scored_S
             ]
         adjustments = Adjustments.of(edits, num_samples=len(sampled)) if edits else None
-        return SamplingBatch(**columns, adjustments=adjustments, given_S=given_S)
+        asked = {
+            sample: token_ids
+            for sample in np.flatnonzero(columns["num_logprobs_S"] >= 0).tolist()
+            if (given_S is None or given_S[sample] < 0)
+            and (token_ids := sampled[sample].request.sampling.logprob_token_ids)
+        }
+        return SamplingBatch(
+            **columns, adjustments=adjustments, given_S=given_S, asked=asked or None
+        )
 
 
 def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:

@@ -49,6 +49,8 @@ _STEP_ARRAYS = (
     _Array("late_rows_L", _INT32, "L"),
 )
 _SAMPLING_ARRAYS = tuple(_Array(name, dtype, "S") for name, dtype in SAMPLE_TYPES.items())
+_RARE = ("adjustments", "given_S", "asked")
+"""Fields of a `SamplingBatch` that travel apart."""
 
 
 class StepSlots:
@@ -155,9 +157,8 @@ def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
             values = getattr(source, name)
             np.ndarray(values.shape, dtype, slot, offset)[...] = values
             offset += _aligned(values.nbytes)
-    if sampling.adjustments is None and sampling.given_S is None:
-        return None, offset
-    return (sampling.adjustments, sampling.given_S), offset
+    rare = tuple(getattr(sampling, name) for name in _RARE)
+    return None if all(part is None for part in rare) else rare, offset
 
 
 def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
@@ -166,7 +167,7 @@ def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
     counts = dict(zip(_COUNTS, header, strict=True))
     step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
     sampling, offset = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
-    sampling["adjustments"], sampling["given_S"] = message_behind(offset) or (None, None)
+    sampling.update(zip(_RARE, message_behind(offset) or [None] * len(_RARE), strict=True))
     return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
 
 

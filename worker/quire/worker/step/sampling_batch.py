@@ -6,7 +6,7 @@ the logits of some tokens is part of `Adjustments`, whose meaning is
 `quire.kernels.reference_sampling.adjust_logits`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -116,6 +116,9 @@ class SamplingBatch:
     adjustments: Adjustments | None = None
     given_S: Longs | None = None
     """Tokens that are known and only scored; -1 where one is drawn, ``None`` where all are."""
+    asked: Mapping[int, Sequence[int]] | None = None
+    """Tokens whose log-probabilities are wanted besides, by sample; these all have
+    ``num_logprobs`` of 0 or more."""
 
     @property
     def adjusted_rows(self) -> Ints:
@@ -123,11 +126,18 @@ class SamplingBatch:
         return _NO_INTS if self.adjustments is None else self.adjustments.rows
 
     def take(self, rows_L: npt.NDArray[np.intp]) -> "SamplingBatch":
-        """Some of the samples, every adjusted one among them."""
+        """Some of the samples, every one among them that is adjusted or has log-probabilities."""
         adjustments = None if self.adjustments is None else self.adjustments.take(rows_L)
         columns = {name: getattr(self, name)[rows_L] for name in SAMPLE_TYPES}
         given_L = None if self.given_S is None else self.given_S[rows_L]
-        return SamplingBatch(**columns, adjustments=adjustments, given_S=given_L)
+        asked = None
+        if self.asked is not None:
+            asked = {
+                place: self.asked[row]
+                for place, row in enumerate(rows_L.tolist())
+                if row in self.asked
+            }
+        return SamplingBatch(**columns, adjustments=adjustments, given_S=given_L, asked=asked)
 
     def with_given(self, token_ids_S: Longs) -> Longs:
         """The tokens that were drawn, and the known ones in their places."""

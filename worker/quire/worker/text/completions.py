@@ -68,8 +68,9 @@ class OfflineCompletion:
         """The completion, once it has ended."""
         assert self.finish_reason is not None
         logprobs = None
-        if self.request.sampling.logprobs is not None:
-            logprobs = [self._readable(token) for token in self._logprobs]
+        num_ranked = self.request.sampling.num_logprobs
+        if num_ranked >= 0:
+            logprobs = [self._readable(token, num_ranked) for token in self._logprobs]
         return CompletionOutput(
             index=self.index,
             text=self._text(),
@@ -84,9 +85,10 @@ class OfflineCompletion:
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Of each token of the prompt, where they were asked for."""
-        if self.request.sampling.prompt_logprobs is None:
+        num_ranked = self.request.sampling.prompt_logprobs
+        if num_ranked is None:
             return None
-        return [None, *(self._readable(token) for token in self._prompt_logprobs)]
+        return [None, *(self._readable(token, num_ranked) for token in self._prompt_logprobs)]
 
     def _text(self) -> str:
         if self._tokenizer is None or self._stream is not None:
@@ -108,8 +110,12 @@ class OfflineCompletion:
         by_token = self.finish_reason == "stop" and self._token_ids[-1] in stop_ids
         return self._token_ids[-1] if by_token else None
 
-    def _readable(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(token.top, 1)]
+    def _readable(self, token: TokenLogprobs, num_ranked: int) -> dict[int, Logprob]:
+        """``num_ranked``: of its tokens that are the most probable ones."""
+        ranked: list[tuple[int, float, int | None]] = [
+            (token_id, value, rank if rank <= num_ranked else None)
+            for rank, (token_id, value) in enumerate(token.top, 1)
+        ]
         ranked.append((token.token_id, token.logprob, token.rank))
         return {
             token_id: Logprob(

@@ -90,6 +90,10 @@ class Tokenizer:
         """The template of `render_chat`, for callers that render elsewhere."""
         return self._template
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is this text; ``None`` where there is none."""
+        return self._backend.token_to_id(text)
+
     def special_tokens(self) -> dict[int, str]:
         """The texts of the tokens that `decode` leaves out."""
         added = self._backend.get_added_tokens_decoder()

@@ -1,0 +1,139 @@
+"""How models mark the part of an answer that is reasoning, and where a bound on it is spelled."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds
+from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS = 8
+"""Of a prompt, in which a template that begins the reasoning has done so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """An answer is a sequence of messages: header, body and end. A header names the message's
+    channel and, of a call, its function."""
+
+    start: str
+    """Before the role, with which a header begins; the prompt ends with that of the first."""
+    channel: str
+    kind: str
+    """Before the type of the body."""
+    message: str
+    """Between header and body."""
+    ends: tuple[str, ...]
+    reasoning: str
+    """The channel of reasoning."""
+    function: str
+    """Before a function's name."""
+    answer: str
+    """The header of an answer that is no call."""
+    reopens: str
+    """What begins a message behind another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """How the part of an answer that is reasoning is marked; it is at the beginning."""
+
+    name: str
+    opens: str
+    closes: str
+    signs: tuple[tuple[str, ...], ...]
+    """A chat template that contains all texts of one entry belongs to models that write this."""
+    frame: Frame | None = None
+    """Where there is one, the parser reads by it."""
+
+    def begun(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool | None:
+        """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
+        leaves that to the model."""
+        tail = tokenizer.decode(
+            prompt_token_ids[-_TAIL_TOKENS:].tolist(), skip_special_tokens=False
+        ).rstrip()
+        if tail.endswith(self.closes):
+            return False
+        return tail.endswith(self.opens) or None
+
+
+HARMONY = Frame(
+    start="<|start|>",
+    channel="<|channel|>",
+    kind="<|constrain|>",
+    message="<|message|>",
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    reasoning="analysis",
+    function="to=functions.",
+    answer="<|channel|>final<|message|>",
+    reopens="<|start|>assistant",
+)
+
+REASONING_FORMATS = (
+    ReasoningFormat(
+        name="mistral",
+        opens="[THINK]",
+        closes="[/THINK]",
+        signs=(("[THINK]",),),  # Magistral.
+    ),
+    ReasoningFormat(
+        name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
+    ),
+    # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
+    ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
+    ReasoningFormat(
+        name="harmony",  # gpt-oss.
+        opens="<|channel|>analysis<|message|>",
+        closes="<|end|>",
+        signs=(("<|channel|>", "<|message|>"),),
+        frame=HARMONY,
+    ),
+)
+
+
+def sign_in(source: str, signs: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The first of ``signs`` all of whose texts are in a chat template."""
+    return next((texts for texts in signs if all(text in source for text in texts)), None)
+
+
+def reasoning_of(tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """What the chat template shows, if any."""
+    source = tokenizer.template.source if tokenizer.template is not None else ""
+    return next((each for each in REASONING_FORMATS if sign_in(source, each.signs)), None)
+
+
+def spell_out(
+    params: SamplingParams,
+    reasoning: ReasoningFormat | None,
+    *,
+    tokenizer: Tokenizer,
+    prompt_token_ids: TokenIds,
+) -> SamplingParams:
+    """``params`` with the tokens that ``thinking_token_budget`` needs; without a budget where the
+    prompt has ended the reasoning.
+
+    Raises:
+        InvalidRequest: The model's marks are not known, or are not one token each.
+    """
+    if params.thinking_token_budget is None or params.thinking_token_ids:
+        return params
+    if reasoning is None:
+        raise InvalidRequest(
+            f"thinking_token_budget={params.thinking_token_budget} is not supported: it is not "
+            "known how this model marks its reasoning (its chat template shows no known format), "
+            "leave it out"
+        )
+    has_begun = reasoning.begun(tokenizer, prompt_token_ids)
+    if has_begun is False:
+        return replace(params, thinking_token_budget=None)
+    token_ids = []
+    for mark in [reasoning.closes] if has_begun else [reasoning.opens, reasoning.closes]:
+        token_id = tokenizer.token_id(mark)
+        if token_id is None:
+            raise InvalidRequest(
+                f"thinking_token_budget={params.thinking_token_budget} is not supported: {mark} "
+                "is more than one token for this model, leave it out"
+            )
+        token_ids.append(token_id)
+    return replace(params, thinking_token_ids=token_ids)
