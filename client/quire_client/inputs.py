@@ -60,6 +60,12 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1 keeps what leaves room for ``max_tokens``."""
+    logprob_token_ids: Sequence[int] = ()
+    """Their log-probabilities are in ``top`` too, behind the most probable ones."""
+    thinking_token_budget: int | None = None
+    """The reasoning has at most this many tokens."""
+    thinking_token_ids: Sequence[int] = ()
+    """What begins and what ends the reasoning, where the gateway does not know it."""
     json_schema: str | Mapping[str, Any] | None = None
     """The output is JSON of this schema. One of the four at most is set."""
     regex: str | None = None
