@@ -66,6 +66,15 @@ class PlainCapacity(Capacity):
             )
         return waiting, reserved
 
+    def num_free_slots(self, states: Sequence[GroupState]) -> float:
+        num_free = 0.0
+        for state in states:
+            num_slots = self.pace(state).max_num_seqs or (0 if state.num_waiting else inf)
+            num_sent = state.num_running + state.num_waiting
+            num_sent += state.num_reserved_requests * self.num_gateways
+            num_free += max(num_slots - num_sent, 0)
+        return num_free
+
     def pace(self, state: GroupState) -> GroupPace:
         return self._groups.get(state.group) or GroupPace(pb.GroupDescription(), self._all)
 
@@ -73,9 +82,11 @@ class PlainCapacity(Capacity):
 class PlainAdmission(Admission):
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
         self._set_bound(states, now_s)
-        ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
+        self._count(ticket)
         displaced: list[Ticket] = []
-        if self._ahead_of(ticket).num_requests or not self._can_begin(ticket, states):
+        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        self._began_s = now_s if begins or self._began_s is None else self._began_s
+        if not begins:
             displaced = self._make_room(ticket, states, now_s)
             for victim in displaced:
                 self.leave(victim)

@@ -66,7 +66,7 @@ class RoutingTable:
         self._config = config = config or RoutingConfig()
         self._policy = policy = policy or POLICIES[config.policy]()
         self._policy_of_many = policy if isinstance(policy, PolicyOfMany) else None
-        self._block_size = block_size
+        self.block_size = block_size
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class RoutingTable:
             request = RouteRequest(
                 hashes=hashes,
                 num_prompt_tokens=num_prompt_tokens,
-                block_size=self._block_size,
+                block_size=self.block_size,
                 exclude=exclude,
                 ordinal=self._first_ordinal + self._num_decisions,
                 now_s=now_s,
@@ -260,6 +260,12 @@ class RoutingTable:
         """Each group's load as the next decision will see it."""
         with self._lock:
             return self._members.states()
+
+    def num_held(self, hashes: BlockHashes) -> int:
+        """How many of the prompt's first blocks one group holds, or will for one in flight."""
+        with self._lock:
+            held = self._held(hashes)
+            return max(self._in_flight.extend(hashes, self._members.numbers, held), default=0)
 
     def stats(self) -> RoutingStats:
         config, groups = self._config, self._members.groups

@@ -39,7 +39,9 @@ class Admission:
         self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
         self._wait_bound_s = config.max_queue_wait_s
+        self._is_burst = True
         self._free_s: float | None = None  # When a request last found the groups free.
+        self._began_s: float | None = None  # When one was last begun on arrival.
 
     @property
     def queued(self) -> Sequence[Ticket]:
@@ -58,9 +60,11 @@ class Admission:
             Overloaded: It is refused; nothing has changed.
         """
         self._set_bound(states, now_s)
-        ticket.num_tokens = self._capacity.num_to_compute(ticket.num_prompt_tokens)
+        self._count(ticket)
         displaced: list[Ticket] = []
         begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        if begins or self._began_s is None:
+            self._began_s = now_s
         if not begins:
             displaced = self._make_room(ticket, states, now_s)
             for victim in displaced:
@@ -120,6 +124,11 @@ class Admission:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
 
+    def _count(self, ticket: Ticket) -> None:
+        ticket.num_tokens = self._capacity.num_to_compute(
+            ticket.num_prompt_tokens, num_known=ticket.num_known_tokens
+        )
+
     def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
         config = self._config
         self._wait_bound_s = config.max_queue_wait_s
@@ -145,10 +154,13 @@ class Admission:
         self, ticket: Ticket, states: Sequence[GroupState], now_s: float
     ) -> list[Ticket]:
         """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
+        began_s = now_s if self._began_s is None else self._began_s
+        self._is_burst = now_s - began_s <= self._config.burst_wait_s
         if states:
             ahead = self._ahead_of(ticket).plus(self._unrouted)
+            _, ticket.bound_s = self._bound(ticket, states, ahead)
             if not self._is_bearable(ticket, states, ahead):
-                raise self._refusal("wait", ticket, states, ahead, too_short_s=self._wait_bound_s)
+                raise self._refusal("wait", ticket, states, ahead, too_short_s=ticket.bound_s)
             time_s = max(0.0, ticket.deadline_s - now_s)
             if not self._begins_within(time_s, ticket, states, ahead=ahead):
                 raise self._refusal("deadline", ticket, states, ahead, too_short_s=time_s)
@@ -184,7 +196,20 @@ class Admission:
         num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
         if num_waiting < len(states) * config.min_queued_per_group:
             return True
-        return self._begins_within(self._wait_bound_s, ticket, states, ahead=ahead)
+        _, bound_s = self._bound(ticket, states, ahead)
+        return self._begins_within(bound_s, ticket, states, ahead=ahead)
+
+    def _bound(
+        self, ticket: Ticket, states: Sequence[GroupState], ahead: WaitingLoad
+    ) -> tuple[str, float]:
+        """The bound of a request's wait behind ``ahead``: the setting's name and seconds."""
+        config, bound_s = self._config, self._wait_bound_s
+        if self._is_burst and config.burst_wait_s > bound_s:
+            needed = ahead.num_requests * self._capacity.num_gateways + ticket.num_requests
+            if self._capacity.num_free_slots(states) >= needed:
+                return "burst_wait_s", config.burst_wait_s
+        is_standing = bound_s < config.max_queue_wait_s
+        return ("standing_wait_s" if is_standing else "max_queue_wait_s"), bound_s
 
     def _begins_within(
         self, wait_s: float, ticket: Ticket, states: Sequence[GroupState], *, ahead: WaitingLoad
@@ -210,23 +235,19 @@ class Admission:
         """``too_short_s``: a wait within which the request was found not to begin."""
         config, tokens_each = self._config, ahead.tokens_each_with(ticket)
         predicted_s = retry_after_s = 1.0
+        name, bound_s = self._bound(ticket, states, ahead)
         if states:
             room = self._capacity.room(states, wait_s=too_short_s, tokens_each=tokens_each)
             need = ahead.num_requests * self._capacity.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
-            allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
+            allowed_s = bound_s if reason != "deadline" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
         waits = (
             f"{ahead.num_requests} requests with {ahead.num_tokens:.0f} prompt tokens to compute "
             "wait here"
         )
-        name = (
-            "standing_wait_s"
-            if self._wait_bound_s < config.max_queue_wait_s
-            else ("max_queue_wait_s")
-        )
-        bound = f"{name} is {self._wait_bound_s:g}"
+        bound = f"{name} is {bound_s:g}"
         why = {
             "wait": f"{waits}, and this one would begin in about {predicted_s:.1f} s: {bound}",
             "deadline": f"{waits}, and this one would begin in about {predicted_s:.1f} s, after "

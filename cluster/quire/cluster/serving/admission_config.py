@@ -20,6 +20,9 @@ class AdmissionConfig:
     standing_wait_s: float = 1.0
     """Replaces ``max_queue_wait_s``, if it is less, once no request has found free groups for this
     time: a standing queue adds delay without adding throughput."""
+    burst_wait_s: float = 10.0
+    """Replaces both, if it is more, for a request for which a group has a free slot, so that
+    nothing needs to end before it: until no request has begun on arrival for this time."""
     min_queued_per_group: int = 2
     """This number of requests for each group may always wait, however long their prompts are."""
     max_group_wait_s: float = 0.25
@@ -32,7 +35,7 @@ class AdmissionConfig:
     """Prompt tokens of these. One request may have more, where nothing else waits."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue_wait_s", "standing_wait_s"):
+        for name in ("max_queue_wait_s", "standing_wait_s", "burst_wait_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more seconds")
         if not 0 < self.max_group_wait_s < inf:

@@ -14,9 +14,10 @@ the same result.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import exp, inf
 
-from quire.cluster.serving.headroom import Ask, Headroom, room_of
+from quire.cluster.serving.headroom import Ask, Headroom, free_slots, room_of
 from quire.cluster.serving.speeds import GroupPace, OutputLength, Speeds
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
@@ -83,9 +84,11 @@ class Capacity:
         for _ in range(num_completions):
             self._outputs.ended()
 
-    def num_to_compute(self, num_prompt_tokens: int) -> float:
-        """Expected number of tokens of such a prompt that no cache holds, from recent requests."""
-        return num_prompt_tokens * self._num_computed_tokens / self._num_prompt_tokens
+    def num_to_compute(self, num_prompt_tokens: int, *, num_known: int = 0) -> float:
+        """Expected number of tokens of such a prompt that no cache holds, from recent requests; at
+        most those beyond ``num_known``."""
+        usual = num_prompt_tokens * self._num_computed_tokens / self._num_prompt_tokens
+        return min(usual, num_prompt_tokens - num_known)
 
     def room(
         self,
@@ -128,6 +131,14 @@ class Capacity:
             return self._rooms_of(states).num_queued()
         num_waiting = sum(state.num_waiting for state in states)
         return num_waiting, sum(state.num_reserved_requests for state in states)
+
+    def num_free_slots(self, states: Sequence[GroupState]) -> float:
+        """How many requests beyond those sent could run without the end of another."""
+        if len(states) >= self._many:
+            return self._rooms_of(states).num_free_slots()
+        paces = (self._pace_of(state.group) for state in states)
+        each = map(partial(free_slots, num_gateways=self.num_gateways), states, paces)
+        return sum(max(free, 0.0) for free in each)
 
     def _count_gateways(self) -> None:
         before = self.num_gateways

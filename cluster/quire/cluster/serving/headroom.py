@@ -11,6 +11,7 @@ one's numbers in arrays and does the same operations in the same order on them."
 
 from collections.abc import Callable, Sequence
 from itertools import compress, count
+from math import inf
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -45,22 +46,27 @@ class Ask(NamedTuple):
 def room_of(state: GroupState, pace: GroupPace, ask: Ask, *, num_gateways: int) -> float:
     """How many requests beyond those sent the group could begin."""
     wait_s, tokens_each, mean_output = ask
-    num_reserved = state.num_reserved_requests * num_gateways
-    ahead = state.num_waiting + num_reserved
     tokens_ahead = state.num_pending_prefill_tokens + state.num_reserved_tokens * num_gateways
     # The last request begins when the tokens ahead of it have been computed, without its own.
     spare_tokens = pace.prefill_per_s * wait_s - tokens_ahead
     room = spare_tokens / tokens_each + 1 if spare_tokens >= 0 else 0.0
+    slots = free_slots(state, pace, num_gateways=num_gateways)
     if pace.max_num_seqs is not None:
-        num_ending = pace.output_per_s / mean_output * wait_s
-        room = min(room, pace.max_num_seqs - state.num_running - ahead + num_ending)
-    elif state.num_waiting:
-        room = 0.0  # It does not say how many it runs, but it is full.
+        slots += pace.output_per_s / mean_output * wait_s
+    room = min(room, slots)  # One that does not say how many it runs is full if some wait.
     if state.num_available_blocks is not None and state.num_running:
         room = min(room, _room_in_blocks(state, pace, ask))
     if not state.num_requests:
         room = max(room, 1.0)  # An idle group can begin one request, whatever its learned speed.
     return max(room, 0.0)
+
+
+def free_slots(state: GroupState, pace: GroupPace, *, num_gateways: int) -> float:
+    """Its slots less the requests that were sent to it; less than 0 where some of these wait."""
+    if pace.max_num_seqs is None:
+        return -inf if state.num_waiting else inf
+    ahead = state.num_waiting + state.num_reserved_requests * num_gateways
+    return pace.max_num_seqs - state.num_running - ahead
 
 
 def _room_in_blocks(state: GroupState, pace: GroupPace, ask: Ask) -> float:
@@ -142,6 +148,10 @@ class Headroom:
         """How many requests wait at the groups, and how many were sent beyond these."""
         return int(self._waiting.sum()), int(self._reserved.sum())
 
+    def num_free_slots(self) -> float:
+        """The sum over the groups of `free_slots` where there are some."""
+        return float(np.maximum(self._slots, 0.0).sum())
+
     def room(self, ask: Ask) -> float:
         """The sum of `room_of` over the groups, in their order."""
         answer = self._answers.get(ask)
@@ -185,11 +195,8 @@ class Headroom:
 
     def _put(self, position: int, state: GroupState) -> None:
         pace = self._pace_of(state.group)
-        num_reserved = state.num_reserved_requests * self._num_gateways
         # A resource that does not limit a group must not be the minimum.
-        slots: float = -np.inf if state.num_waiting else np.inf
-        if pace.max_num_seqs is not None:
-            slots = pace.max_num_seqs - state.num_running - (state.num_waiting + num_reserved)
+        slots = free_slots(state, pace, num_gateways=self._num_gateways)
         running, held, available = 1, 0, np.inf
         if state.num_available_blocks is not None and state.num_running:
             running, available = state.num_running, float(state.num_available_blocks)

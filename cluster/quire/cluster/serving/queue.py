@@ -6,7 +6,7 @@ misses its deadline.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -22,9 +22,11 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
+from quire.cluster.serving.recent import RecentBlocks
 from quire.cluster.serving.ticket import Queued, Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
+from quire.worker.api.hashing import BlockHashes
 
 _WAIT_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -49,6 +51,7 @@ class AdmissionQueue:
         self._groups = groups
         self._table = table
         self._clock = clock
+        self._recent = RecentBlocks()
         self._futures: dict[Ticket, asyncio.Future[None]] = {}
         self._starting = 0
         self._starting_tokens = 0
@@ -101,8 +104,13 @@ class AdmissionQueue:
             self._starting_tokens -= num_prompt_tokens
 
     @asynccontextmanager
-    async def admit(self, ticket: Ticket) -> AsyncIterator[None]:
+    async def admit(
+        self, ticket: Ticket, prompts: Sequence[BlockHashes] = ()
+    ) -> AsyncIterator[None]:
         """Returns when ``ticket`` may be sent to a group, and forgets it at the end of the block.
+
+        ``prompts``: the blocks of its prompts, of which only those are counted that nobody holds
+        and nobody before it has to compute.
 
         Raises:
             Overloaded: It is refused, nearly always at once.
@@ -111,11 +119,13 @@ class AdmissionQueue:
         """
         begin_s = self._clock()
         try:
+            ticket.num_known_tokens = self._num_known_tokens(prompts, now_s=begin_s)
             try:
                 displaced = self._admission.offer(ticket, self._table.states(), now_s=begin_s)
             except Overloaded as error:
                 self.refused(error.reason)
                 raise
+            self._recent.add(prompts, now_s=begin_s)
             for each in displaced:
                 self._displace(each)
             if ticket.stage is Stage.QUEUED:
@@ -145,12 +155,18 @@ class AdmissionQueue:
         if ticket.stage is not Stage.BEGUN:
             self._admission.begun(ticket)
 
+    def _num_known_tokens(self, prompts: Sequence[BlockHashes], *, now_s: float) -> int:
+        recent = self._recent.num_known(prompts, now_s=now_s)
+        held = map(self._table.num_held, prompts)
+        return self._table.block_size * sum(map(max, recent, held))
+
     async def _wait(self, ticket: Ticket) -> None:
         self._futures[ticket] = future = asyncio.get_running_loop().create_future()
         patience_s = self._start_wait_s
         if self._groups.num_ready:
             # At most half of this wait was predicted. The groups have become slower or fewer.
-            patience_s = max(2 * self._config.max_queue_wait_s, patience_s)
+            bound_s = max(self._config.max_queue_wait_s, ticket.bound_s)
+            patience_s = max(2 * bound_s, patience_s)
         try:
             with self._groups.demand.waiting(ticket.num_prompt_tokens):
                 async with asyncio.timeout(min(patience_s, ticket.deadline_s - self._clock())):
@@ -170,7 +186,7 @@ class AdmissionQueue:
         return self._overloaded(
             "timeout",
             f"no replica group began the request within {waited_s:g} s, though one was expected "
-            f"to within max_queue_wait_s={self._config.max_queue_wait_s:g}",
+            f"to within {max(self._config.max_queue_wait_s, ticket.bound_s):g} s",
         )
 
     def _displace(self, ticket: Ticket) -> None:

@@ -320,7 +320,7 @@ class ModelService:
         )
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
         with self._inflight.entered(num_completions):
-            async with self.admission.admit(ticket):
+            async with self.admission.admit(ticket, [each.hashes for each in requests]):
                 completions = self._completions(requests, ending)
                 chunks = merge([completion.stream() for completion in completions])
                 if first.deadline_s < inf:

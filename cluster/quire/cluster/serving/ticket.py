@@ -40,8 +40,12 @@ class Ticket:
     """On the clock that `Admission.offer` is told."""
     stage: Stage = Stage.NEW
     number: int = 0
+    num_known_tokens: int = 0
+    """How many of its prompt tokens are computed already, or are for an earlier request."""
     num_tokens: float = 0
     """How many of its prompt tokens are likely to be computed."""
+    bound_s: float = 0.0
+    """The bound of its wait, where it was found to wait."""
 
 
 class WaitingLoad:

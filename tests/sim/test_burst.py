@@ -1,0 +1,62 @@
+"""Many clients at once, at a server that has just started and has shown no speeds yet."""
+
+import asyncio
+
+import pytest
+from tests.sim.asks import Ask
+from tests.sim.clients import Load
+from tests.sim.cluster import BLOCK_SIZE, ClusterPlan
+from tests.sim.model import StepCost
+from tests.sim.world import Plan, World, run
+
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.serving.service import GatewayConfig
+
+NUM_SHARED, NUM_OWN, NUM_OUTPUT = 48 * BLOCK_SIZE, 3 * BLOCK_SIZE, 16
+COST = StepCost(step_s=0.01, token_s=0.002)
+"""That of a small model on two cores and prompts of 768 shared tokens and 48 of their own, at a
+quarter of the length: 100 such prompts take 3 s."""
+
+
+def plan(num_slots: int = 128) -> Plan:
+    cluster = ClusterPlan(
+        num_groups=1,
+        num_blocks=20_000,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=256,
+        cost=COST,
+        gateway=GatewayConfig(),
+        client=GroupClientConfig(step_deadline_s=10.0),
+    )
+    return Plan(cluster=cluster, load=Load(), quiet_s=10.0)
+
+
+def ask(world: World, shared: list[int]) -> Ask:
+    """One with the shared beginning and an end of its own."""
+    drawn = world.clients.draw()
+    drawn.prompt = shared + [world.rng.randrange(200) for _ in range(NUM_OWN)]
+    drawn.max_tokens, drawn.ignore_eos, drawn.salt = NUM_OUTPUT, True, ""
+    return drawn
+
+
+@pytest.mark.parametrize("spread_s", [0.0, 2.0])
+@pytest.mark.parametrize("num_clients", [64, 100])
+def test_no_client_of_a_burst_with_a_shared_prompt_is_refused(
+    num_clients: int, spread_s: float
+) -> None:
+    """A closed loop: each client asks again when its answer has come, twice."""
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        shared = [world.rng.randrange(200) for _ in range(NUM_SHARED)]
+
+        async def client(delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            for _ in range(2):
+                await world.clients.ask(ask(world, shared))
+
+        delays = [spread_s * number / num_clients for number in range(num_clients)]
+        await asyncio.gather(*map(client, delays))
+
+    result = run(plan(), seed=1, script=script)
+    assert result.outcomes == {"done": 2 * num_clients}
