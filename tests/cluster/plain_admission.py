@@ -66,14 +66,20 @@ class PlainCapacity(Capacity):
             )
         return waiting, reserved
 
-    def num_free_slots(self, states: Sequence[GroupState]) -> float:
-        num_free = 0.0
+    def room_beside(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
+        total = 0.0
         for state in states:
             num_slots = self.pace(state).max_num_seqs or (0 if state.num_waiting else inf)
             num_sent = state.num_running + state.num_waiting
             num_sent += state.num_reserved_requests * self.num_gateways
-            num_free += max(num_slots - num_sent, 0)
-        return num_free
+            room: float = num_slots - num_sent
+            if state.num_running and state.num_available_blocks is not None:
+                size = self.pace(state).block_size
+                tokens = state.num_pending_prefill_tokens + state.num_reserved_tokens
+                spare = state.num_available_blocks - (tokens / size + state.num_running)
+                room = min(room, spare / (max(tokens_each, 1.0) / size + 1))
+            total += max(room, 0.0)
+        return total
 
     def pace(self, state: GroupState) -> GroupPace:
         return self._groups.get(state.group) or GroupPace(pb.GroupDescription(), self._all)

@@ -18,12 +18,12 @@ COST = StepCost(step_s=0.01, token_s=0.002)
 quarter of the length: 100 such prompts take 3 s."""
 
 
-def plan(num_slots: int = 128) -> Plan:
+def plan(*, num_slots: int) -> Plan:
     cluster = ClusterPlan(
         num_groups=1,
         num_blocks=20_000,
         max_num_seqs=num_slots,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=512,
         cost=COST,
         gateway=GatewayConfig(),
         client=GroupClientConfig(step_deadline_s=10.0),
@@ -31,11 +31,11 @@ def plan(num_slots: int = 128) -> Plan:
     return Plan(cluster=cluster, load=Load(), quiet_s=10.0)
 
 
-def ask(world: World, shared: list[int]) -> Ask:
+def ask(world: World, shared: list[int], *, max_tokens: int = NUM_OUTPUT) -> Ask:
     """One with the shared beginning and an end of its own."""
     drawn = world.clients.draw()
     drawn.prompt = shared + [world.rng.randrange(200) for _ in range(NUM_OWN)]
-    drawn.max_tokens, drawn.ignore_eos, drawn.salt = NUM_OUTPUT, True, ""
+    drawn.max_tokens, drawn.ignore_eos, drawn.salt = max_tokens, True, ""
     return drawn
 
 
@@ -58,5 +58,29 @@ def test_no_client_of_a_burst_with_a_shared_prompt_is_refused(
         delays = [spread_s * number / num_clients for number in range(num_clients)]
         await asyncio.gather(*map(client, delays))
 
-    result = run(plan(), seed=1, script=script)
+    result = run(plan(num_slots=128), seed=1, script=script)
     assert result.outcomes == {"done": 2 * num_clients}
+
+
+def test_who_is_refused_finds_room_when_told_to_come_back() -> None:
+    """More come than can begin within the bound: each of the others is refused once."""
+    num_refusals = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        shared = [world.rng.randrange(200) for _ in range(NUM_SHARED)]
+
+        async def client() -> None:
+            asks = [ask(world, shared, max_tokens=1)]
+            await world.clients.ask(asks[0])
+            while (error := asks[-1].error) is not None:
+                retry_after_s = int(dict(error.trailing_metadata() or ())["retry-after"])
+                await asyncio.sleep(retry_after_s)
+                asks.append(ask(world, shared, max_tokens=1))
+                await world.clients.ask(asks[-1])
+            num_refusals.append(len(asks) - 1)
+
+        await asyncio.gather(*(client() for _ in range(400)))
+
+    run(plan(num_slots=400), seed=1, script=script)
+    assert set(num_refusals) == {0, 1}

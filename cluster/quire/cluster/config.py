@@ -95,7 +95,8 @@ class ClusterConfig:
     shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
     max_queue_wait_s: float | None = None
-    """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s; with
+    """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s, and 5 s in
+    a burst of requests for which there are slots and blocks (`AdmissionConfig.burst_wait_s`); with
     ``autoscaling`` it is five times ``target_ttft_s``, because the queue beyond the target is what
     starts groups."""
     standing_wait_s: float = AdmissionConfig.standing_wait_s
@@ -187,8 +188,12 @@ class ClusterConfig:
                 max_queue_wait_s = max(
                     max_queue_wait_s, _WAIT_OF_TARGET * self.autoscaling.target_ttft_s
                 )
+        burst_wait_s = AdmissionConfig.burst_wait_s
+        if self.max_queue_wait_s is not None:
+            burst_wait_s = self.max_queue_wait_s
         return AdmissionConfig(
             max_queue_wait_s=max_queue_wait_s,
+            burst_wait_s=burst_wait_s,
             standing_wait_s=self.standing_wait_s,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,

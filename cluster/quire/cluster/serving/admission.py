@@ -23,6 +23,9 @@ from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad, order
 from quire.router.policies.policy import GroupState
 
+BURST_S = 3.0
+"""Requests that come so soon after one that began on arrival are a burst, and later ones a lasting
+overload."""
 _MAX_RETRY_AFTER_S = 60.0
 
 
@@ -155,7 +158,7 @@ class Admission:
     ) -> list[Ticket]:
         """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
         began_s = now_s if self._began_s is None else self._began_s
-        self._is_burst = now_s - began_s <= self._config.burst_wait_s
+        self._is_burst = now_s - began_s <= BURST_S
         if states:
             ahead = self._ahead_of(ticket).plus(self._unrouted)
             _, ticket.bound_s = self._bound(ticket, states, ahead)
@@ -206,7 +209,8 @@ class Admission:
         config, bound_s = self._config, self._wait_bound_s
         if self._is_burst and config.burst_wait_s > bound_s:
             needed = ahead.num_requests * self._capacity.num_gateways + ticket.num_requests
-            if self._capacity.num_free_slots(states) >= needed:
+            tokens_each = ahead.tokens_each_with(ticket)
+            if self._capacity.room_beside(states, tokens_each=tokens_each) >= needed:
                 return "burst_wait_s", config.burst_wait_s
         is_standing = bound_s < config.max_queue_wait_s
         return ("standing_wait_s" if is_standing else "max_queue_wait_s"), bound_s
@@ -241,7 +245,8 @@ class Admission:
             need = ahead.num_requests * self._capacity.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
-            allowed_s = bound_s if reason != "deadline" else 0.0
+            # The burst will be over by then.
+            allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
         waits = (
             f"{ahead.num_requests} requests with {ahead.num_tokens:.0f} prompt tokens to compute "

@@ -20,9 +20,10 @@ class AdmissionConfig:
     standing_wait_s: float = 1.0
     """Replaces ``max_queue_wait_s``, if it is less, once no request has found free groups for this
     time: a standing queue adds delay without adding throughput."""
-    burst_wait_s: float = 10.0
-    """Replaces both, if it is more, for a request for which a group has a free slot, so that
-    nothing needs to end before it: until no request has begun on arrival for this time."""
+    burst_wait_s: float = 5.0
+    """Replaces both, if it is more, for a request for which a group has a slot and blocks, so
+    that nothing needs to end before it: in a burst, which ends when no request has begun on
+    arrival for 3 s."""
     min_queued_per_group: int = 2
     """This number of requests for each group may always wait, however long their prompts are."""
     max_group_wait_s: float = 0.25

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from math import exp, inf
 
-from quire.cluster.serving.headroom import Ask, Headroom, free_slots, room_of
+from quire.cluster.serving.headroom import Ask, Headroom, room_beside, room_of
 from quire.cluster.serving.speeds import GroupPace, OutputLength, Speeds
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
@@ -132,13 +132,14 @@ class Capacity:
         num_waiting = sum(state.num_waiting for state in states)
         return num_waiting, sum(state.num_reserved_requests for state in states)
 
-    def num_free_slots(self, states: Sequence[GroupState]) -> float:
-        """How many requests beyond those sent could run without the end of another."""
+    def room_beside(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
+        """How many requests beyond those sent find slots and blocks before any other ends."""
+        tokens_each = max(tokens_each, 1.0)
         if len(states) >= self._many:
-            return self._rooms_of(states).num_free_slots()
+            return self._rooms_of(states).room_beside(tokens_each)
         paces = (self._pace_of(state.group) for state in states)
-        each = map(partial(free_slots, num_gateways=self.num_gateways), states, paces)
-        return sum(max(free, 0.0) for free in each)
+        room = partial(room_beside, tokens_each=tokens_each, num_gateways=self.num_gateways)
+        return sum(map(room, states, paces))
 
     def _count_gateways(self) -> None:
         before = self.num_gateways
