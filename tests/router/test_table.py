@@ -16,7 +16,7 @@ from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync, P
 from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.api.hashing import BlockHash, BlockHashes
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B = GroupId("a"), GroupId("b")
@@ -70,6 +70,17 @@ def test_a_burst_of_different_cold_prompts_does_not_herd(blocks: Blocks) -> None
         for i in range(40)
     ]
     assert {chosen.count(group) for group in groups} == {10}
+
+
+def test_the_longest_prefix_that_a_group_holds_or_computes_is_known(blocks: Blocks) -> None:
+    table, prompt = table_of(GroupId("a"), GroupId("b")), blocks(range(6))
+    assert table_of().num_held(BlockHashes.of(prompt)) == 0
+    assert table.num_held(BlockHashes.of(prompt)) == 0
+    table.route("short", hashes=blocks(range(2)), num_prompt_tokens=40)
+    table.route("long", hashes=blocks(range(4)), num_prompt_tokens=70)
+    assert table.num_held(BlockHashes.of(prompt)) == 4
+    table.completed("long")
+    assert table.num_held(BlockHashes.of(prompt)) == 2
 
 
 def test_a_reservation_counts_until_the_groups_frames_must_show_it(blocks: Blocks) -> None:
