@@ -117,6 +117,11 @@ class Groups:
         return len(self._routable())
 
     @property
+    def clients(self) -> list[GroupClient]:
+        """Of all groups that are known, those that are not attached or have left among them."""
+        return [client for client, _ in (*self._clients.values(), *self._leaving)]
+
+    @property
     def loads(self) -> Mapping[GroupId, pb.Load]:
         """The last load of each attached group."""
         return self._loads
