@@ -10,7 +10,7 @@ ENV PATH=/opt/quire/bin:$PATH
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} torch==2.13.0
 COPY . /src
 # With the CPU kernels compiled, for any x86-64 node.
-RUN QUIRE_BUILD_NATIVE=1 pip install --no-cache-dir '/src[cluster]'
+RUN QUIRE_BUILD_NATIVE=1 pip install --no-cache-dir '/src[cluster,vllm-grpc]'
 
 FROM python:3.11-slim-bookworm
 # Ray's start script wants bash and ps; Triton, on a node with a GPU, a C compiler.

@@ -298,6 +298,7 @@ def start_group(model: HashModel) -> StartGroup:
             "vocab_size": facts.vocab_size,
             "num_blocks": num_blocks,
             "max_num_seqs": config.max_num_seqs,
+            "eos_token_ids": facts.eos_token_ids,
             **(description or {}),
         }
         group_service = GroupService(

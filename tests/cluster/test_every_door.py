@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from smg_grpc_proto import vllm_engine_pb2
 from starlette.applications import Starlette
 from starlette.routing import Route
 from tests.cluster.test_security import Certificates
@@ -40,7 +41,8 @@ WRONG = [
     *({"authorization": shown} for shown in ("Bearer secret-b", f"Basic {KEY}", KEY, "Bearer")),
 ]
 FILES: list[FileDescriptor] = [
-    module.DESCRIPTOR for module in (inference_pb2, group_pb2, health_pb2, reflection_pb2)
+    module.DESCRIPTOR
+    for module in (inference_pb2, group_pb2, health_pb2, reflection_pb2, vllm_engine_pb2)
 ]
 CALLS = [
     f"/{service.full_name}/{method.name}"

@@ -5,8 +5,9 @@ Errors carry the status codes that ``inference.proto`` promises, and the details
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import aclosing
+from importlib.util import find_spec
 from typing import Any
 
 import grpc
@@ -16,13 +17,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.cluster.dialects.tools import check_tools
 from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
+from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
-from quire.cluster.edge.streams import sane_client_id
-from quire.cluster.errors import DeadlineExceeded, Overloaded
-from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
@@ -32,9 +31,6 @@ from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, 
 
 _MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
-_SMALL_MESSAGE_BYTES = 2**16
-_MAX_ITEMS = 1024
-"""In a list among the sampling parameters."""
 _PIECE_TOKENS = 2**16
 _MAX_JSON_CHARS = 2**16
 """Longest JSON of a chat template's variables, or of a message's other fields."""
@@ -58,8 +54,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         async with statuses(context, request):
-            with _held(request, self._gateway):
-                _check_lists(request.sampling)
+            with held(request, self._gateway):
+                check_lists(request.sampling)
                 prepared = await self._gateway.prepare(
                     Request(
                         prompt=_prompt(request),
@@ -67,10 +63,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         model=request.model,
                         cache_salt=request.cache_salt,
                         tenant=grpc_caller(context, self._keys).tenant,
-                        client_id=_client_id(context),
+                        client_id=client_id(context),
                         explain_routing=request.explain_routing,
                         priority=request.priority,
-                        timeout_s=_remaining_s(context),
+                        timeout_s=remaining_s(context),
                     )
                 )
             request.Clear()  # The prompt is token ids now, and the call may last.
@@ -83,7 +79,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with statuses(context, request):
             self._gateway.check_model(request.model)
             card = await self._gateway.card()
-            with _held(request, self._gateway):
+            with held(request, self._gateway):
                 token_ids = await self._gateway.prompts.tokenize(_prompt(request))
             for start in range(0, len(token_ids), _PIECE_TOKENS):
                 response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
@@ -97,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         response = pb.DetokenizeResponse()
         async with statuses(context, request):
             self._gateway.check_model(request.model)
-            with _held(request, self._gateway):
+            with held(request, self._gateway):
                 response.text = await self._gateway.detokenize(
                     request.token_ids, skip_special_tokens=request.skip_special_tokens
                 )
@@ -118,6 +114,8 @@ def build_grpc_server(
 ) -> grpc.aio.Server:
     """A server without ports, for the caller to add them, start it and stop it with grace.
 
+    With the package smg-grpc-proto it speaks `vllm.grpc.engine` too.
+
     Its health is SERVING while at least one replica group takes requests. ``keys``: what clients
     of `Inference` must show; without them, everyone is let in. ``limits``: of its connections; the
     body's timeout is not used, since gRPC has none.
@@ -131,8 +129,16 @@ def build_grpc_server(
     service = InferenceService(gateway, keys=keys)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway, keys=keys), server)
-    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway), server)
-    add_reflection((pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR), server)
+    files = [pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
+    services = [SERVICE]
+    if find_spec("smg_grpc_proto") is not None:
+        from quire.cluster.edge.vllm_grpc import VLLM_FILE, VLLM_SERVICE, add_vllm_engine
+
+        add_vllm_engine(gateway, server, keys=keys)
+        files.append(VLLM_FILE)
+        services.append(VLLM_SERVICE)
+    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway, services), server)
+    add_reflection(files, server)
     return server
 
 
@@ -164,9 +170,10 @@ def _ms(seconds: float) -> int:
 class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1, following the gateway's readiness."""
 
-    def __init__(self, gateway: ModelService) -> None:
+    def __init__(self, gateway: ModelService, services: Iterable[str]) -> None:
         super().__init__()
         self._gateway = gateway
+        self._names = ("", *services)
         self._changed = asyncio.Event()
         self._on_change()
         gateway.watch(self._on_change)
@@ -186,7 +193,7 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
             await changed.wait()
 
     def _on_change(self) -> None:
-        self._server_status = dict.fromkeys(("", SERVICE), self._status())
+        self._server_status = dict.fromkeys(self._names, self._status())
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -194,51 +201,6 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
         is_ready = self._gateway.is_ready
         response = health_pb2.HealthCheckResponse
         return response.SERVING if is_ready else response.NOT_SERVING
-
-
-def _client_id(context: Context) -> str:
-    """The client's name for the request, in ``x-request-id`` as over HTTP."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "x-request-id" and isinstance(value, str):
-            return sane_client_id(value)
-    return ""
-
-
-def _remaining_s(context: Context) -> float | None:
-    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
-    remaining_s = context.time_remaining()
-    if remaining_s is not None and remaining_s <= 0:
-        raise DeadlineExceeded("the call came after its deadline")
-    return remaining_s
-
-
-def _held(
-    request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest, gateway: ModelService
-) -> Hold:
-    """Counts a large request's bytes. Raises Overloaded: others have them, and it is here already,
-    so that to wait would need memory."""
-    num_bytes = request.ByteSize()
-    if num_bytes <= _SMALL_MESSAGE_BYTES:
-        return Hold(lambda: None)
-    budget = gateway.bodies
-    hold = budget.take_now(num_bytes)
-    if hold is None:
-        gateway.admission.refused("bodies")
-        raise Overloaded(
-            f"other large requests hold {budget.held} of {budget.limit} bytes, this one has "
-            f"{num_bytes}: try again later",
-            reason="bodies",
-            retry_after_s=1.0,
-        )
-    return hold
-
-
-def _check_lists(sampling: pb.SamplingParams) -> None:
-    """Raises InvalidRequest before a list that no request may have becomes a million objects."""
-    for field, value in sampling.ListFields():
-        is_list = isinstance(value, Collection) and not isinstance(value, str)
-        if is_list and len(value) > _MAX_ITEMS:
-            raise InvalidRequest(f"{field.name} has {len(value)}: at most {_MAX_ITEMS}")
 
 
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:

@@ -4,7 +4,10 @@ Built on the `tokenizers` library and Jinja alone, so that a gateway needs neith
 seconds that importing transformers takes.
 """
 
+import io
+import json
 import reprlib
+import zipfile
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +46,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
-        self._template = _chat_template(chat_template, special_tokens or {})
+        self._special_tokens = dict(special_tokens or {})
+        self._template = _chat_template(chat_template, self._special_tokens)
         self.bound: TextBound | None = text_bound(backend)
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
 
@@ -93,6 +97,20 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The token that is this text; ``None`` where there is none."""
         return self._backend.token_to_id(text)
+
+    def as_zip(self) -> bytes:
+        """A ZIP archive of the files that `load` reads."""
+        config: dict[str, str] = dict(self._special_tokens)
+        if self._template is not None:
+            config["chat_template"] = self._template.source
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+            for name, text in (
+                ("tokenizer.json", self._backend.to_str()),
+                ("tokenizer_config.json", json.dumps(config)),
+            ):  # A ZipInfo has no time, so that the bytes are always the same.
+                files.writestr(zipfile.ZipInfo(name), text, compress_type=zipfile.ZIP_DEFLATED)
+        return archive.getvalue()
 
     def special_tokens(self) -> dict[int, str]:
         """The texts of the tokens that `decode` leaves out."""

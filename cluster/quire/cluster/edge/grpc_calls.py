@@ -1,0 +1,59 @@
+"""What every service that takes requests needs of a call: its name, its time and its size."""
+
+from collections.abc import Collection
+
+from google.protobuf.message import Message
+
+from quire.cluster.edge.grpc_errors import Context
+from quire.cluster.edge.streams import sane_client_id
+from quire.cluster.errors import DeadlineExceeded, Overloaded
+from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.service import ModelService
+from quire.worker.api.errors import InvalidRequest
+
+_SMALL_MESSAGE_BYTES = 2**16
+_MAX_ITEMS = 1024
+"""In a list among the sampling parameters."""
+
+
+def client_id(context: Context) -> str:
+    """The client's name for the request, in ``x-request-id`` as over HTTP."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "x-request-id" and isinstance(value, str):
+            return sane_client_id(value)
+    return ""
+
+
+def remaining_s(context: Context) -> float | None:
+    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
+    left_s = context.time_remaining()
+    if left_s is not None and left_s <= 0:
+        raise DeadlineExceeded("the call came after its deadline")
+    return left_s
+
+
+def held(request: Message, gateway: ModelService) -> Hold:
+    """Counts a large request's bytes. Raises Overloaded: others have them, and it is here already,
+    so that to wait would need memory."""
+    num_bytes = request.ByteSize()
+    if num_bytes <= _SMALL_MESSAGE_BYTES:
+        return Hold(lambda: None)
+    budget = gateway.bodies
+    hold = budget.take_now(num_bytes)
+    if hold is None:
+        gateway.admission.refused("bodies")
+        raise Overloaded(
+            f"other large requests hold {budget.held} of {budget.limit} bytes, this one has "
+            f"{num_bytes}: try again later",
+            reason="bodies",
+            retry_after_s=1.0,
+        )
+    return hold
+
+
+def check_lists(sampling: Message) -> None:
+    """Raises InvalidRequest before a list that no request may have becomes a million objects."""
+    for field, value in sampling.ListFields():
+        is_list = isinstance(value, Collection) and not isinstance(value, str)
+        if is_list and len(value) > _MAX_ITEMS:
+            raise InvalidRequest(f"{field.name} has {len(value)}: at most {_MAX_ITEMS}")

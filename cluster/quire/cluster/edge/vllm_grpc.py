@@ -1,0 +1,268 @@
+"""`vllm.grpc.engine`, as gateways written for vLLM's gRPC engine call it.
+
+To them, a whole cluster is one engine. Its methods come from the package smg-grpc-proto, and are
+served where that is installed. Those that would reach into one engine are refused, with the reason.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from quire.cluster.edge.auth import ApiKeys, grpc_caller
+from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
+from quire.cluster.edge.grpc_errors import Context, refuse, statuses
+from quire.cluster.edge.streams import sane_client_id
+from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
+from quire.cluster.serving.service import ModelService
+from quire.v1 import group_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Request
+
+VLLM_FILE = vllm.DESCRIPTOR
+VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"].full_name
+_PIECE_BYTES = 2**16
+
+
+def add_vllm_engine(
+    gateway: ModelService, server: grpc.aio.Server, *, keys: ApiKeys | None
+) -> None:
+    """Adds the service to ``server``."""
+    service = VllmEngineService(gateway, keys=keys)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
+
+
+class _Run:
+    """A request under way, which another call may abort."""
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+        self._limit: asyncio.Timeout | None = None
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def follow(
+        self, chunks: AsyncGenerator[pb.GenerateResponse, None]
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields ``chunks`` until they end or the request is aborted; closes them."""
+        async with aclosing(chunks):
+            while not self.is_aborted:
+                try:
+                    # Not around what is done with a chunk: a message must be sent whole.
+                    async with asyncio.timeout(None) as self._limit:
+                        chunk = await anext(chunks)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    if not self.is_aborted:
+                        raise
+                    return
+                finally:
+                    self._limit = None
+                yield chunk
+
+
+class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """`ModelService` as vLLM's engine."""
+
+    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
+        self._gateway = gateway
+        self._keys = keys
+        self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
+        """By tenant and the client's id: nobody aborts another tenant's."""
+        self._began_s = time.monotonic()
+        self._last_request_s = 0.0  # Since 1970.
+        self._bundle: bytes | None = None
+
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        aliases = aliases_of(request)
+        async with statuses(context, request, aliases=aliases):
+            self._last_request_s = time.time()
+            tenant = grpc_caller(context, self._keys).tenant
+            name, run = (tenant, request.request_id), _Run()
+            self._runs[name].add(run)
+            try:
+                await self._generate(request, context, tenant, run)
+            finally:
+                self._runs[name].remove(run)
+                if not self._runs[name]:
+                    del self._runs[name]
+
+    async def _generate(
+        self, request: vllm.GenerateRequest, context: Context, tenant: str, run: _Run
+    ) -> None:
+        with held(request, self._gateway):
+            check_lists(request.sampling_params)
+            prepared = await self._gateway.prepare(
+                Request(
+                    prompt=prompt_of(request),
+                    sampling=sampling_of(request.sampling_params),
+                    tenant=tenant,
+                    client_id=client_id(context) or sane_client_id(request.request_id),
+                    timeout_s=remaining_s(context),
+                )
+            )
+        answers = Answers(prepared, is_stream=request.stream)
+        request.Clear()  # The prompt is token ids now, and the call may last.
+        async with aclosing(run.follow(self._gateway.stream([prepared]))) as chunks:
+            async for chunk in chunks:
+                for message in answers.of(chunk):
+                    await context.write(message)
+        if run.is_aborted:
+            for message in answers.aborted():
+                await context.write(message)
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
+        tenant = grpc_caller(context, self._keys).tenant
+        for name in request.request_ids:
+            for run in self._runs.get((tenant, name), ()):
+                run.abort()
+        return vllm.AbortResponse()
+
+    async def HealthCheck(
+        self, request: vllm.HealthCheckRequest, context: Context
+    ) -> vllm.HealthCheckResponse:
+        gateway = self._gateway
+        if gateway.is_ready:
+            return vllm.HealthCheckResponse(healthy=True, message="Health")
+        why = "the gateway is stopping" if gateway.is_draining else "no replica group is attached"
+        return vllm.HealthCheckResponse(healthy=False, message=why)
+
+    async def GetModelInfo(
+        self, request: vllm.GetModelInfoRequest, context: Context
+    ) -> vllm.GetModelInfoResponse:
+        response = vllm.GetModelInfoResponse()
+        async with statuses(context, request):
+            card = await self._gateway.card()
+            ends = {token for group in self._groups() for token in group.eos_token_ids}
+            response = vllm.GetModelInfoResponse(
+                model_path=card.model,
+                served_model_name=card.model,
+                tokenizer_path=card.model,
+                is_generation=True,
+                max_context_length=card.max_model_len,
+                max_req_input_len=card.max_model_len,
+                vocab_size=card.vocab_size,
+                eos_token_ids=sorted(ends),
+            )
+        return response
+
+    async def GetServerInfo(
+        self, request: vllm.GetServerInfoRequest, context: Context
+    ) -> vllm.GetServerInfoResponse:
+        response = vllm.GetServerInfoResponse()
+        async with statuses(context, request):
+            card = await self._gateway.card()
+            response = vllm.GetServerInfoResponse(
+                active_requests=self._gateway.num_inflight,
+                is_paused=self._gateway.is_draining,
+                last_receive_timestamp=self._last_request_s,
+                uptime_seconds=time.monotonic() - self._began_s,
+                server_type="vllm-grpc",
+                data_parallel_size=1,
+                kv_cache_dtype=card.kv_dtype,
+                block_size=card.block_size,
+                max_num_seqs=sum(group.max_num_seqs for group in self._groups()),
+                constrained_decoding_start="first_token",
+            )
+        return response
+
+    async def GetLoads(
+        self, request: vllm.GetLoadsRequest, context: Context
+    ) -> vllm.GetLoadsResponse:
+        response = vllm.GetLoadsResponse()
+        async with statuses(context, request):
+            if request.dp_rank:
+                raise InvalidRequest(
+                    f"dp_rank={request.dp_rank} is out of range: rank 0 is all replica groups"
+                )
+            response = vllm.GetLoadsResponse(
+                timestamp=datetime.now(UTC).isoformat(),
+                version=version("quire"),
+                dp_rank_count=1,
+                loads=[self._load()],
+            )
+        return response
+
+    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
+        async with statuses(context, request):
+            if self._bundle is None:
+                self._bundle = await asyncio.to_thread(self._gateway.tokenizer.as_zip)
+            bundle = self._bundle
+            starts = range(0, len(bundle), _PIECE_BYTES)
+            for start in starts:
+                chunk = common_pb2.GetTokenizerChunk(data=bundle[start : start + _PIECE_BYTES])
+                if start == starts[-1]:
+                    chunk.sha256 = hashlib.sha256(bundle).hexdigest()
+                await context.write(chunk)
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:
+        await _refuse(context, "Embed: the model that is served generates text")
+
+    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
+        await _refuse(context, "FlushCache: answers do not depend on what is cached")
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> NoReturn:
+        await _refuse(context, "StartProfile: a gateway has no engine to profile")
+
+    async def StopProfile(
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> NoReturn:
+        await _refuse(context, "StopProfile: a gateway has no engine to profile")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> None:
+        await _refuse(
+            context,
+            "SubscribeKvEvents: this gateway routes by cached prefixes itself, among its groups",
+        )
+
+    def _groups(self) -> list[group_pb2.GroupDescription]:
+        """Those that are attached."""
+        clients = self._gateway.groups.clients
+        return [client.description for client in clients if client.is_attached]
+
+    def _load(self) -> vllm.SchedulerLoad:
+        """Of all groups together."""
+        groups, loads = self._groups(), list(self._gateway.groups.loads.values())
+        num_running = sum(load.num_running for load in loads)
+        num_waiting = sum(load.num_waiting for load in loads)
+        used = sum(load.num_held_blocks for load in loads)
+        blocks = sum(group.num_blocks for group in groups)
+        size = max((group.block_size for group in groups), default=0)
+        num_prompt = sum(load.num_prompt_tokens for load in loads)
+        num_hit = sum(load.num_hit_tokens for load in loads)
+        return vllm.SchedulerLoad(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            num_total_reqs=num_running + num_waiting,
+            num_used_tokens=used * size,
+            max_total_num_tokens=blocks * size,
+            token_usage=used / blocks if blocks else 0.0,
+            cache_hit_rate=num_hit / num_prompt if num_prompt else 0.0,
+            max_running_requests=sum(group.max_num_seqs for group in groups),
+            num_waiting_uncached_tokens=sum(load.num_pending_prefill_tokens for load in loads),
+        )
+
+
+async def _refuse(context: Context, why: str) -> NoReturn:
+    await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", why)
+    raise AssertionError  # Not reached: it has raised.
