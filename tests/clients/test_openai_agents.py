@@ -89,3 +89,23 @@ async def test_structured_output(
     async with agent_of(start_cluster, api, output_type=Animal) as agent:
         answer = await agents.Runner.run(agent, "?")
     assert answer.final_output == Animal(kind="cat", legs=4)
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_a_tool_beside_structured_output(
+    start_cluster: Any, converses: Callable[..., None], api: Any
+) -> None:
+    converses(CALL, FORM)
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """The weather there."""
+        return f"rain in {city}"
+
+    async with agent_of(start_cluster, api, tools=[weather], output_type=Animal) as agent:
+        answer = await agents.Runner.run(agent, "?")
+    assert [type(item) for item in answer.new_items][:2] == [
+        agents.ToolCallItem,
+        agents.ToolCallOutputItem,
+    ]
+    assert answer.final_output == Animal(kind="cat", legs=4)

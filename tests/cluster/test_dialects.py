@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -519,8 +520,40 @@ def test_reasoning_comes_before_the_form(marked: Tokenizer, grammars: Grammars) 
         assert allows(grammars, marked, free, f"<think>Hm.</think>{answer}")
         assert allows(grammars, marked, free, answer)
     assert constrain(dialect, ToolUse(), None, reasons=None) is None
-    with pytest.raises(InvalidRequest, match="response_format cannot be had with tool_choice"):
-        constrain(dialect, required(STRICT), form, reasons=None)
+    regex = Constraint("regex", "a+")
+    with pytest.raises(InvalidRequest, match=r"a regex as .* cannot be had with tool_choice"):
+        constrain(dialect, required(STRICT), regex, reasons=None)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_an_answer_is_a_call_or_of_the_form(
+    form: str, is_strict: bool, marked: Tokenizer, grammars: Grammars
+) -> None:
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    tools = deepcopy(STRICT)
+    for each in tools:
+        each["function"]["strict"] = is_strict
+    json_form = json_constraint(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    )
+    if form == "llama3_json" and is_strict:
+        with pytest.raises(InvalidRequest, match="response_format cannot be had with strict tools"):
+            constrain(dialect, required(tools, "auto"), json_form, reasons=False)
+        return
+    may = constrain(dialect, required(tools, "auto"), json_form, reasons=False)
+    must = constrain(dialect, required(tools), json_form, reasons=False)
+    none = constrain(dialect, ToolUse(), json_form, reasons=False)
+    call = in_json(written(form, GOOD), form).lstrip()
+    assert allows(grammars, marked, may, call) == (form != "llama3_json")
+    assert allows(grammars, marked, must, call)
+    assert not allows(grammars, marked, none, call)
+    assert allows(grammars, marked, may, '{"a": 1}')
+    assert allows(grammars, marked, none, '{"a": 1}')
+    assert not allows(grammars, marked, must, '{"a": 1}')
+    for text in ('{"a": "b"}', "So be it."):
+        for constraint in (may, must, none):
+            assert not allows(grammars, marked, constraint, text)
 
 
 def test_messages_have_a_channel_each(marked: Tokenizer, grammars: Grammars) -> None:

@@ -296,6 +296,8 @@ async def test_what_is_not_served_is_refused_by_name(start_cluster: Any) -> None
         }
         body = {"input": "x", "max_output_tokens": 1, **neutral}
         assert (await client.post(url, json=body)).status_code == 200
+        encrypted = {**body, "include": ["reasoning.encrypted_content"]}
+        assert (await client.post(url, json=encrypted)).status_code == 200
         reference = (await client.get(f"{cluster.http_url}/openapi.json")).json()
     fields = reference["components"]["schemas"]["ResponsesBody"]["properties"]
     assert {"input", "text", "top_k"} <= fields.keys()

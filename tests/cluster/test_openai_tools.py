@@ -215,9 +215,12 @@ async def test_strict_tools_are_called_as_their_schemas_say(start_cluster: Any) 
         free = await chats.create(**asked)
         assert free.choices[0].message.tool_calls is None
         assert free.choices[0].message.content
-        form: Any = {"type": "json_object"}
-        with pytest.raises(openai.BadRequestError, match="response_format cannot be had with"):
-            await chats.create(**asked, response_format=form)
+        form: Any = {"type": "json_schema", "json_schema": {"name": "f", "schema": KIND}}
+        formed = (await chats.create(**asked, response_format=form)).choices[0].message
+        (found,) = [each.function.arguments for each in formed.tool_calls or []] or [formed.content]
+        assert json.loads(found)["k"] in ("cat", 5)
+        with pytest.raises(openai.BadRequestError, match="a regex as the form of the output canno"):
+            await chats.create(**asked, extra_body={"regex": "a"})
         odd = {"type": "object", "properties": {"a": {"not": {}}}}
         bad = {"type": "function", "function": {"name": "f", "parameters": odd}}
         with pytest.raises(openai.BadRequestError, match=r"tools: .*not"):

@@ -6,6 +6,7 @@ extensions. Special tokens stand in it by their ids, since their text alone is n
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.cluster.dialects.dialect import Dialect
@@ -34,7 +35,8 @@ _FREE_TEXT = {"type", "description", "title", "default", "examples"}
 def constrain(
     dialect: Dialect, use: ToolUse, form: Constraint | None, *, reasons: bool | None
 ) -> Constraint | None:
-    """The form of an answer in which ``use`` and ``form``, where the request has one, hold.
+    """The form of an answer in which ``use`` and ``form``, where the request has one, hold. A form
+    is that of an answer without calls.
 
     ``reasons``: the prompt has begun the reasoning, or, with ``False``, it has ended it; ``None``
     leaves it to the model. The reasoning has no form.
@@ -43,28 +45,37 @@ def constrain(
         InvalidRequest: Both are given and cannot hold together, or a schema cannot be written in
             the model's format of calls.
     """
-    if use.has_form and form is not None:
-        raise InvalidRequest(
-            "response_format cannot be had with tool_choice 'required' or a named function, or "
-            "with strict tools: leave one of them out"
-        )
-    if form is not None and (dialect.reasoning is None or reasons is False):
+    if form is not None and form.kind != "json_schema":
+        if use.has_form:
+            raise InvalidRequest(
+                f"a {form.kind} as the form of the output cannot be had with tool_choice "
+                "'required' or a named function, or with strict tools: leave one of them out"
+            )
+        return form  # Written for the whole answer.
+    may_call = bool(use.tools) and dialect.calls is not None
+    if form is not None and may_call and not use.is_required and _is_json(dialect.calls):
+        # The grammar's lexer would have to look ahead to tell them apart.
+        if use.has_form:
+            raise InvalidRequest(
+                "response_format cannot be had with strict tools of this model, whose calls are "
+                "JSON without a mark: leave one of them out"
+            )
+        may_call = False
+    if form is not None and not may_call and (dialect.reasoning is None or reasons is False):
         return form
     if form is None and not use.has_form:
         return None
     grammar = Lark(dialect.special_tokens)
-    if form is None:
-        answer = _calls(grammar, dialect, use)
-    elif form.kind == "json_schema":
+    reasoning = dialect.reasoning
+    plain = None
+    if form is not None and not use.is_required:
         try:
-            answer = grammar.json(json.loads(form.text))
-            if dialect.reasoning is not None and dialect.reasoning.frame is not None:
-                answer = f"{grammar.text(dialect.reasoning.frame.answer)} {answer}"
+            plain = grammar.json(json.loads(form.text))
         except ValueError:
             return form  # It is refused as it is.
-    else:
-        return form  # Written for the whole answer.
-    reasoning = dialect.reasoning
+        if reasoning is not None and reasoning.frame is not None:
+            plain = f"{grammar.text(reasoning.frame.answer)} {plain}"
+    answer = plain if plain and not may_call else _calls(grammar, dialect, use, plain)
     if reasoning is not None and reasons is not False:
         rest = f"{grammar.until(reasoning.closes)} /\\s{{0,4}}/"
         if reasoning.frame is not None:
@@ -76,7 +87,13 @@ def constrain(
     return Constraint("grammar", grammar.written(answer))
 
 
-def _calls(grammar: Lark, dialect: Dialect, use: ToolUse) -> str:
+def _is_json(calls: ToolFormat | None) -> bool:
+    """Whether a call begins as any JSON object does."""
+    return calls is not None and calls.is_bare and not calls.shapes[0].begin
+
+
+def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> str:
+    """``form``: of an answer that is no call."""
     calls = dialect.calls
     assert calls is not None, "checked before"
     opener = "" if calls.is_bare else calls.opens[0]
@@ -95,8 +112,11 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse) -> str:
         section = f"{section} ({again})*"
     if shape.between is not None:
         section = f"{begin} {section} {grammar.text(shape.end)}".strip()
+    begun = f"{grammar.text(opener)} {section}".strip()
     if use.is_required:
-        return f"{grammar.text(opener)} {section}".strip()
+        return begun
+    if form is not None:
+        return f"({begun} | {form})"
     plain = _plain(grammar, calls)
     if calls.frame is not None:
         return f"({grammar.text(opener)} {section} | {grammar.text(calls.frame.answer)} {plain})"
@@ -116,9 +136,19 @@ def _plain(grammar: Lark, calls: ToolFormat) -> str:
 def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse) -> str:
     """A call of this tool."""
     schema = dict(tool.parameters) if tool.is_strict or use.is_required else {}
+    if not schema:  # Of the arguments only the names are known.
+        tool = replace(tool, parameters=_untyped(tool.parameters))
     schema.setdefault("type", "object")
     parts = [_part(grammar, part, tool, schema) for part in shape.call]
     return " ".join(part for part in parts if part)
+
+
+def _untyped(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema that keeps the arguments' names and types and nothing more."""
+    properties = parameters.get("properties")
+    names = properties if isinstance(properties, dict) else {}
+    kinds = {name: kinds_of(name, parameters) for name in names}
+    return {"properties": {n: {"type": sorted(k)} if k else {} for n, k in kinds.items()}}
 
 
 def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:

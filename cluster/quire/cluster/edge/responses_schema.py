@@ -47,7 +47,8 @@ class ResponsesBody(ChatFields, GenerationBody):
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
-        "include": ([],),
+        # Reasoning comes in clear, and can be sent back so.
+        "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
         "stream_options": ({}, {"include_obfuscation": False}),
