@@ -208,7 +208,8 @@ async def test_an_abort_ends_the_request_and_frees_what_it_held(
             await asyncio.sleep(0.01)
         await stub.Abort(vllm.AbortRequest(request_ids=["b"]))
         assert group.engine_loop.num_requests == 2
-        await stub.Abort(vllm.AbortRequest(request_ids=["a", "b"]))
+        abort = vllm.AbortRequest(request_ids=["a", "b", "a"])
+        await asyncio.gather(*(stub.Abort(abort) for _ in range(5)))
         chunks, ends = await answer
         assert [(end.index, end.finish_reason) for end in ends] == [(0, "abort"), (1, "abort")]
         assert not (chunks and any(end.output_ids for end in ends))

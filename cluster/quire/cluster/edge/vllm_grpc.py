@@ -52,9 +52,9 @@ class _Run:
         self._limit: asyncio.Timeout | None = None
 
     def abort(self) -> None:
-        self.is_aborted = True
-        if self._limit is not None:
+        if self._limit is not None and not self.is_aborted:
             self._limit.reschedule(asyncio.get_running_loop().time())
+        self.is_aborted = True
 
     async def follow(
         self, chunks: AsyncGenerator[pb.GenerateResponse, None]
