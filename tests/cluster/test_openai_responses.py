@@ -254,7 +254,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"reasoning_effort": "low"}, "reasoning_effort", "send reasoning={'effort': …}"),
     ({"max_tokens": 5}, "max_tokens", "send max_output_tokens"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0: "),
-    ({"text": {"format": {"type": "xml"}}}, "text.format", "must be text, json_object or json"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema or structural_tag"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "JSON schema"),
     ({"text": {"formt": {}}}, "formt", "did you mean format?"),
     ({"text": {"verbosity": "high"}}, "verbosity", "is not supported"),

@@ -105,7 +105,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": 5}}, "not a text"),
     ({"structured_outputs": {"json": [5]}}, "a JSON schema is an object, not list"),
     ({"response_format": {"type": "json_schema"}}, "response_format="),
-    ({"response_format": {"type": "xml"}}, "must be text, json_object or json_schema"),
+    (
+        {"response_format": {"type": "xml"}},
+        "must be text, json_object, json_schema or structural_tag",
+    ),
     ({"regex": "a" * 600_000}, "600000 bytes: at most 524288"),
     ({"regex": "\ud800"}, "not JSON that can be read"),
 ]
