@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_status import rpc_status
 from tests.cluster.group_calls import submit
 
 from quire.cluster.cli.main import main
@@ -223,6 +224,9 @@ async def test_groups_that_are_not_there_are_named(start_cluster: Any) -> None:
             await admin.Drain(pb.DrainRequest(group="g7")).read()
         assert raised.value.code() == grpc.StatusCode.NOT_FOUND
         assert "g0, g1" in (raised.value.details() or "")
+        status = rpc_status.from_call(raised.value)
+        assert status is not None
+        assert b"GROUP_NOT_FOUND" in status.details[0].value
         cluster.take_steps_of(0.05)
         call = generate(cluster, max_tokens=300)
         name = (await anext(aiter(call))).start.routing.group

@@ -6,9 +6,9 @@ A group itself drains, and tells every gateway so; this gateway only passes the 
 import asyncio
 
 import grpc
-import grpc.aio
 
 from quire.cluster.edge.auth import ApiKeys, grpc_caller
+from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.serving.service import ModelService
 from quire.router.prefix_index.directory import GroupId
@@ -17,9 +17,6 @@ from quire.v1 import admin_pb2_grpc, group_pb2
 
 _LOOK_S = 0.05
 _UNDRAIN_TIMEOUT_S = 5.0
-
-
-Context = grpc.aio.ServicerContext[object, object]
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -47,9 +44,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         while shown != 0:
             if client.phase == group_pb2.StepFrame.SERVING:
                 if shown is not None:
-                    await context.abort(
-                        grpc.StatusCode.ABORTED, f"group {request.group} takes requests again"
-                    )
+                    message = f"group {request.group} takes requests again"
+                    await refuse(context, grpc.StatusCode.ABORTED, "GROUP_SERVES", message)
                 client.drain(is_wanted=True)
             elif client.num_requests != shown:
                 shown = client.num_requests
@@ -66,16 +62,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 while not self._groups.is_routed_to(client):
                     await self._pause(client, epoch, context)
         except TimeoutError:
-            await context.abort(
+            await refuse(
+                context,
                 grpc.StatusCode.FAILED_PRECONDITION,
+                "GROUP_STOPS",
                 f"group {request.group} is about to stop, or another model has taken over",
             )
         return pb.UndrainResponse()
 
     async def _check_operator(self, context: Context) -> None:
         if not grpc_caller(context, self._keys).is_operator:
-            await context.abort(
+            await refuse(
+                context,
                 grpc.StatusCode.PERMISSION_DENIED,
+                "NOT_AN_OPERATOR",
                 "the API key is no operator's: in the file of keys, its line is 'KEY *'",
             )
 
@@ -85,19 +85,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             if client.is_attached and client.description.group_id == group_id:
                 return client, client.description.epoch
         known = ", ".join(sorted(self._groups.loads)) or "none"
-        await context.abort(
-            grpc.StatusCode.NOT_FOUND, f"group={group_id!r} is not attached; attached are: {known}"
-        )
-        raise AssertionError  # Not reached: `abort` raises.
+        message = f"group={group_id!r} is not attached; attached are: {known}"
+        await refuse(context, grpc.StatusCode.NOT_FOUND, "GROUP_NOT_FOUND", message)
+        raise AssertionError  # Not reached: it has raised.
 
     async def _pause(self, client: GroupClient, epoch: int, context: Context) -> None:
         """Ends the call where the group is no longer there, or the gateway stops."""
         await asyncio.sleep(_LOOK_S)
         if self._gateway.is_draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
+            message = "the gateway is stopping"
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, "GATEWAY_STOPS", message)
         if not client.is_attached or client.description.epoch != epoch:
             message = f"the group at {client.address} is gone: {client.last_error}"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+            await refuse(context, grpc.StatusCode.UNAVAILABLE, "GROUP_LOST", message)
 
     def _message(self, client: GroupClient) -> pb.Group:
         if not client.is_attached:
