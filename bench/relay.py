@@ -14,7 +14,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
@@ -72,7 +72,7 @@ def main() -> None:
     print(format_table(("process", "µs/token", "of the floor"), table))
 
 
-Reader = Callable[[str, int, int], Awaitable[None]]
+Reader = Callable[[str, int, int], Coroutine[Any, Any, None]]
 
 
 def _load(

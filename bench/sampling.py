@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.peers.checkpoints import SHAPES, llama_config
+from bench.peers.checkpoints import SHAPES, config_entries
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.llm import LLM, SamplingParams
@@ -74,7 +74,7 @@ def main() -> None:
 
 def _make_checkpoint(folder: Path, vocab_size: int, spread: float) -> Path:
     torch.manual_seed(0)
-    values: dict[str, Any] = llama_config(SHAPES["S"]) | {"vocab_size": vocab_size}
+    values: dict[str, Any] = config_entries(SHAPES["S"]) | {"vocab_size": vocab_size}
     config = LlamaConfig(**values)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
