@@ -123,10 +123,12 @@ def score(logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Lo
         ):
             logits_V = logits_SV[row].double()
             log_totals_R[index] = float(logits_V.logsumexp(dim=0))
-            logprobs_V = logits_V.numpy() - log_totals_R[index]
+            # By logits, as log-probabilities of different ones can round to one number.
+            values_V = logits_V.numpy()
+            logprobs_V = values_V - log_totals_R[index]
             logprobs_R[index] = logprobs_V[token_id]
-            ranks_R[index] = 1 + (logprobs_V > logprobs_V[token_id]).sum()
-            best = np.argsort(-logprobs_V, kind="stable")[: min(num_top, max_top)]
+            ranks_R[index] = 1 + (values_V > values_V[token_id]).sum()
+            best = np.argsort(-values_V, kind="stable")[: min(num_top, max_top)]
             top_ids_RK[index, : len(best)], top_RK[index, : len(best)] = best, logprobs_V[best]
         return scores
     logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()

@@ -1,0 +1,86 @@
+"""Native draws and scores of adversarial logits, in every instruction set."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import native, sampling
+from quire.kernels.sampling import Scores, draw, score
+
+SIZES = [1, 17, 64, 1000, 3001]
+
+
+def adversarial(size: int) -> torch.Tensor:
+    """Rows that are plain, all equal, of few values, nearly equal, mostly banned, with one huge
+    logit, flat, and ascending."""
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.randn(8, size, generator=generator) * 4
+    rows[1] = 2.5
+    rows[2] = rows[2].round()
+    rows[3] = rows[3] * 1e-20
+    rows[4, : size // 2] = -math.inf
+    rows[5, size // 2] = 3e38
+    rows[6] *= 0.01
+    rows[7] = rows[7].sort().values
+    return rows
+
+
+def in_each_set(monkeypatch: pytest.MonkeyPatch, compute: Any) -> list[Any]:
+    """What ``compute`` returns with the library of each instruction set that this CPU has."""
+    found = []
+    for isa in native.available_isas():
+        loaded = native.load(isa)
+        monkeypatch.setattr(sampling, "library", lambda loaded=loaded: loaded)
+        found.append(compute())
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_draws_are_those_of_the_twin_that_sorts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(size)
+    count = 160
+    columns: dict[str, Any] = {
+        "rows_R": np.arange(count) % 8,
+        "temperature_R": rng.choice([1e-6, 0.3, 1.0, 90.0], count).astype(np.float32),
+        "top_k_R": rng.choice([0, 1, 40, 64, 65, 5000], count),
+        "top_p_R": rng.choice([1e-6, 0.5, 0.9, 1.0], count),
+        "min_p_R": rng.choice([0.0, 1e-9, 0.05, 1.0], count),
+        "uniform_R": rng.choice([0.0, 0.5, 1 - 2**-53, *rng.random(5)], count),
+    }
+    logits = adversarial(size)
+    monkeypatch.setattr(sampling, "library", lambda: None)
+    expected = draw(logits, **columns).tolist()
+    for drawn in in_each_set(monkeypatch, lambda: draw(logits, **columns).tolist()):
+        assert drawn == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_top", [0, 1, 20, 5000])
+def test_scores_are_those_of_float64(
+    size: int, num_top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = adversarial(size)
+    token_ids = np.random.default_rng(size).integers(0, size, 8)
+    token_ids[4:6] = size // 2, 0
+    plain = logits.double().numpy()
+    greatest = plain.max(axis=1, keepdims=True)
+    values = plain - (greatest + np.log(np.exp(plain - greatest).sum(axis=1, keepdims=True)))
+    own = np.take_along_axis(values, token_ids[:, None], axis=1)
+    columns = {"rows_R": np.arange(8), "token_ids_R": token_ids, "num_top_R": np.full(8, num_top)}
+    each = in_each_set(monkeypatch, lambda: score(logits, **columns))
+    # By logits: those of row 3 differ, and their log-probabilities round to one number.
+    order = np.argsort(-plain, axis=1, kind="stable")[:, :num_top]
+    ranks = 1 + (plain > np.take_along_axis(plain, token_ids[:, None], axis=1)).sum(axis=1)
+    monkeypatch.setattr(sampling, "library", lambda: None)
+    without = score(logits, **columns)
+    found: Scores
+    for found in (*each, without):
+        np.testing.assert_allclose(found.logprobs_R, own[:, 0], rtol=1e-14, atol=1e-12)
+        assert found.ranks_R.tolist() == ranks.tolist()
+        best = np.take_along_axis(values, order, axis=1)
+        np.testing.assert_allclose(found.top_RK, best, rtol=1e-14, atol=1e-12)
+        assert found.top_ids_RK.tolist() == order.tolist()
+    assert len({tuple(array.tobytes() for array in found) for found in each}) == 1
