@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 from bench.gpu.model import decode_step, open_random
-from bench.peers.checkpoints import MAX_POSITIONS, SHAPES, VOCAB_SIZE, Shape, llama_config
+from bench.peers.checkpoints import MAX_POSITIONS, SHAPES, VOCAB_SIZE, Shape, config_entries
 from torch import Tensor
 
 from quire import demo_model
@@ -55,7 +55,7 @@ def times(shape: Shape, rows: list[int], threads: int, rounds: int) -> None:
     print(f"| {shape.name}, {threads} thread(s) | rows | ms, fastest | ms, median | of bfloat16 |")
     print("| --- | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(llama_config(shape)))
+        (Path(folder) / "config.json").write_text(json.dumps(config_entries(shape)))
         executors = {name: _executor(Path(folder), threads, mode) for name, mode in MODES.items()}
         for count in rows:
             step = decode_step(count, CONTEXT, VOCAB_SIZE)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from bench.peers.checkpoints import SHAPES, Shape, make_checkpoint
+from bench.peers.checkpoints import SHAPES, SIZES, Shape, make_checkpoint
 from bench.peers.floor import Limits, floor_seconds, measure_limits
 from bench.peers.measure import (
     Contest,
@@ -143,8 +143,11 @@ def _options() -> argparse.Namespace:
         "models": (list(SHAPES), "shapes of model"),
         "workloads": (list(WORKLOADS), "rows of the table"),
     }
+    defaults = {"models": ",".join(SIZES)}
     for name, (known, what) in listed.items():
-        parser.add_argument(f"--{name}", help=f"{what}: of {','.join(known)}; default: all")
+        parser.add_argument(
+            f"--{name}", help=f"{what}: of {','.join(known)}; default: {defaults.get(name, 'all')}"
+        )
     parser.add_argument("--quick", action="store_true", help="the small model, a few workloads")
     parser.add_argument("--repeats", type=int, help="default: 3, with --quick 1")
     parser.add_argument(
@@ -189,6 +192,7 @@ def _options() -> argparse.Namespace:
     options.repeats = options.repeats or (1 if options.quick else 3)
     for name, (known, _) in listed.items():
         given = getattr(options, name)
+        given = defaults.get(name) if given is None else given
         chosen = known if given is None else [item for item in given.split(",") if item]
         unknown = [item for item in chosen if item not in known]
         if unknown or (not chosen and name != "peers"):

@@ -15,8 +15,10 @@ layers' matrices and H in the LM head, q = heads * head size, and L layers:
 Weights that the last level of cache holds are read at its rate, others at that of DRAM.
 The shared prefix is computed once. Attention cannot run at the rate of a large GEMM: its products
 are short and wait for exp; `ATTENTION_SHARE` of the GEMM rate is what the best kernel tried on an
-AVX-512 machine came near. Reading K and V is not counted, nor are norms, sampling and everything
-between the kernels: a floor to stand above, not one to reach.
+AVX-512 machine came near. Attention counts
+whole contexts, also where a layer has a window (Gemma's would spare a few percent here). Reading K
+and V is not counted, nor are norms, sampling and everything between the kernels: a floor to stand
+above, not one to reach.
 """
 
 import mmap
@@ -63,9 +65,10 @@ class Limits:
 
 
 def floor_seconds(workload: Workload, shape: Shape, limits: Limits) -> float | None:
-    """``None`` for a start of a process, which has no floor worth the name, and for int8, whose
-    products no library at hand does at the machine's rate."""
-    if workload.fresh_process or workload.dtype not in BYTES:
+    """``None`` for a start of a process, which has no floor worth the name, for int8, whose
+    products no library at hand does at the machine's rate, and for experts, as it depends on the
+    router which of them are read."""
+    if workload.fresh_process or workload.dtype not in BYTES or shape.num_experts:
         return None
     gemm = limits.gemm_flops[workload.dtype]
     num, shared, own = workload.num_requests(shape), workload.shared, workload.own

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.peers.checkpoints import VOCAB_SIZE, Shape
+from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, Shape
 
 SHARED = 768
 OWN = 48
@@ -36,7 +36,7 @@ class Workload:
     """A prompt with the same beginning ran before; otherwise the prefix cache is empty."""
     dtype: str = "bfloat16"
     """"int8": weights and activations of the linear layers, the rest in bfloat16."""
-    models: str = "SML"
+    models: tuple[str, ...] = tuple(SHAPES)
     """The shapes that it is measured on."""
     fewer_requests: Mapping[str, int] = field(default_factory=dict)
     """By shape, where all of its requests would take minutes in any engine."""
@@ -113,7 +113,7 @@ WORKLOADS = {
             shared=SHARED,
             own=OWN,
             dtype="float32",
-            models="SM",
+            models=("S", "M", "qwen3-0.6b"),
         ),
         Workload(
             name="int8",

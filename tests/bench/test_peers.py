@@ -84,7 +84,8 @@ def test_the_floor_is_the_one_the_targets_were_set_by(
 ) -> None:
     limits = peers.floor.Limits(gemm_flops={"bfloat16": 440e9}, dram_bytes_per_s=38e9)
     asked = replace(peers.workloads.WORKLOADS[workload], fewer_requests={})
-    for shape, tokens_per_s in zip(peers.checkpoints.SHAPES.values(), expected, strict=True):
+    for name, tokens_per_s in zip(peers.checkpoints.SIZES, expected, strict=True):
+        shape = peers.checkpoints.SHAPES[name]
         seconds = peers.floor.floor_seconds(asked, shape, limits)
         assert asked.figure(seconds, shape) == pytest.approx(tokens_per_s, rel=0.02)
 
