@@ -261,7 +261,9 @@ def _write_weights_by_names(shape: Shape, path: Path) -> None:
     entries = config_entries(shape)
     model_config = AutoConfig.for_model(str(entries.pop("model_type")), **entries)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model_config, dtype=torch.bfloat16
+        )
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(shape.num_parameters)
     for name, weight in model.named_parameters():
