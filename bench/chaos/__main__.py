@@ -22,7 +22,7 @@ from bench.chaos.catalog import FAULTS, Fault
 from bench.chaos.cluster import NotReady, cluster_under_fire
 from bench.chaos.report import Row, matrix
 from bench.chaos.rollouts import PATIENT
-from bench.chaos.stage import Stage, make_requests, offline, prefill_rate
+from bench.chaos.stage import Stage, constrained, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
 
@@ -40,6 +40,7 @@ def main() -> None:
     add("--streams", type=int, default=100)
     add("--tokens", type=int, default=100, help="of each stream")
     add("--tp", type=int, default=2, help="ranks of a group")
+    add("--constrained", action="store_true", help="all streams are JSON of a schema or tool calls")
     add("--output", type=Path, help="a Markdown file for the matrix")
     add("--keep-logs", action="store_true", help="leave Ray's and Quire's logs, and say where")
     arguments = parser.parse_args()
@@ -86,6 +87,8 @@ def settings(*, tp: int, num_streams: int) -> dict[str, object]:
 def _run(arguments: argparse.Namespace, rows: list[Row]) -> None:
     """Adds a row for each fault."""
     requests = make_requests(arguments.streams, num_tokens=arguments.tokens)
+    if arguments.constrained:
+        requests = constrained(requests)
     reference = offline(requests)
     config = settings(tp=arguments.tp, num_streams=arguments.streams)
     with cluster_under_fire(config, keep_logs=arguments.keep_logs) as cluster:
@@ -115,7 +118,8 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         f"# Faults on a real cluster, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m bench.chaos --streams {arguments.streams} --tokens {arguments.tokens} "
-        f"--tp {arguments.tp}`; commit {commit}, {os.cpu_count()} cores.",
+        f"--tp {arguments.tp}{' --constrained' * arguments.constrained}`; commit {commit}, "
+        f"{os.cpu_count()} cores.",
         "",
     ]
 

@@ -1,8 +1,9 @@
 """Where faults happen: the cluster, the requests that are sent at it, and what they must bring."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from bench.chaos.app import POISON
 from bench.chaos.cluster import Cluster
@@ -10,7 +11,12 @@ from bench.chaos.verdicts import Outcome, Reference, tokens_to_recompute
 from bench.serving.load import Request, Stream
 
 from quire import demo_model
+from quire.cluster.dialects.dialect import Dialect
+from quire.cluster.dialects.formats import TOOL_FORMATS
+from quire.cluster.dialects.grammar import constrain
+from quire.cluster.dialects.tools import ToolUse, check_tools
 from quire.llm import LLM, SamplingParams
+from quire.worker.api.structured import Constraint, ConstraintKind, json_constraint
 
 PROMPT_TOKENS = (16, 64)
 MARGIN_S = 1.0
@@ -57,6 +63,45 @@ def make_requests(
     ]
 
 
+def constrained(requests: Sequence[Request]) -> list[Request]:
+    """The same requests, of which every other one must be JSON of a schema and the rest a call of a
+    tool; too long for any to end before its ``max_tokens``."""
+    record = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer"},
+            "name": {"type": "string", "maxLength": 12},
+            "kind": {"enum": ["red", "green", "blue"]},
+        },
+        "required": ["id", "name", "kind"],
+        "additionalProperties": False,
+    }
+    records = {"type": "array", "items": record, "minItems": 1000}
+    parameters = {"type": "object", "properties": {"records": records}, "required": ["records"]}
+    function = {"name": "store", "parameters": parameters}
+    tools = check_tools([{"type": "function", "function": function}])
+    calls = next(each for each in TOOL_FORMATS if each.name == "hermes")
+    call = constrain(
+        Dialect(calls=calls), ToolUse(tools=tools, is_required=True), None, reasons=False
+    )
+    assert call is not None
+    forms: list[dict[str, str]] = [
+        {each.kind: each.text} for each in (json_constraint(records), call)
+    ]
+    return [
+        replace(request, form=forms[number // 2 % 2], may_stop=True)
+        for number, request in enumerate(requests)
+    ]
+
+
+def _form(constraint: Constraint) -> dict[str, str]:
+    return {constraint.kind: constraint.text}
+
+
+def _constraint(form: Mapping[str, str]) -> Constraint | None:
+    return next((Constraint(cast(ConstraintKind, kind), text) for kind, text in form.items()), None)
+
+
 def prompt(number: int, num_tokens: int) -> tuple[int, ...]:
     """A prompt that no other ``number`` gives."""
     low, high = _VOCAB
@@ -81,7 +126,8 @@ def offline(requests: Sequence[Request]) -> dict[str, list[int]]:
                     temperature=request.temperature,
                     seed=request.seed,
                     max_tokens=request.max_tokens,
-                    ignore_eos=True,
+                    ignore_eos=not request.may_stop,
+                    structured_outputs=_constraint(request.form),
                 )
                 for request in requests
             ],

@@ -72,6 +72,7 @@ class Gateways:
                 temperature=request.temperature,
                 seed=request.seed,
                 ignore_eos=not request.may_stop,
+                structured_outputs=pb.Constraint(**request.form) if request.form else None,
             ),
             cache_salt=request.cache_salt,
         )
