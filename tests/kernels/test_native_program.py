@@ -23,6 +23,7 @@ from quire.kernels.ops import (
     AddNorm,
     AllReduce,
     Attend,
+    Bans,
     Batch,
     Embed,
     GateActivation,
@@ -336,6 +337,19 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
                 assert torch.equal(rest, logits[: 2 - num_greedy])
                 row_logits = [row.tolist() for row in logits[2 - num_greedy :]]
                 assert greatest.tolist() == [[max(row), row.index(max(row))] for row in row_logits]
+            # The best two of the first row are banned, and of the second what does not matter.
+            best = [*logits[0].topk(2).indices.tolist(), -3, int(logits[1].argmin()), 10**6]
+            bans = Bans(starts=torch.tensor([0, 2, 5]), columns=torch.tensor(best).int())
+            allowed = logits.clone()
+            allowed[0, best[:2]] = -torch.inf
+            decoder.forward(
+                FIRST,
+                _kv(dtype),
+                all_reduce=_same,
+                greatest_G2=(chosen := torch.zeros(2, 2)),
+                bans=bans,
+            )
+            assert chosen[:, 1].tolist() == allowed.argmax(dim=1).tolist()
     finally:
         torch.set_num_threads(before)
 

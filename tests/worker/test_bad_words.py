@@ -53,6 +53,31 @@ def test_the_tokens_are_those_of_transformers(demo: LLM) -> None:
         assert expected[0, len(output.prompt_token_ids) :].tolist() == list(token_ids)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_token_that_is_banned_is_passed_over_in_any_batch(demo: LLM, ranks: int) -> None:
+    """Of so many greedy rows the model finds the tokens by itself; alone, from its logits."""
+    free = demo.generate(PROMPTS, GREEDY, use_tqdm=False)
+    used = sorted({token for output in free for token in output.outputs[0].token_ids})[:4]
+    params = [
+        replace(GREEDY, bad_words_token_ids=[[token] for token in used], min_tokens=24),
+        replace(GREEDY, logit_bias={used[0]: -100.0, used[-1]: 2.0}),
+        GREEDY,
+    ]
+    asked = [(prompt, each) for prompt in PROMPTS for each in params]
+    alone = [demo.generate([prompt], each, use_tqdm=False)[0] for prompt, each in asked]
+    with LLM(
+        demo_model.PATH,
+        dtype="float32",
+        num_blocks=128,
+        num_threads=1,
+        tensor_parallel_size=ranks,
+    ) as llm:
+        prompts, every = zip(*asked, strict=True)
+        together = llm.generate(list(prompts), list(every), use_tqdm=False)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
 def test_words_are_spelled_with_and_without_a_space() -> None:
     tokenizer = Tokenizer.load(demo_model.PATH)
     params = tokenizer.spell_out(SamplingParams(bad_words=[*WORDS, " page"]))

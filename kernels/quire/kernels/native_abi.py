@@ -330,6 +330,8 @@ class ForwardArgs(Structure):
         ("scales", c_void_p),
         ("num_greedy", c_int64),
         ("greatest", c_void_p),
+        ("ban_starts", c_void_p),
+        ("bans", c_void_p),
         ("logits", c_void_p),
     )
 

@@ -11,7 +11,7 @@ from quire.kernels import native_abi
 from quire.kernels.native_check import check_caches, pointer, rows_pointer
 from quire.kernels.native_linear import empty_huge
 from quire.kernels.native_ops import NativeOps
-from quire.kernels.ops import Batch, KvCache, Program
+from quire.kernels.ops import Bans, Batch, KvCache, Program
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # V vocabulary
@@ -56,6 +56,7 @@ class NativeProgram:
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
+        bans: Bans | None = None,
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
@@ -72,6 +73,10 @@ class NativeProgram:
         if greatest_G2 is not None:
             greatest = pointer("greatest logits", greatest_G2, torch.float32, num_greedy, 2)
             self._arguments.greatest = greatest
+        self._arguments.ban_starts = self._arguments.bans = None
+        if bans is not None:
+            starts = pointer("starts of bans", bans.starts, torch.int64, num_greedy + 1)
+            self._arguments.ban_starts, self._arguments.bans = starts, bans.columns.data_ptr()
         self._use_batch(batch)
         first = 0
         for end in self._ends:

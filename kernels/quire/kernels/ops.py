@@ -249,6 +249,16 @@ class Batch:
     """Decodes that read the same blocks, where there are enough of them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bans:
+    """Columns that must not be chosen, a few of each of G rows."""
+
+    starts: Tensor
+    """``[G + 1]``, int64: where each row's begin in ``columns``, and the end."""
+    columns: Tensor
+    """int32; those out of range ban nothing."""
+
+
 class ProgramRunner(Protocol):
     """A program, ready to run on one rank."""
 
@@ -263,11 +273,12 @@ class ProgramRunner(Protocol):
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
+        bans: "Bans | None" = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
         logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the
         logits are not kept: the greatest one and its column, the first of equals, are put into
-        ``greatest_G2`` (float32).
+        ``greatest_G2`` (float32). ``bans``: columns of these that are passed over.
         """

@@ -9,13 +9,23 @@
 namespace quire {
 
 // Of the columns of one row that one thread computes, in any order: lane i has the greatest of
-// those that are i modulo 16, and of equals the first. NaN is never greater.
+// those that are i modulo 16, and of equals the first. NaN is never greater, nor is a banned
+// column.
 struct Greatest {
   float value[kLanes];
   int32_t column[kLanes];
+  const int32_t* banned = nullptr;
+  int64_t num_banned = 0;
 
-  void clear() {
+  void clear(const int32_t* columns, int64_t num_columns) {
     for (int i = 0; i < kLanes; ++i) value[i] = -INFINITY, column[i] = INT_MAX;
+    banned = columns, num_banned = num_columns;
+  }
+
+  bool is_banned(int32_t one) const {
+    for (int64_t i = 0; i < num_banned; ++i)
+      if (banned[i] == one) return true;
+    return false;
   }
 
   // Column `first` and the next ones.
@@ -31,6 +41,7 @@ struct Greatest {
     for (int i = 0; i < kLanes && i < count; ++i) {
       if (!(lanes[i] >= value[i])) continue;
       if (lanes[i] == value[i] && first + i >= column[i]) continue;
+      if (is_banned(first + i)) continue;
       value[i] = lanes[i], column[i] = first + i;
     }
   }

@@ -338,7 +338,9 @@ struct ForwardArgs {
   float* scales;       // [T, splits] of any layer
   int64_t num_greedy;  // the last so many of S want no logits, only
   float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
-  float* logits;       // [S - num_greedy, V of this rank]
+  const int64_t* ban_starts;  // [num_greedy + 1], or null
+  const int32_t* bans;        // columns that are not chosen, row by row
+  float* logits;              // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {

@@ -1,9 +1,11 @@
 """A rank's share of a model, and the other ranks' part in its logits."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, KvCache, ProgramRunner
+from quire.kernels.ops import Bans, Batch, KvCache, ProgramRunner
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 
@@ -35,16 +37,20 @@ class Model:
 
     @torch.inference_mode()
     def forward_and_choose(
-        self, batch: Batch, kv: KvCache, *, num_greedy: int
+        self, batch: Batch, kv: KvCache, *, num_greedy: int, bans: Bans | None = None
     ) -> tuple[Tensor, Longs] | None:
         """As `forward`, but the last ``num_greedy`` rows of S get no logits.
 
         Returns the others' logits and these rows' tokens: the first of the greatest, -1 where all
-        are NaN. 128 rows of a vocabulary of 32,000 would be 16 MB to write and to read again.
+        are NaN. ``bans``: tokens of these rows that are passed over. 128 rows of a vocabulary of
+        32,000 would be 16 MB to write and to read again.
         """
         greatest_G2 = torch.empty(num_greedy, 2)
+        if bans is not None:  # The columns of this rank begin at 0.
+            first = self._tp.rank * self._vocab_size // self._tp.size
+            bans = replace(bans, columns=bans.columns - first)
         logits = self._runner.forward(
-            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2
+            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2, bans=bans
         )
         token_ids = self._tp.gather_greatest(greatest_G2, num_columns=self._vocab_size)
         gathered = self._tp.gather_columns(logits, num_columns=self._vocab_size)

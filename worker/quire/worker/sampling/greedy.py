@@ -5,8 +5,10 @@ That saves writing and reading a row's whole vocabulary. The other rows are samp
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from quire.kernels.ops import Bans
 from quire.worker.api.arrays import Longs
 from quire.worker.sampling.draw import sample
 from quire.worker.step.messages import StepOutput
@@ -20,11 +22,32 @@ MIN_GREEDY_ROWS = 6
 """For fewer it does not pay: a row's logits stay in the cache until their argmax is taken."""
 
 
+_MAX_BANS = 8
+"""Of a row: each of its logits is compared with the greatest so far, and then with these."""
+
+
 def greedy_rows(batch: SamplingBatch) -> Mask:
-    """Which samples need no logits: temperature 0, no adjustments, no log-probabilities."""
+    """Which samples need no logits: temperature 0, no log-probabilities, and no adjustments but a
+    few banned tokens."""
     greedy_S = (batch.temperature_S <= 0) & (batch.num_logprobs_S < 0)
-    greedy_S[batch.adjusted_rows] = False
+    if batch.adjustments is not None:
+        greedy_S[batch.adjustments.rows_beyond_bans(max_bans=_MAX_BANS)] = False
     return greedy_S
+
+
+def bans_of(batch: SamplingBatch, greedy_S: Mask) -> Bans | None:
+    """The tokens that are banned for greedy samples, in the order of these."""
+    if batch.adjustments is None:
+        return None
+    taken = batch.adjustments.take(np.flatnonzero(greedy_S))
+    if not len(taken.biased_rows_A):
+        return None
+    order = np.argsort(taken.biased_rows_A, kind="stable")
+    counts = np.bincount(taken.biased_rows_A, minlength=int(greedy_S.sum()))
+    starts = np.concatenate([[0], counts.cumsum()])
+    return Bans(
+        starts=torch.from_numpy(starts), columns=torch.from_numpy(taken.biased_ids_A[order])
+    )
 
 
 def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, greedy_S: Mask) -> StepOutput:

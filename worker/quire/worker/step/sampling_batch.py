@@ -81,18 +81,27 @@ class Adjustments:
             mask_KW=mask_KW,
         )
 
+    def rows_beyond_bans(self, *, max_bans: int) -> Ints:
+        """The samples of which more is changed than that up to ``max_bans`` tokens are banned."""
+        biased = self.biased_rows_A[self.bias_A > -np.inf]
+        numbers = np.bincount(self.biased_rows_A, minlength=1)
+        many = np.flatnonzero(numbers > max_bans).astype(np.int32)
+        return np.unique(np.concatenate([biased, many, self.seen_rows_E, self.masked_rows_K]))
+
     @property
     def rows(self) -> Ints:
         """The samples whose logits are changed."""
         return np.unique(np.concatenate([self.biased_rows_A, self.seen_rows_E, self.masked_rows_K]))
 
     def take(self, rows_L: npt.NDArray[np.intp]) -> "Adjustments":
-        """Those of some samples, every changed one among them, numbered by their place there."""
-        place_S = np.zeros(len(self.presence_S), np.int32)
+        """Those of some samples, numbered by their place there."""
+        place_S = np.full(len(self.presence_S), -1, np.int32)
         place_S[rows_L] = np.arange(len(rows_L))
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("biased_rows_A", "seen_rows_E", "masked_rows_K"):
-            values[name] = place_S[values[name]]
+        for rows, *others in _LISTS:
+            is_in = place_S[values[rows]] >= 0
+            values[rows] = place_S[values[rows]][is_in]
+            values |= {name: values[name][is_in] for name in others}
         for name in ("presence_S", "frequency_S", "repetition_S"):
             values[name] = values[name][rows_L]
         return Adjustments(**values)
@@ -126,7 +135,7 @@ class SamplingBatch:
         return _NO_INTS if self.adjustments is None else self.adjustments.rows
 
     def take(self, rows_L: npt.NDArray[np.intp]) -> "SamplingBatch":
-        """Some of the samples, every one among them that is adjusted or has log-probabilities."""
+        """Some of the samples, every one among them that has log-probabilities."""
         adjustments = None if self.adjustments is None else self.adjustments.take(rows_L)
         columns = {name: getattr(self, name)[rows_L] for name in SAMPLE_TYPES}
         given_L = None if self.given_S is None else self.given_S[rows_L]
@@ -152,6 +161,13 @@ SAMPLE_TYPES: dict[str, np.dtype[Any]] = {
     if get_origin(kind) is np.ndarray
 }
 """The arrays of a `SamplingBatch` by name, and the type of their numbers."""
+
+_LISTS = (
+    ("biased_rows_A", "biased_ids_A", "bias_A"),
+    ("seen_rows_E", "seen_ids_E", "seen_counts_E"),
+    ("masked_rows_K", "mask_KW"),
+)
+"""The fields of `Adjustments` that go together: of which samples, and what."""
 
 _NO_INTS: Ints = np.zeros(0, np.int32)
 _NO_LONGS: Longs = np.zeros(0, np.int64)
