@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # The command line reads the names of formats, and needs no NumPy for that.
+    from quire.worker.api.hashing import TokenIds
+    from quire.worker.api.sampling_params import SamplingParams
+    from quire.worker.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 8
 """Of a prompt, in which a template that begins the reasoning has done so."""
@@ -47,7 +50,7 @@ class ReasoningFormat:
     frame: Frame | None = None
     """Where there is one, the parser reads by it."""
 
-    def begun(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool | None:
+    def begun(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool | None:
         """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
         leaves that to the model."""
         tail = tokenizer.decode(
@@ -97,19 +100,19 @@ def sign_in(source: str, signs: Iterable[tuple[str, ...]]) -> tuple[str, ...] | 
     return next((texts for texts in signs if all(text in source for text in texts)), None)
 
 
-def reasoning_of(tokenizer: Tokenizer) -> ReasoningFormat | None:
+def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
     """What the chat template shows, if any."""
     source = tokenizer.template.source if tokenizer.template is not None else ""
     return next((each for each in REASONING_FORMATS if sign_in(source, each.signs)), None)
 
 
 def spell_out(
-    params: SamplingParams,
+    params: "SamplingParams",
     reasoning: ReasoningFormat | None,
     *,
-    tokenizer: Tokenizer,
-    prompt_token_ids: TokenIds,
-) -> SamplingParams:
+    tokenizer: "Tokenizer",
+    prompt_token_ids: "TokenIds",
+) -> "SamplingParams":
     """``params`` with the tokens that ``thinking_token_budget`` needs; without a budget where the
     prompt has ended the reasoning.
 
