@@ -16,7 +16,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.chat_template import ChatTemplate
-from quire.worker.text.tokenizer import TextStream, Tokenizer
+from quire.worker.text.text_stream import TextStream
+from quire.worker.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -171,6 +172,31 @@ def test_streamed_text_is_the_decoded_text(
     assert _stream(stream, ids, rng) == tokenizer.decode(ids)
 
 
+_PIECE = st.integers(258, 266).map(lambda word: [word]) | st.sampled_from("aé€𝄞").map(
+    lambda character: [2 + byte for byte in character.encode()]
+)
+
+
+@given(
+    st.lists(_PIECE | st.just([0]), max_size=60), st.randoms(use_true_random=False), st.booleans()
+)
+def test_streamed_text_is_the_decoded_text_where_tokens_are_no_bytes(
+    pieces: list[list[int]], rng: random.Random, skip: bool
+) -> None:
+    ids = [token_id for piece in pieces for token_id in piece]
+    stream = TextStream(PIECES, SamplingParams(skip_special_tokens=skip))
+    assert _stream(stream, ids, rng) == PIECES.decode(ids, skip_special_tokens=skip)
+
+
+def test_bytes_of_tokens_are_what_they_decode_to(tokenizer: Tokenizer) -> None:
+    assert tokenizer.is_byte_level
+    assert not PIECES.is_byte_level
+    for token_id in range(tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token_id).decode(errors="replace")
+        assert text == tokenizer.decode([token_id], skip_special_tokens=False)
+    assert tokenizer.token_bytes(10**6) == b""
+
+
 @given(
     st.text(alphabet="the cat🌍", max_size=40),
     st.lists(st.text(alphabet="the ca🌍", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -227,6 +253,29 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         num_turns += 1
         time.sleep(0.0005)
     assert turns[1] - turns[0] > 2  # Kept from running, this one has at most its first turns.
+
+
+def _pieces() -> Tokenizer:
+    """As Llama 2's: words with their space, else bytes; the first space of a text is dropped."""
+    vocab = {"<s>": 0, "<unk>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    for word in ("▁", "▁the", "▁cat", "s", ".", "ß", "🌍", "▁▁", "e"):
+        vocab[word] = len(vocab)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(backend)
+
+
+PIECES = _pieces()
 
 
 def _stream(stream: TextStream, ids: list[int], rng: random.Random) -> str:

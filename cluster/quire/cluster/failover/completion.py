@@ -23,7 +23,8 @@ from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import BrokenLogits, QuireError
 from quire.worker.api.request import Prepared
-from quire.worker.text.tokenizer import TextStream, Tokenizer
+from quire.worker.text.text_stream import TextStream
+from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from quire.worker.api.outputs import (
     TokenLogprobs,
 )
 from quire.worker.api.request import Prepared
-from quire.worker.text.tokenizer import TextStream, Tokenizer
+from quire.worker.text.text_stream import TextStream
+from quire.worker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tqdm import tqdm

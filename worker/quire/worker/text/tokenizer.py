@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, chat template, and text that arrives token by token.
+"""Text to token ids and back: tokenizer and chat template.
 
 Built on the `tokenizers` library and Jinja alone, so that a gateway needs neither torch nor the
 seconds that importing transformers takes.
@@ -8,10 +8,11 @@ import io
 import json
 import reprlib
 import zipfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -26,13 +27,22 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
 
-_REPLACEMENT = "\ufffd"
-# A tokenizer may decode a token differently at the start of a text (a space is dropped), so new
-# tokens are decoded behind a few old ones.
-_CONTEXT_TOKENS = 4
 _MANY_TOKENS = 4_000
-# A model that emits nothing but broken UTF-8 must not make each token cost more than the last.
-_MAX_UNFINISHED_TOKENS = 64
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in a byte-level vocabulary: GPT-2's.
+
+    A byte that can be printed stands for itself, the others for the characters from 256 on.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printed)
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
@@ -48,6 +58,8 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._template = _chat_template(chat_template, self._special_tokens)
+        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._token_bytes: dict[int, bytes] = {}
         self.bound: TextBound | None = text_bound(backend)
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
 
@@ -160,6 +172,28 @@ class Tokenizer:
         """One token's own text, for the log-probabilities that an API shows."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out."""
+        return frozenset(self.special_tokens())
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a text is the UTF-8 of its tokens' bytes, one token behind the other."""
+        return self._is_byte_level
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text; only where `is_byte_level`. Unknown ids add nothing."""
+        told = self._token_bytes.get(token_id)
+        if told is None:
+            spelled = self._backend.id_to_token(token_id) or ""
+            try:
+                told = bytes(_BYTES[character] for character in spelled)
+            except KeyError:  # An added token, which is spelled as it is.
+                told = spelled.encode()
+            self._token_bytes[token_id] = told
+        return told
+
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a chat, up to where the assistant's next turn begins.
 
@@ -181,119 +215,6 @@ class Tokenizer:
         if not messages:
             raise InvalidRequest("messages is empty: at least one message")
         return self._template.render(messages, **options)
-
-
-class TextDelta(NamedTuple):
-    text: str
-    """Text that can be shown now: never the beginning of a stop string, never half a character."""
-    stopped: bool
-    """A stop string is complete: the request is at its end."""
-
-
-class TextStream:
-    """The text of one request, from tokens that arrive a few at a time.
-
-    All deltas joined, with `finish`, are the decoded text up to the first stop string, however
-    the tokens were divided.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        *,
-        shown_token_ids: Set[int] = frozenset(),
-    ) -> None:
-        """``shown_token_ids``: special tokens that are part of the text although it leaves out the
-        others."""
-        self._tokenizer = tokenizer
-        self._shown_token_ids = shown_token_ids if params.skip_special_tokens else frozenset()
-        self._skip_special_tokens = params.skip_special_tokens
-        self._stops = params.stop_strings
-        self._keep_stop = params.include_stop_str_in_output
-        self._window: list[int] = []  # Context tokens, then those that are not shown whole.
-        self._num_context = 0
-        self._num_shown = 0  # Characters of the window behind its context that went out.
-        self._held = ""  # Text that could be the beginning of a stop string.
-        self._stopped = False
-        self.stop_string: str | None = None
-        """The stop string that ended the text, once one did."""
-
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Adds tokens; returns the text that is now certain. After a stop, nothing more."""
-        shown: list[str] = []
-        for token_id in token_ids:
-            if self._stopped:
-                break
-            text = self._decode(token_id)
-            shown.append(self._hold_back_stops(text) if self._stops else text)
-        return TextDelta("".join(shown), self._stopped)
-
-    def finish(self) -> str:
-        """The rest of the text, once no more tokens come."""
-        if self._stopped:
-            return ""
-        shown = self._hold_back_stops(self._unfinished()) if self._stops else self._unfinished()
-        rest, self._held = ("" if self._stopped else self._held), ""
-        self._stopped = True
-        return shown + rest
-
-    def _decode(self, token_id: int) -> str:
-        if token_id in self._shown_token_ids:
-            text = self._unfinished() + self._tokenizer.token_text(token_id)
-            self._forget([*self._window, token_id])
-            return text
-        self._window.append(token_id)
-        text = self._window_text()
-        stable = text.rstrip(_REPLACEMENT) if text.endswith(_REPLACEMENT) else text
-        unfinished = len(stable) < len(text)
-        too_long = len(self._window) - self._num_context > _MAX_UNFINISHED_TOKENS
-        if unfinished and not too_long:
-            # Characters of one to four bytes can end in the middle; the next token may tell.
-            new, self._num_shown = stable[self._num_shown :], max(self._num_shown, len(stable))
-            return new
-        new = text[self._num_shown :]
-        self._forget(self._window)
-        return new
-
-    def _forget(self, window: list[int]) -> None:
-        """All of ``window`` is shown; its last tokens are the context of the next."""
-        self._window = window[-_CONTEXT_TOKENS:]
-        self._num_context, self._num_shown = len(self._window), 0
-
-    def _unfinished(self) -> str:
-        return self._window_text()[self._num_shown :]
-
-    def _window_text(self) -> str:
-        """The decoded window, less its context."""
-        context = self._tokenizer.decode(
-            self._window[: self._num_context], skip_special_tokens=self._skip_special_tokens
-        )
-        whole = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
-        return whole[len(context) :]
-
-    def _hold_back_stops(self, text: str) -> str:
-        """Passes ``text`` on, less a tail that may yet become a stop string."""
-        text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            # The one that is complete first ends the text, however tokens fell together.
-            start, stop = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
-            self._stopped = True
-            self.stop_string = stop
-            self._held = ""
-            return text[: start + len(stop) if self._keep_stop else start]
-        num_held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of ``stop``, short of all of it, that ends ``text``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
