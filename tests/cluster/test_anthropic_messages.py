@@ -104,13 +104,13 @@ async def test_a_conversation_has_the_tokens_that_it_has_as_a_chat(
         start_cluster(num_groups=1, model_len=900, config=HERMES) as cluster,
         client_of(cluster) as client,
     ):
-        stream = cluster.gateway.stream
+        run = cluster.gateway.run
 
-        def watched(prepared: Any) -> Any:
+        def watched(prepared: Any, take: Any) -> Any:
             prompts.append(prepared[0].prompt_token_ids.tolist())
-            return stream(prepared)
+            return run(prepared, take)
 
-        monkeypatch.setattr(cluster.gateway, "stream", watched)
+        monkeypatch.setattr(cluster.gateway, "run", watched)
         answer = await client.messages.create(**TOLD)
         calls = answer.content[2:]
         results: Any = [

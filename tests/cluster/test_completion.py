@@ -56,7 +56,12 @@ async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
         config=CompletionConfig(),
     )
     async with asyncio.timeout(120):
-        chunks = [chunk async for chunk in completion.stream()]
+        chunks: list[pb.GenerateResponse] = []
+
+        async def take(chunk: pb.GenerateResponse) -> None:
+            chunks.append(chunk)
+
+        await completion.run(take)
     await groups.close()
     assert [token for chunk in chunks for token in chunk.token_ids] == model.letters[:2]
     assert chunks[-1].finish_reason == pb.FINISH_REASON_LENGTH

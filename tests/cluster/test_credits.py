@@ -88,11 +88,15 @@ async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any
     ) as cluster:
         params = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)
         prepared = await cluster.gateway.prepare(Request(prompt=(Tokens(PROMPT),), sampling=params))
-        chunks = cluster.gateway.stream([prepared])
-        found = list((await anext(chunks)).token_ids)
-        await cluster.groups["g0"].settle()
-        await asyncio.sleep(2.5)
-        found += [token async for chunk in chunks for token in chunk.token_ids]
+        found: list[int] = []
+
+        async def take(chunk: pb.GenerateResponse) -> None:
+            if not found:  # A first chunk, and no more for now.
+                await cluster.groups["g0"].settle()
+                await asyncio.sleep(2.5)
+            found.extend(chunk.token_ids)
+
+        await cluster.gateway.run([prepared], take)
         assert cluster.gateway.telemetry.resumes._value.get() == 0
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=200)
 

@@ -90,9 +90,12 @@ async def test_what_failed_is_told_with_why_at_its_last_attempt(
         config=CompletionConfig(group_wait_s=0, resume_wait_s=0),
         ending=ending,
     )
+
+    async def take(chunk: object) -> None:
+        pass
+
     with pytest.raises(raised):
-        async for _ in completion.stream():
-            pass
+        await completion.run(take)
     await groups.close()
     told = [each.outcome for each in table.explain("r")]
     assert len(told) == len(outcomes)

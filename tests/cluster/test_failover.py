@@ -132,24 +132,33 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
         former.executor.step_s = SLOW_S
         card = cluster.connections.card
         request = prepared("r", PROMPT, model=card, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
-        stream = Completion(
+        completion = Completion(
             request,
             groups=cluster.connections,
             table=cluster.table,
             tokenizer=cluster.model.tokenizer,
             telemetry=cluster.gateway.telemetry,
             config=CompletionConfig(group_wait_s=30),
-        ).stream()
-        chunks = [await anext(stream)]
+        )
+        found: list[int] = []
+        has_begun, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def take(chunk: pb.GenerateResponse) -> None:
+            found.extend(chunk.token_ids)
+            has_begun.set()
+            await may_go_on.wait()
+
+        running = asyncio.ensure_future(completion.run(take))
+        await has_begun.wait()
         # From here to the successor's arrival, nobody reads the stream.
         former.executor.fails = True
         await former.engine_loop.failed
         async with start_group("g0") as successor:
             cluster.connections.set_addresses([successor.address])
             await cluster.wait_ready(1)
-            chunks += [chunk async for chunk in stream]
+            may_go_on.set()
+            await running
             assert cluster.connections.num_ready == 1
-    found = [token_id for chunk in chunks for token_id in chunk.token_ids]
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 

@@ -159,13 +159,13 @@ async def test_a_conversation_has_the_tokens_that_it_has_as_a_chat(
     says(TWO_CALLS)
     prompts: list[Sequence[int]] = []
     async with start_cluster(num_groups=1, model_len=900, config=HERMES) as cluster:
-        stream = cluster.gateway.stream
+        run = cluster.gateway.run
 
-        def watched(prepared: Any) -> Any:
+        def watched(prepared: Any, take: Any) -> Any:
             prompts.append(prepared[0].prompt_token_ids.tolist())
-            return stream(prepared)
+            return run(prepared, take)
 
-        monkeypatch.setattr(cluster.gateway, "stream", watched)
+        monkeypatch.setattr(cluster.gateway, "run", watched)
         client = cluster.openai
         answer = await client.responses.create(**TOLD)
         calls = [item for item in answer.output if item.type == "function_call"]

@@ -28,6 +28,7 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
+from quire.v1 import inference_pb2 as pb
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.request import Request, Text
 from quire.worker.api.sampling_params import SamplingParams
@@ -127,9 +128,12 @@ class Streams:
 
     async def _run(self, number: int) -> None:
         prepared = await self._gateway.prepare(request(number))
-        async for chunk in self._gateway.stream([prepared]):
+
+        async def take(chunk: pb.GenerateResponse) -> None:
             assert chunk.token_offset == len(self.token_ids[number])
             self.token_ids[number] += chunk.token_ids
+
+        await self._gateway.run([prepared], take)
 
 
 @pytest.mark.anyio

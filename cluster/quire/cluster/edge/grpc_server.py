@@ -6,7 +6,6 @@ Errors carry the status codes that ``inference.proto`` promises, and the details
 import asyncio
 import json
 from collections.abc import Iterable
-from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,9 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
             request.Clear()  # The prompt is token ids now, and the call may last.
-            async with aclosing(self._gateway.stream([prepared])) as chunks:
-                async for chunk in chunks:
-                    await context.write(chunk)
+            await self._gateway.run([prepared], context.write)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()

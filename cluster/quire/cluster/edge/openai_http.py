@@ -9,11 +9,11 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
@@ -48,12 +48,14 @@ from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import (
     EventStream,
     RequestIds,
+    Write,
     client_id,
     unless_disconnected,
 )
 from quire.cluster.edge.structured import told_of
 from quire.cluster.edge.text_api import text_routes
 from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.failover.completion import Take
 from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import ModelService
 from quire.v1 import inference_pb2 as pb
@@ -67,7 +69,8 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 _MANY_STEPS = 2**15
 
-Chunks = AsyncGenerator[pb.GenerateResponse, None]
+Run = Callable[[Take], Awaitable[None]]
+"""Hands the chunks of an answer on."""
 
 
 def build_http_app(
@@ -224,8 +227,7 @@ class _Api:
         forms: Mapping[str, object],
         tool_use: ToolUse | None,
     ) -> Response:
-        """The whole answer; or, with ``options``, a stream, once its first chunk has decided its
-        status.
+        """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
 
         Once the requests are prepared, their list is emptied and ``hold`` released.
         """
@@ -256,14 +258,12 @@ class _Api:
                 for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
             ],
         )
-        chunks = self._gateway.stream(prepared)
-        response: Response
-        if options is not None:
-            first = await anext(chunks)
-            events = _events(first, chunks, shape, options)
-            response = EventStream(events, source=chunks)
-        else:
-            response = await _collect(chunks, shape)
+        run = partial(self._gateway.run, prepared)
+        response = (
+            await _collect(run, shape)
+            if options is None
+            else EventStream(partial(_relay, run, shape, options))
+        )
         response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
         return response
 
@@ -332,15 +332,17 @@ def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
     return timeout_s if body.timeout is None else min(timeout_s, body.timeout)
 
 
-async def _collect(chunks: Chunks, shape: Format) -> Response:
+async def _collect(run: Run, shape: Format) -> Response:
     """The whole answer; where the deadline passed, an error with what there is of it."""
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                shape.take(chunk)
-        except DeadlineExceeded as error:
-            body = shape.failed(error_body(error))
-            return JSONResponse(body, status_code=504, headers=error_headers(error))
+
+    async def take(chunk: pb.GenerateResponse) -> None:
+        shape.take(chunk)
+
+    try:
+        await run(take)
+    except DeadlineExceeded as error:
+        body = shape.failed(error_body(error))
+        return JSONResponse(body, status_code=504, headers=error_headers(error))
     if shape.num_steps < _MANY_STEPS:
         return JSONResponse(shape.whole())
     return await asyncio.to_thread(lambda: _LongResponse(shape.whole()))
@@ -353,29 +355,37 @@ class _LongResponse(JSONResponse):
         return "".join(_ENCODER.iterencode(content)).encode()
 
 
-async def _events(
-    first: pb.GenerateResponse, chunks: Chunks, shape: Format, options: StreamOptions
-) -> AsyncGenerator[str, None]:
-    """Each server-sent event."""
+async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) -> None:
+    """Writes the events of a stream. What fails once one was written is its last event."""
+    is_begun = False
+
+    async def take(chunk: pb.GenerateResponse) -> None:
+        nonlocal is_begun
+        events = b"".join(map(_event, shape.stream(chunk, options)))
+        if events or not is_begun:
+            is_begun = True
+            await write(events)
+
     try:
-        chunk: pb.GenerateResponse | None = first
-        while chunk is not None:
-            for piece in shape.stream(chunk, options):
-                yield _event(piece)
-            chunk = await anext(chunks, None)
+        await run(take)
     except Exception as error:
-        yield _event(shape.stream_error(error_body(error)))
+        if not is_begun:
+            raise
+        await write(_event(shape.stream_error(error_body(error))))
         return
-    for last in shape.stream_end(options):
-        yield _event(last)
+    end = b"".join(map(_event, shape.stream_end(options)))
+    if end:
+        await write(end)
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _event(piece: Json | str) -> str:
+def _event(piece: Json | str) -> bytes:
     """``piece`` as the data of a server-sent event, which is named as it is where it has a type."""
     if isinstance(piece, str):
-        return f"data: {piece}"
-    data = json.dumps(piece, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {piece['type']}\ndata: {data}" if "type" in piece else f"data: {data}"
+        return b"data: %b\n\n" % piece.encode()
+    data = to_json(piece)
+    if "type" in piece:
+        return b"event: %b\ndata: %b\n\n" % (piece["type"].encode(), data)
+    return b"data: %b\n\n" % data

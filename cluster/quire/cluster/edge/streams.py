@@ -1,13 +1,12 @@
 """Server-sent events, clients that go away, and request ids: what Starlette leaves open.
 
 Its own streaming response notices a lost client only where the server speaks a certain version of
-ASGI, and closes the generator when the garbage collector comes by. Here a lost client cancels, and
-the generator is closed before the response returns.
+ASGI. Here a lost client cancels, and what it cancels has ended before the response returns.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,42 +30,43 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     return await _race(work, request.receive)
 
 
-class EventStream(Response):
-    """Sends each string of ``events``, lines such as ``data: …``, as one server-sent event.
+Write = Callable[[bytes], Awaitable[None]]
 
-    Closes ``events`` and then ``source``, which they are made of: a generator that never began
-    could not close what it was given.
+
+class EventStream(Response):
+    """Sends server-sent events.
+
+    ``produce`` is given what writes events, which it calls with one or several whole ones. The
+    status goes out with the first; what ``produce`` raises before that decides it. It is cancelled
+    when the client goes away.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[str, None], *, source: AsyncGenerator[object, None]
-    ) -> None:
+    def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
         # nginx would collect the stream and send it in pieces of its own size.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._source = source
+        self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._source), aclosing(self._events):
-            try:
-                await _race(self._send(send), receive)
-            except (ClientDisconnect, OSError):
-                return
+        try:
+            await _race(self._send(send), receive)
+        except (ClientDisconnect, OSError):
+            return
 
     async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        async for event in self._events:
-            body = f"{event}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        is_begun = False
+
+        async def write(events: bytes) -> None:
+            nonlocal is_begun
+            if not is_begun:
+                is_begun = True
+                status, headers = self.status_code, self.raw_headers
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+
+        await self._produce(write)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

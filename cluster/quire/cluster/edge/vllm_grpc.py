@@ -8,11 +8,11 @@ import asyncio
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -25,6 +25,7 @@ from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remainin
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
+from quire.cluster.failover.completion import Take
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
@@ -49,32 +50,43 @@ class _Run:
 
     def __init__(self) -> None:
         self.is_aborted = False
-        self._limit: asyncio.Timeout | None = None
+        self._task: asyncio.Future[None] | None = None
+        self._is_writing = False
 
     def abort(self) -> None:
-        if self._limit is not None and not self.is_aborted:
-            self._limit.reschedule(asyncio.get_running_loop().time())
         self.is_aborted = True
+        self._end()
 
     async def follow(
-        self, chunks: AsyncGenerator[pb.GenerateResponse, None]
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields ``chunks`` until they end or the request is aborted; closes them."""
-        async with aclosing(chunks):
-            while not self.is_aborted:
-                try:
-                    # Not around what is done with a chunk: a message must be sent whole.
-                    async with asyncio.timeout(None) as self._limit:
-                        chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    if not self.is_aborted:
-                        raise
-                    return
-                finally:
-                    self._limit = None
-                yield chunk
+        self,
+        run: Callable[[Take], Coroutine[Any, Any, None]],
+        write_all: Take,
+    ) -> None:
+        """Hands what ``run`` brings to ``write_all`` until it ends or the request is aborted."""
+
+        async def take(chunk: pb.GenerateResponse) -> None:
+            if self.is_aborted:
+                return
+            # A message must be sent whole.
+            self._is_writing = True
+            await write_all(chunk)
+            self._is_writing = False
+            if self.is_aborted:
+                self._end()
+
+        if self.is_aborted:
+            return
+        self._task = asyncio.ensure_future(run(take))
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            call = asyncio.current_task()
+            if not self.is_aborted or (call is not None and call.cancelling()):
+                raise
+
+    def _end(self) -> None:
+        if self._task is not None and not self._is_writing:
+            self._task.cancel()
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -119,10 +131,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             )
         answers = Answers(prepared, is_stream=request.stream)
         request.Clear()  # The prompt is token ids now, and the call may last.
-        async with aclosing(run.follow(self._gateway.stream([prepared]))) as chunks:
-            async for chunk in chunks:
-                for message in answers.of(chunk):
-                    await context.write(message)
+
+        async def write(chunk: pb.GenerateResponse) -> None:
+            for message in answers.of(chunk):
+                await context.write(message)
+
+        await run.follow(partial(self._gateway.run, [prepared]), write)
         if run.is_aborted:
             for message in answers.aborted():
                 await context.write(message)

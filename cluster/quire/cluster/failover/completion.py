@@ -8,7 +8,7 @@ seed and position only.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
@@ -33,6 +33,10 @@ _OUTCOMES = {
     pb.FINISH_REASON_LENGTH: "length",
 }
 """How a group may end a completion."""
+
+
+Take = Callable[[pb.GenerateResponse], Awaitable[object]]
+"""What a completion's chunks are handed to. The next one comes when it has returned."""
 
 
 class Completion:
@@ -82,10 +86,11 @@ class Completion:
         self._first_token_s: float | None = None
         self._finish_reason = pb.FINISH_REASON_UNSPECIFIED
 
-    async def stream(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields chunks until one has a finish reason.
+    async def run(self, take: Take) -> None:
+        """Hands chunks to ``take`` until one has a finish reason.
 
-        Closing the generator, or cancelling the task that waits on it, aborts the group's work.
+        Cancelling the task that runs it aborts the group's work. The group may be ahead of ``take``
+        by a window of tokens, no more.
 
         Raises:
             InvalidRequest: The group refused the request as it is.
@@ -93,6 +98,7 @@ class Completion:
             QueueFull: Every group that was asked has a full queue.
             Quarantined: Too many groups died under it.
             Unavailable: There is no group, or too many were lost on the way.
+            And what ``take`` does.
         """
         outcome, detail = "error", ""
         try:
@@ -104,7 +110,7 @@ class Completion:
                         chunk = self._take(await stream.next())
                         if chunk.token_ids or chunk.finish_reason:
                             self._telemetry.output_tokens.inc(len(chunk.token_ids))
-                            yield chunk
+                            await take(chunk)
                 except GroupLost as error:
                     self._error = error
                 finally:
@@ -112,7 +118,7 @@ class Completion:
                 if self._error is not None:
                     self._attempts.lose(self._error)
             outcome = _OUTCOMES[self._finish_reason]
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             outcome, detail = self._ending.of_closed(now_s=self._clock(), lost=self._error)
             raise
         except QuireError as error:
@@ -151,23 +157,27 @@ class Completion:
         if not self._is_started:
             self._start(delta, chunk)
         self._finish_reason = delta.finish_reason
-        num_tokens = len(delta.token_ids)
+        token_ids = list(delta.token_ids)
+        num_tokens = len(token_ids)
         # As in vLLM, the token that ends the text is not part of it.
         num_shown = num_tokens
         if delta.finish_reason == pb.FINISH_REASON_STOP:
             num_shown -= not self._request.sampling.include_stop_str_in_output
-        for position in range(num_tokens):
-            self._token_ids.append(delta.token_ids[position])
-            chunk.token_ids.append(delta.token_ids[position])
-            if delta.logprobs:
-                chunk.logprobs.append(delta.logprobs[position])
-            if position < num_shown:
-                # One at a time: tokens behind the stop string must not be part of the answer.
-                text, stopped = self._text.push([delta.token_ids[position]])
-                chunk.text += text
-                if stopped:
-                    self._finish_reason = pb.FINISH_REASON_STOP
-                    break
+        shown = ""
+        for position in range(num_shown):
+            # One at a time: tokens behind the stop string must not be part of the answer.
+            text, stopped = self._text.push(token_ids[position])
+            shown += text
+            if stopped:
+                self._finish_reason = pb.FINISH_REASON_STOP
+                del token_ids[position + 1 :]
+                break
+        if shown:
+            chunk.text += shown
+        self._token_ids += token_ids
+        chunk.token_ids.extend(token_ids)
+        if delta.logprobs:
+            chunk.logprobs.extend(delta.logprobs[: len(token_ids)])
         if self._first_token_s is None and num_tokens:
             self._first_token_s = self._clock() - self._request.arrival_s
             self._telemetry.time_to_first_token.observe(self._first_token_s)

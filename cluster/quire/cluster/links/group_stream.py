@@ -53,7 +53,7 @@ class GroupStream:
         self._turns = turns or Turns()
         self._will_wake = False
         self._is_turn = False  # The reader may take what there is.
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +87,8 @@ class GroupStream:
         while not (self._is_turn and self._deltas):
             if self._lost is not None:
                 raise self._lost
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         self._is_turn = False
         deltas, self._deltas = self._deltas, []
         self._num_taken = self._num_received
@@ -132,4 +132,5 @@ class GroupStream:
     def _wake(self) -> None:
         self._will_wake = False
         self._is_turn = True
-        self._changed.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

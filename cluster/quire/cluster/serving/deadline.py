@@ -1,36 +1,51 @@
-"""Deadlines of streams: a stream that exceeds its deadline is closed, which aborts its work."""
+"""Deadlines of requests: work that exceeds its deadline is cancelled."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
-from typing import TypeVar
+from types import TracebackType
 
 from quire.cluster.errors import DeadlineExceeded
 
-T = TypeVar("T")
 
+class Deadline:
+    """Cancels what runs within ``async with`` when ``clock`` reaches ``deadline_s``, and raises
+    `DeadlineExceeded` in its place."""
 
-async def until(
-    deadline_s: float, items: AsyncGenerator[T, None], *, clock: Callable[[], float]
-) -> AsyncGenerator[T, None]:
-    """Yields ``items`` until ``clock`` reaches ``deadline_s``; closes them before it returns.
+    def __init__(self, deadline_s: float, *, clock: Callable[[], float]) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
 
-    Raises:
-        DeadlineExceeded: There would have been more.
-    """
-    async with aclosing(items):
-        while True:
-            timeout_s = None if deadline_s == inf else deadline_s - clock()
-            try:
-                # Not around the loop: another task may take the next item.
-                async with asyncio.timeout(timeout_s):
-                    item = await anext(items)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise late() from None
-            yield item
+    async def __aenter__(self) -> "Deadline":
+        remaining_s = None if self._deadline_s == inf else self._deadline_s - self._clock()
+        self._timeout = asyncio.timeout(remaining_s)
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise late() from None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here is not cancelled, but what follows it."""
+        if self._deadline_s == inf or self._timeout.expired():
+            yield
+            return
+        self._timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            remaining_s = max(0.0, self._deadline_s - self._clock())
+            self._timeout.reschedule(asyncio.get_running_loop().time() + remaining_s)
 
 
 def late() -> DeadlineExceeded:

@@ -7,8 +7,7 @@ from the groups.
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -17,7 +16,7 @@ from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.errors import ModelNotFound
-from quire.cluster.failover.completion import Completion
+from quire.cluster.failover.completion import Completion, Take
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, Resumes
@@ -25,12 +24,12 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.byte_budget import ByteBudget
 from quire.cluster.serving.constraints import Constraints
-from quire.cluster.serving.deadline import late, until
+from quire.cluster.serving.deadline import Deadline, late
 from quire.cluster.serving.inflight import Inflight
-from quire.cluster.serving.merge import merge
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
+from quire.cluster.serving.together import together
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
@@ -296,18 +295,17 @@ class ModelService:
                     raise late() if self._clock() >= deadline_s else unavailable(self.groups)
         return self.groups.card
 
-    async def stream(
-        self, requests: Sequence[Prepared]
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields the chunks of all completions of one client's request as they come.
+    async def run(self, requests: Sequence[Prepared], take: Take) -> None:
+        """Hands the chunks of all completions of one client's request to ``take``, as they come.
 
         The completions are numbered through. They are admitted together, and share the first
-        one's priority and deadline. Closing the generator aborts whatever still runs.
+        one's priority and deadline. Chunks come one at a time, and those of a completion in their
+        order. Cancelling the task that runs this aborts whatever still runs.
 
         Raises:
             Overloaded: They are refused; later, if something of higher priority took their place.
             DeadlineExceeded: The deadline has passed; what it left undone was aborted.
-            And what `Completion.stream` does.
+            And what `Completion.run` does.
         """
         first = requests[0]
         num_completions = sum(each.sampling.n for each in requests)
@@ -321,15 +319,16 @@ class ModelService:
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
         with self._inflight.entered(num_completions):
             async with self.admission.admit(ticket, [each.hashes for each in requests]):
-                completions = self._completions(requests, ending)
-                chunks = merge([completion.stream() for completion in completions])
-                if first.deadline_s < inf:
-                    chunks = until(first.deadline_s, chunks, clock=self._clock)
                 self.admission.sending(ticket)
-                async with aclosing(chunks):
-                    async for chunk in chunks:
+                async with Deadline(first.deadline_s, clock=self._clock) as deadline:
+
+                    async def pass_on(chunk: pb.GenerateResponse) -> None:
                         self.admission.took(ticket, num_tokens=len(chunk.token_ids))
-                        yield chunk
+                        with deadline.paused():
+                            await take(chunk)
+
+                    completions = self._completions(requests, ending)
+                    await together([completion.run for completion in completions], pass_on)
 
     def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
         """All of ``requests``, numbered through, not begun."""

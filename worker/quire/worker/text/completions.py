@@ -56,8 +56,10 @@ class OfflineCompletion:
         self.finish_reason = delta.finish_reason
         if self._stream is None:
             return
-        text, stopped = self._stream.push(self._shown(delta.token_ids, delta.finish_reason))
-        self._streamed += text
+        stopped = False
+        for token_id in self._shown(delta.token_ids, delta.finish_reason):
+            text, stopped = self._stream.push(token_id)
+            self._streamed += text
         if stopped:
             self.finish_reason = "stop"
         elif delta.finish_reason is not None:

@@ -1,7 +1,7 @@
 """Text that arrives token by token: what can be shown of it yet, and where it stops."""
 
 import codecs
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import NamedTuple, Protocol
 
 from quire.worker.api.sampling_params import SamplingParams
@@ -50,18 +50,17 @@ class TextStream:
         self.stop_string: str | None = None
         """The stop string that ended the text, once one did."""
 
-    def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Adds tokens; returns the text that is now certain. After a stop, nothing more."""
-        shown = ""
-        for token_id in token_ids:
-            if self._stopped:
-                break
-            if token_id in self._shown_token_ids:
-                text = self._decoder.finish() + self._tokenizer.token_text(token_id)
-            else:
-                text = self._decoder.push(token_id)
-            shown += self._hold_back_stops(text) if self._stops else text
-        return TextDelta(shown, self._stopped)
+    def push(self, token_id: int) -> TextDelta:
+        """Adds a token; returns the text that is now certain. After a stop, nothing more."""
+        if self._stopped:
+            return TextDelta("", True)
+        if token_id in self._shown_token_ids:
+            text = self._decoder.finish() + self._tokenizer.token_text(token_id)
+        else:
+            text = self._decoder.push(token_id)
+        if self._stops:
+            text = self._hold_back_stops(text)
+        return TextDelta(text, self._stopped)
 
     def finish(self) -> str:
         """The rest of the text, once no more tokens come."""
