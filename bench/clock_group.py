@@ -156,7 +156,7 @@ class ClockEngine:
             self.num_steps += bool(self._running)
             for request_id, (sink, num_tokens, max_tokens) in list(self._running.items()):
                 is_last = num_tokens + 1 == max_tokens
-                token_ids = (97 + num_tokens % 26,)
+                token_ids = (69 + num_tokens % 26,)  # Letters of the demo model.
                 reason = "length" if is_last else None
                 sink(TokenDelta(request_id, num_tokens, token_ids, (), cast(Any, reason), 0))
                 if is_last:

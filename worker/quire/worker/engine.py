@@ -27,7 +27,7 @@ from quire.worker.api.errors import (
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import root_hash
 from quire.worker.api.limits import check_request, derive_seed, request_limits
-from quire.worker.api.outputs import TokenDelta, TokenLogprobs
+from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
@@ -173,7 +173,7 @@ class Engine:
         """
         self._check_alive()
         begin_s = self._clock()
-        outputs = [self._output(seq, ()) for seq in self._ended_at_once]
+        outputs = [self._output(seq, (), seq.finish_reason()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
         if self._compiling:
             outputs += self._take_compiled()
@@ -306,6 +306,7 @@ class Engine:
         schedule = self._under_way.popleft()
         self._num_steps += 1
         self._scheduler.finished()
+        token_ids: list[int] = result.token_ids_S.tolist()
         outputs = []
         constrained = []
         end = 0
@@ -318,13 +319,13 @@ class Engine:
             if not num_samples or seq.status is Status.FINISHED:
                 continue
             drawn = begin + num_scored
-            if any(sample in result.broken_rows for sample in range(begin, drawn)):
+            if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
                 outputs.append(self._break_off(seq))
                 continue
             if num_scored:
                 seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
             if drawn < end:
-                outputs.append(self._take_samples(seq, result, range(drawn, end)))
+                outputs.append(self._take_samples(seq, token_ids[drawn:end], result, drawn))
                 if seq.matcher is not None and outputs[-1].finish_reason is None:
                     constrained.append(seq)
         return outputs + self._next_masks(constrained) if constrained else outputs
@@ -340,25 +341,29 @@ class Engine:
                 ended.append(self._fail(seq, cannot_go_on(seq, reason)))
         return ended
 
-    def _take_samples(self, seq: Sequence, result: StepOutput, samples: range) -> TokenDelta:
-        """Appends what a step sampled for ``seq``, and lets go of it where that ends it."""
-        token_ids: list[int] = []
+    def _take_samples(
+        self, seq: Sequence, drawn: list[int], result: StepOutput, begin: int
+    ) -> TokenDelta:
+        """Appends the tokens ``drawn`` for ``seq``, which are those from ``begin`` on of a step's
+        ``result``, and lets go of it where that ends it."""
         if seq.draft:
-            drawn = result.token_ids_S[samples.start : samples.stop].tolist()
-            samples = samples[: self._scheduler.settle_draft(seq, drawn)]
-        for sample in samples:
-            if sample in result.broken_rows:
+            del drawn[self._scheduler.settle_draft(seq, drawn) :]
+        finish_reason = None
+        for number, token_id in enumerate(drawn):
+            if result.broken_rows and begin + number in result.broken_rows:
                 return self._break_off(seq)
-            token_ids.append(int(result.token_ids_S[sample]))
-            self._scheduler.append_token(seq, token_ids[-1])
-            if seq.finish_reason() is not None:
+            self._scheduler.append_token(seq, token_id)
+            finish_reason = seq.finish_reason()
+            if finish_reason is not None:
+                del drawn[number + 1 :]
                 break
-        self._num_output_tokens += len(token_ids)
-        logprobs = result.logprobs[samples.start : samples.start + len(token_ids)]
-        output = self._output(
-            seq, tuple(token_ids), tuple(each for each in logprobs if each is not None)
-        )
-        if output.finish_reason is not None:
+        self._num_output_tokens += len(drawn)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if result.logprobs:
+            shown = result.logprobs[begin : begin + len(drawn)]
+            logprobs = tuple(each for each in shown if each is not None)
+        output = self._output(seq, tuple(drawn), finish_reason, logprobs)
+        if finish_reason is not None:
             self._scheduler.remove(seq)
         return output
 
@@ -366,13 +371,15 @@ class Engine:
         self,
         seq: Sequence,
         token_ids: tuple[int, ...],
+        finish_reason: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> TokenDelta:
         """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
-        finish_reason = seq.finish_reason()
         if finish_reason is not None:
             self._forget(seq)
-        prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if seq.prompt_logprobs:
+            prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
         return TokenDelta(
             seq.request.request_id,
             seq.num_output_tokens - len(token_ids),
