@@ -17,8 +17,13 @@ class Deadline:
         self._deadline_s = deadline_s
         self._clock = clock
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is one."""
+        return self._deadline_s < inf
+
     async def __aenter__(self) -> "Deadline":
-        remaining_s = None if self._deadline_s == inf else self._deadline_s - self._clock()
+        remaining_s = self._deadline_s - self._clock() if self.is_set else None
         self._timeout = asyncio.timeout(remaining_s)
         await self._timeout.__aenter__()
         return self
@@ -37,7 +42,7 @@ class Deadline:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What runs in here is not cancelled, but what follows it."""
-        if self._deadline_s == inf or self._timeout.expired():
+        if not self.is_set or self._timeout.expired():
             yield
             return
         self._timeout.reschedule(None)

@@ -324,6 +324,9 @@ class ModelService:
 
                     async def pass_on(chunk: pb.GenerateResponse) -> None:
                         self.admission.took(ticket, num_tokens=len(chunk.token_ids))
+                        if not deadline.is_set:
+                            await take(chunk)
+                            return
                         with deadline.paused():
                             await take(chunk)
 
