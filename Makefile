@@ -22,18 +22,9 @@ demo: .venv/ready
 serve: .venv/ready
 	.venv/bin/quire serve
 
-# The kernel tests choose between Triton's interpreter and its compiler when they import it,
-# so each of the two has a process of its own. The interpreter multiplies with NumPy, whose OpenBLAS
-# has kernels, for some CPUs, that sum a row differently by its place in the matrix: not so this one,
-# which every x86-64 runs.
 test: OPTIONS := -m 'not slow'
 test test-all: .venv/dev
-	.venv/bin/pytest --ignore=tests/kernels/interpreted $(OPTIONS)
-	$(MAKE) test-interpreted OPTIONS="$(OPTIONS)"
-
-# Triton's kernels, in its interpreter.
-test-interpreted: .venv/dev
-	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=Nehalem .venv/bin/pytest tests/kernels/interpreted $(OPTIONS)
+	tests/run $(OPTIONS)
 
 # Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends
 # is no leak. QUIRE_NATIVE_ISA=… leaves out the kernels of other instruction sets, each of which
@@ -97,4 +88,4 @@ stubs: .venv-stubs/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-interpreted sanitize check format wheel bench-peers stubs clean
+.PHONY: demo serve test test-all sanitize check format wheel bench-peers stubs clean

@@ -7,6 +7,7 @@ The checkpoints are made once per run by transformers, which is also their oracl
 import asyncio
 import contextlib
 import importlib
+import re
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -24,6 +25,37 @@ settings.register_profile(
 settings.load_profile("quire")
 
 MakeLlama = Callable[..., Path]
+
+_SLOW = re.compile(
+    "|".join(
+        [
+            r"golden/test_(families|mxfp4|qwen)\.py::test_tokens\w+\[pytorch-",
+            r"golden/test_families\.py::test_tokens\w+\[.*(preempted|two ranks)",
+            r"golden/test_families\.py::test_a_request_has_the_same_bits_on_any.*(?<!gemma2-None)\]",
+            r"worker/test_promise\.py::test_on_any_number_of_ranks\[(int8|w4|.*-4-)",
+            r"worker/test_promise\.py::test_in_a_batch_from_the_cache_and_in_chunks\[w4",
+            r"worker/test_speculation\.py::test_tokens_and_logprobs_have_the_same_bits\[(int8|w4)",
+            r"worker/model/test_broken_logits\.py::test_a_request_of_nan.*(parallel|async).*params[12]",
+            r"worker/model/test_executor\.py::test_a_killed_script\w+\[gloo",
+            r"worker/model/test_numerics\.py::test_(settings_that_change_no|ranks_that_divide)",
+            r"worker/model/test_stored_weights\.py::test_any_number_of_ranks",
+            r"sim/test_swarm\.py::test_what_is_broken_is_found\[(?!_resumes|_believes)",
+            r"sim/test_burst\.py::test_no_client\w+\[(100|64-2)",
+            r"sim/test_load\.py::test_a_request_that_comes_twice",
+            r"router/test_policy\.py::.*\[(random|ray_prefix)\]",
+            r"cluster/test_every_door\.py::test_a_gateways_calls",
+            r"cluster/test_admission_many\.py::TestTwins",
+        ]
+    )
+)
+"""Tests of which one variant is quick enough for `make test`, and those that take seconds."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _SLOW.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
