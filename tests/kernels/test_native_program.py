@@ -13,9 +13,10 @@ from quire.kernels import native_ops
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.experts import Expert, Router
 from quire.kernels.loop import Loop
 from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_ops import NotNative
+from quire.kernels.native_check import NotNative
 from quire.kernels.native_program import NativeProgram
 from quire.kernels.ops import (
     Activate,
@@ -25,6 +26,7 @@ from quire.kernels.ops import (
     Attend,
     Bans,
     Batch,
+    Clamped,
     Embed,
     GateActivation,
     GatedLinear,
@@ -44,6 +46,8 @@ from quire.kernels.ops import (
 from quire.kernels.quantization import SCALE_BYTES
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
+E, X, SHARED = 12, 24, 40
+"""Experts, and the inner channels of each and of the shared one."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -64,6 +68,10 @@ class Style:
     logits: dict[str, float] = field(default_factory=dict)
     attention: tuple[AttentionOptions, ...] = (PLAIN, PLAIN)
     scales: tuple[float, ...] = (D**-0.5, D**-0.5)
+    router: dict[str, Any] | None = None
+    """Experts instead of an MLP; these are `Router`'s fields."""
+    expert_bias: bool = False
+    """Also, a clamped activation."""
 
 
 LLAMA = Style()
@@ -78,9 +86,23 @@ GEMMA = Style(
 COHERE = Style(norm="layer", parallel=True, logits={"scale": 0.4}, q_scale=True)
 STARCODER = Style(norm="layer", norm_bias=True, activation=None, sums=0.22)
 OLMO = Style(places=("out",), all_heads=True, attention=(AttentionOptions(window=6), PLAIN))
+MIXTRAL = Style(router={"top_k": 2, "renormalise": True})
+QWEN_MOE = Style(router={"top_k": 4, "shared": "gated"})
+GLM_MOE = Style(
+    router={
+        **{"top_k": 3, "score": "sigmoid", "correction_E": torch.linspace(0.1, -0.1, E)},
+        **{"groups": 4, "top_groups": 2, "renormalise": True, "scale": 1.5, "shared": "plain"},
+    }
+)
+GPT_OSS = Style(
+    router={"top_k": 3, "softmax_after_top_k": True},
+    expert_bias=True,
+    attention=(AttentionOptions(window=5, sinks=(0.5, -1, 2, 0, -40, 40)), PLAIN),
+)
 STYLES = {
     **{"llama": LLAMA, "gemma": GEMMA, "cohere": COHERE},
     **{"starcoder": STARCODER, "olmo": OLMO},
+    **{"mixtral": MIXTRAL, "qwen-moe": QWEN_MOE, "glm-moe": GLM_MOE, "gpt-oss": GPT_OSS},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 
@@ -137,6 +159,40 @@ def _program(
         )
         return [GatedLinear(name=f"{at}.gate_up", layer=layer, x=x, out="hidden")]
 
+    def expert(size: int, *, has_bias: bool) -> Expert:
+        activation: GateActivation = Clamped(alpha=1.7, limit=0.9) if has_bias else "silu"
+        bias_O = random(2 * size) if has_bias else None
+        return Expert(
+            up=backend.pack_gated_linear(random(2 * size, C), bias_O, activation=activation),
+            down=backend.pack_linear(random(C, size), num_parts=4),
+        )
+
+    def experts(x: Value) -> list[Op]:
+        fields = style.router or {}
+        shared = fields.get("shared", "none")
+        num_scores = E + (shared == "gated")
+        router_bias = random(num_scores) if style.expert_bias else None
+        mixed = MixExperts(
+            router=Router(
+                layer=backend.pack_router(3 * random(num_scores, C), router_bias),
+                num_experts=E,
+                **fields,
+            ),
+            experts=tuple(expert(X, has_bias=style.expert_bias) for _ in range(E)),
+            shared=None if shared == "none" else expert(SHARED, has_bias=False),
+            bias_EC=random(E, C).float() if style.expert_bias else None,
+            is_split=num_ranks > 1,
+            x=x,
+            out="branch",
+        )
+        return [mixed, Add(x="branch", to="residual")]
+
+    def mlp(at: str, x: Value) -> list[Op]:
+        if style.router is not None:
+            return experts(x)
+        down = branch(f"{at}.down", "hidden", random(C, F), None, num_parts=4)
+        return [*up(at, x), *down]
+
     read: Value = "normed" if "in" in style.places else "residual"
     angles = torch.outer(torch.arange(64.0), 100 ** -torch.linspace(0, 1, D // 2))
     table = RotaryTable(angles.cos(), angles.sin())
@@ -175,8 +231,7 @@ def _program(
             ),
             *branch(f"{at}.o", "attended", random(C, H * D), random(C), num_parts=2),
             *before(again=not style.parallel),
-            *up(at, read),
-            *branch(f"{at}.down", "hidden", random(C, F), None, num_parts=4),
+            *mlp(at, read),
         ]
     embedding, last_norm = Embed(weight_VC=random(V, C), out="residual"), norm()
     lm_head = backend.pack_linear(random(V, C)) if lm_head is None else lm_head
@@ -555,7 +610,7 @@ def test_all_fields_of_all_operations_are_known_or_have_defaults() -> None:
     for kind, known in native_ops._KNOWN.items():
         for each in fields(kind):
             assert each.name in known or each.default is not MISSING, (kind, each.name)
-    assert set(native_ops._KNOWN) == set(get_args(Op)) - {AddNorm, MixExperts}
+    assert set(native_ops._KNOWN) == set(get_args(Op)) - {AddNorm}
 
 
 def test_an_operation_that_the_library_does_not_have_is_refused(library: ctypes.CDLL) -> None:

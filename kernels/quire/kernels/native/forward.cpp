@@ -1,4 +1,4 @@
-// A program in one call: its operations, in one parallel region. Each is one stage or two, but
+// A program in one call: its operations, in one parallel region. Each is a stage or several, but
 // neighbours that work row by row are one stage together.
 //
 // A stage reads what the ones before have written, all of whose pieces are done by then. Rounds
@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "check.h"
 #include "elements.h"
+#include "experts.h"
 #include "greatest.h"
 #include "linear_store.h"
 #include "quire.h"
@@ -17,7 +18,13 @@
 namespace quire {
 namespace {
 
-constexpr int kStagesPerOp = 2;
+int num_stages(const Op& op) { return op.kind == QUIRE_EXPERTS ? Experts::kStages : 2; }
+
+int num_stages(const ForwardArgs& args) {
+  int sum = 0;
+  for (int i = args.first_op; i < args.end_op; ++i) sum += num_stages(args.ops[i]);
+  return sum;
+}
 
 // For every layer; each adds its caches and where it reads and writes.
 AttendArgs attend_args(const ForwardArgs& a) {
@@ -56,9 +63,10 @@ class Forward {
  public:
   explicit Forward(const ForwardArgs& args)
       : a_(args),
-        stages_(kStagesPerOp * (args.end_op - args.first_op)),
+        stages_(num_stages(args)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
-        attend_(attend_args(args)) {
+        attend_(attend_args(args)),
+        experts_(args) {
     bool ends = false;
     for (int i = args.first_op; i < args.end_op; ++i) {
       const Op& op = args.ops[i];
@@ -79,13 +87,16 @@ class Forward {
   }
 
   void run(Team team) {
+    Stage* stage = stages_.data();
     for (int i = a_.first_op, next; i < a_.end_op; i = next) {
-      team.stage = &stages_[kStagesPerOp * (i - a_.first_op)];
       const Op& op = a_.ops[i];
+      team.stage = stage;
+      stage += num_stages(op);
       next = i + 1;
       switch (op.kind) {
         case QUIRE_LINEAR: linear(op.linear, team); break;
         case QUIRE_ATTEND: attend(op.attend, team); break;
+        case QUIRE_EXPERTS: experts_.run(op.experts, team); break;
         case QUIRE_LOGITS: logits(op.logits, team); break;
         default: {
           const bool samples = is_sampled(op);
@@ -105,8 +116,8 @@ class Forward {
 
   // Whether each token's row is made of that token's rows alone.
   static bool is_by_token(const Op& op) {
-    const bool shares =
-        op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND || op.kind == QUIRE_LOGITS;
+    const bool shares = op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND ||
+                        op.kind == QUIRE_EXPERTS || op.kind == QUIRE_LOGITS;
     return !shares && !is_sampled(op);
   }
 
@@ -122,6 +133,8 @@ class Forward {
         return with_type([&](auto type) { add_value<decltype(type)>(op.add, begin, end); });
       case QUIRE_GELU:
         return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
+      case QUIRE_ROUTE: return route(op.route, begin, end);
+      case QUIRE_MIX: return experts_.mix(op.mix, begin, end);
     }
   }
 
@@ -229,6 +242,7 @@ class Forward {
     args.scale = op.scale;
     args.soft_cap = op.soft_cap;
     args.window = op.window;
+    args.sinks = op.sinks;
     attend_part(args, *plan_for(op.window), team);
   }
 
@@ -294,6 +308,16 @@ class Forward {
     }
   }
 
+  void route(const RouteOp& op, int64_t begin, int64_t end) {
+    const RouteArgs args = {op,
+                            values<float>(QUIRE_SCORES),
+                            a_.widths[QUIRE_SCORES],
+                            values<int32_t>(QUIRE_CHOSEN),
+                            values<float>(QUIRE_SHARES),
+                            a_.num_tokens};
+    route_rows(args, begin, end);
+  }
+
   // Some rows of an int8 layer's input.
   void quantize(const LinearWeights& weights, int32_t x, int64_t begin, int64_t end) {
     quantize_rows({a_.dtype, weights.splits, buffer(x), a_.widths[x], weights.num_in, a_.num_tokens,
@@ -324,6 +348,7 @@ class Forward {
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
+  Experts experts_;
   std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]
 };
