@@ -116,7 +116,7 @@ class Route {
 };
 
 template <class T>
-void mix_rows(const ForwardArgs& a, const MixOp& op, int64_t begin, int64_t end) {
+void mix_rows_of(const ForwardArgs& a, const MixOp& op, int64_t begin, int64_t end) {
   const int64_t width = a.widths[op.out];
   const float* results = static_cast<const float*>(a.buffers[QUIRE_RESULTS]);
   for (int64_t token = begin; token < end; ++token) {
@@ -141,66 +141,60 @@ void mix_rows(const ForwardArgs& a, const MixOp& op, int64_t begin, int64_t end)
 
 }  // namespace
 
-Experts::Experts(const ForwardArgs& args) : a_(args), size_(args.dtype == QUIRE_BF16 ? 2 : 4) {}
+Experts::Experts(const ForwardArgs& args, const ExpertsOp& op)
+    : a_(args), op_(op), size_(args.dtype == QUIRE_BF16 ? 2 : 4) {}
 
-void Experts::run(const ExpertsOp& op, Team team) {
-  team.share(1, [&](int64_t) { sort(op); });
+void Experts::run(Team team) {
+  team.share(1, [&](int64_t) { sort(); });
   ++team.stage;
-  team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) { gather(op, begin, end); });
+  team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) { gather(begin, end); });
   ++team.stage;
   linears_part(ups_.data(), ups_.size(), team);
   ++team.stage;
-  if (op.downs[0].is_int8 || (op.has_shared && op.downs[op.num_experts].is_int8)) {
-    team.share_rows(shared_start(op) + op.has_shared * a_.num_tokens,
-                    [&](int64_t begin, int64_t end) { quantize_inner(op, begin, end); });
+  if (op_.downs[0].is_int8 || (op_.has_shared && op_.downs[op_.num_experts].is_int8)) {
+    team.share_rows(shared_start() + op_.has_shared * a_.num_tokens,
+                    [&](int64_t begin, int64_t end) { quantize_inner(begin, end); });
     ++team.stage;
   }
   linears_part(downs_.data(), downs_.size(), team);
 }
 
-void Experts::mix(const MixOp& op, int64_t begin, int64_t end) const {
-  a_.dtype == QUIRE_BF16 ? mix_rows<bf16>(a_, op, begin, end) : mix_rows<float>(a_, op, begin, end);
-}
-
 // Also says what the experts' layers are to do.
-void Experts::sort(const ExpertsOp& op) {
-  const int64_t num_places = op.top_k + op.has_shared;
+void Experts::sort() {
+  const int64_t num_places = op_.top_k + op_.has_shared;
   const int32_t* chosen = values<int32_t>(QUIRE_CHOSEN);
   int32_t* places = values<int32_t>(QUIRE_PLACES);
-  starts_.assign(op.num_experts + 1, 0);
-  for (int64_t i = 0; i < shared_start(op); ++i) ++starts_[chosen[i] + 1];
-  std::partial_sum(starts_.begin(), starts_.end(), starts_.begin());
-  ups_.clear();
-  downs_.clear();
-  for (int32_t expert = 0; expert < op.num_experts; ++expert)
-    add_layers(op, op.ups[expert], op.downs[expert],
-               {starts_[expert], starts_[expert + 1] - starts_[expert], 0});
-  if (op.has_shared)
-    add_layers(op, op.ups[op.num_experts], op.downs[op.num_experts],
-               {shared_start(op), a_.num_tokens, shared_start(op)});
+  std::vector<int64_t> starts(op_.num_experts + 1, 0);
+  for (int64_t i = 0; i < shared_start(); ++i) ++starts[chosen[i] + 1];
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+  for (int32_t expert = 0; expert < op_.num_experts; ++expert)
+    add_layers(op_.ups[expert], op_.downs[expert],
+               {starts[expert], starts[expert + 1] - starts[expert], 0});
+  if (op_.has_shared)
+    add_layers(op_.ups[op_.num_experts], op_.downs[op_.num_experts],
+               {shared_start(), a_.num_tokens, shared_start()});
   for (int64_t token = 0; token < a_.num_tokens; ++token, places += num_places) {
-    for (int32_t i = 0; i < op.top_k; ++i) places[i] = static_cast<int32_t>(starts_[*chosen++]++);
-    if (op.has_shared) places[op.top_k] = static_cast<int32_t>(shared_start(op) + token);
+    for (int32_t i = 0; i < op_.top_k; ++i) places[i] = static_cast<int32_t>(starts[*chosen++]++);
+    if (op_.has_shared) places[op_.top_k] = static_cast<int32_t>(shared_start() + token);
   }
 }
 
-void Experts::add_layers(const ExpertsOp& op, const LinearWeights& up, const LinearWeights& down,
-                         const Rows& rows) {
+void Experts::add_layers(const LinearWeights& up, const LinearWeights& down, const Rows& rows) {
   if (!rows.count) return;
-  const int64_t channels = a_.widths[op.x];
+  const int64_t channels = a_.widths[op_.x];
   LinearArgs args = layer(up, rows);
-  args.mode = &up == op.ups + op.num_experts ? QUIRE_GATED : op.mode;
+  args.mode = &up == op_.ups + op_.num_experts ? QUIRE_GATED : op_.mode;
   if (!up.is_int8) {
     args.x = values<char>(QUIRE_GATHERED) + rows.first * channels * size_;
     args.x_stride = channels;
   }
-  args.out = inner(op, rows.first);
+  args.out = inner(rows.first);
   args.out_stride = down.num_in;
   ups_.push_back(args);
   args = layer(down, rows);
   args.mode = QUIRE_STORE_F32;
   if (!down.is_int8) {
-    args.x = inner(op, rows.first);
+    args.x = inner(rows.first);
     args.x_stride = down.num_in;
   }
   args.out = values<float>(QUIRE_RESULTS) + rows.first * channels;
@@ -221,27 +215,27 @@ LinearArgs Experts::layer(const LinearWeights& weights, const Rows& rows) const 
   return args;
 }
 
-void Experts::gather(const ExpertsOp& op, int64_t begin, int64_t end) const {
-  const int64_t row_bytes = a_.widths[op.x] * size_, num_places = op.top_k + op.has_shared;
+void Experts::gather(int64_t begin, int64_t end) const {
+  const int64_t row_bytes = a_.widths[op_.x] * size_, num_places = op_.top_k + op_.has_shared;
   for (int64_t token = begin; token < end; ++token) {
-    const char* x = values<char>(op.x) + token * row_bytes;
+    const char* x = values<char>(op_.x) + token * row_bytes;
     const int32_t* places = values<int32_t>(QUIRE_PLACES) + token * num_places;
     for (int32_t i = 0; i < num_places; ++i) {
-      const bool is_shared = i == op.top_k;
-      const LinearWeights& up = op.ups[is_shared ? op.num_experts : 0];
+      const bool is_shared = i == op_.top_k;
+      const LinearWeights& up = op_.ups[is_shared ? op_.num_experts : 0];
       if (up.is_int8)
-        quantize_row(up, x, places[i], is_shared ? shared_start(op) : 0);
+        quantize_row(up, x, places[i], is_shared ? shared_start() : 0);
       else
         std::memcpy(values<char>(QUIRE_GATHERED) + places[i] * row_bytes, x, row_bytes);
     }
   }
 }
 
-void Experts::quantize_inner(const ExpertsOp& op, int64_t begin, int64_t end) const {
+void Experts::quantize_inner(int64_t begin, int64_t end) const {
   for (int64_t row = begin; row < end; ++row) {
-    const bool is_shared = row >= shared_start(op);
-    const LinearWeights& down = op.downs[is_shared ? op.num_experts : 0];
-    if (down.is_int8) quantize_row(down, inner(op, row), row, is_shared ? shared_start(op) : 0);
+    const bool is_shared = row >= shared_start();
+    const LinearWeights& down = op_.downs[is_shared ? op_.num_experts : 0];
+    if (down.is_int8) quantize_row(down, inner(row), row, is_shared ? shared_start() : 0);
   }
 }
 
@@ -258,16 +252,21 @@ float* Experts::row_scales(const LinearWeights& weights, int64_t row, int64_t ki
   return a_.scales + kind_first * a_.max_splits + (row - kind_first) * weights.splits;
 }
 
-char* Experts::inner(const ExpertsOp& op, int64_t row) const {
-  const int64_t width = op.downs[0].num_in, first = shared_start(op);
+char* Experts::inner(int64_t row) const {
+  const int64_t width = op_.downs[0].num_in, first = shared_start();
   const int64_t at =
-      row < first ? row * width : first * width + (row - first) * op.downs[op.num_experts].num_in;
+      row < first ? row * width : first * width + (row - first) * op_.downs[op_.num_experts].num_in;
   return values<char>(QUIRE_INNER) + at * size_;
 }
 
 }  // namespace quire
 
 using namespace quire;
+
+void mix_rows(const ForwardArgs& args, const MixOp& op, int64_t begin, int64_t end) {
+  args.dtype == QUIRE_BF16 ? mix_rows_of<bf16>(args, op, begin, end)
+                           : mix_rows_of<float>(args, op, begin, end);
+}
 
 void route_rows(const RouteArgs& args, int64_t begin, int64_t end) {
   Route route(args);

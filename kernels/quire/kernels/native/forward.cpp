@@ -65,12 +65,12 @@ class Forward {
       : a_(args),
         stages_(num_stages(args)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
-        attend_(attend_args(args)),
-        experts_(args) {
+        attend_(attend_args(args)) {
     bool ends = false;
     for (int i = args.first_op; i < args.end_op; ++i) {
       const Op& op = args.ops[i];
       ends |= op.kind == QUIRE_LOGITS;
+      if (op.kind == QUIRE_EXPERTS) experts_.emplace_back(args, op.experts);
       if (op.kind != QUIRE_ATTEND || plan_for(op.attend.window)) continue;
       AttendArgs attend = attend_;
       attend.window = op.attend.window;
@@ -88,6 +88,7 @@ class Forward {
 
   void run(Team team) {
     Stage* stage = stages_.data();
+    auto experts = experts_.begin();
     for (int i = a_.first_op, next; i < a_.end_op; i = next) {
       const Op& op = a_.ops[i];
       team.stage = stage;
@@ -96,7 +97,7 @@ class Forward {
       switch (op.kind) {
         case QUIRE_LINEAR: linear(op.linear, team); break;
         case QUIRE_ATTEND: attend(op.attend, team); break;
-        case QUIRE_EXPERTS: experts_.run(op.experts, team); break;
+        case QUIRE_EXPERTS: (experts++)->run(team); break;
         case QUIRE_LOGITS: logits(op.logits, team); break;
         default: {
           const bool samples = is_sampled(op);
@@ -134,7 +135,7 @@ class Forward {
       case QUIRE_GELU:
         return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
       case QUIRE_ROUTE: return route(op.route, begin, end);
-      case QUIRE_MIX: return experts_.mix(op.mix, begin, end);
+      case QUIRE_MIX: return mix_rows(a_, op.mix, begin, end);
     }
   }
 
@@ -348,7 +349,7 @@ class Forward {
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
-  Experts experts_;
+  std::vector<Experts> experts_;    // of each such operation
   std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]
 };

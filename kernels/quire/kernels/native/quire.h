@@ -485,3 +485,4 @@ void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end);
 void norm_rows(const NormArgs& args, int64_t begin, int64_t end);
 void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end);
 void route_rows(const RouteArgs& args, int64_t begin, int64_t end);
+void mix_rows(const ForwardArgs& args, const MixOp& op, int64_t begin, int64_t end);
