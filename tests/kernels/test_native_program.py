@@ -309,6 +309,10 @@ def _same(x: Tensor) -> Tensor:
 def test_logits_are_those_of_plain_pytorch(
     library: ctypes.CDLL, dtype: torch.dtype, int8: bool, style: Style
 ) -> None:
+    if style.router is not None and (int8 or dtype != torch.float32):
+        # A rounding may change which experts a token goes to, so it goes to all of them.
+        router = style.router | {"top_k": E, "groups": 1, "top_groups": 1}
+        style = replace(style, router=router)
     decoder = _native_program(_native(library, int8=int8), dtype, style=style)
     kv, plain_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
     plain = CpuBackend(quantization="int8" if int8 else None)
