@@ -413,6 +413,54 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("fields", [MIXTRAL.router, QWEN_MOE.router, GLM_MOE.router])
+def test_experts_are_chosen_as_in_plain_pytorch(
+    library: ctypes.CDLL, fields: dict[str, Any]
+) -> None:
+    native, plain = NativeBackend(library), CpuBackend()
+    gated = fields.get("shared") == "gated"
+    layer = plain.pack_router(torch.eye(E + gated))
+    router = Router(layer=layer, num_experts=E, **fields)
+    scores = torch.randn(300, E + gated, generator=torch.Generator().manual_seed(5))
+    scores[:50] = scores[:50].round()  # Many are equal.
+    scores[50] = 0
+    scores[51] *= 40
+    chosen_Tk, weights_TS = native.choose_experts(router, scores)
+    expected_Tk, expected_TS = plain.choose_experts(router, scores)
+    assert torch.equal(chosen_Tk, expected_Tk)
+    torch.testing.assert_close(weights_TS, expected_TS, atol=1e-6, rtol=1e-5)
+    for rows in ([7], [299, 3, 3]):
+        again = native.choose_experts(router, scores[rows])
+        assert torch.equal(again[0], chosen_Tk[rows])
+        assert torch.equal(again[1], weights_TS[rows])
+
+
+def test_of_scores_that_are_nan_distinct_experts_are_chosen(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    layer = backend.pack_router(torch.zeros(E, C))
+    fields = {name: value for name, value in (GLM_MOE.router or {}).items() if name != "shared"}
+    router = Router(layer=layer, num_experts=E, **fields)
+    chosen_Tk, _ = backend.choose_experts(router, torch.full((2, E), float("nan")))
+    assert all(len(set(chosen_k)) == 3 for chosen_k in chosen_Tk.tolist())
+    assert chosen_Tk.ge(0).all()
+    assert chosen_Tk.lt(E).all()
+
+
+def test_experts_that_do_not_fit_are_refused_or_left_to_the_loop(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    program = _program(backend, torch.float32, style=MIXTRAL)
+    mixed = next(op for op in program if isinstance(op, MixExperts))
+    up, down = mixed.experts[0].up, mixed.experts[0].down
+    swapped = replace(mixed.experts[0], up=down, down=up)
+    with pytest.raises(ValueError, match=r"expert of \(type, inputs, outputs, gated\)"):
+        NativeProgram(library, _changed(program, MixExperts, experts=(swapped,) * E))
+    with pytest.raises(ValueError, match=r"experts .* \(11, False\); the router takes 2 of"):
+        NativeProgram(library, _changed(program, MixExperts, experts=mixed.experts[1:]))
+    plain = replace(mixed.experts[0], down=CpuBackend().pack_linear(torch.zeros(C, X)))
+    with pytest.raises(NotNative, match="expert of PackedLinear and PlainLinear"):
+        NativeProgram(library, _changed(program, MixExperts, experts=(plain,) * E))
+
+
 def test_a_row_of_nan_has_column_0_as_its_greatest(library: ctypes.CDLL) -> None:
     backend = NativeBackend(library)
     program = _program(backend, torch.float32)
