@@ -62,7 +62,7 @@ class NativeExperts:
         if shared and layers[-1][0].mode != native_abi.GATED:
             raise NotNative(f"shared expert of mode {layers[-1][0].mode}")
         self._ups, self._downs = ([each[i] for each in layers] for i in range(2))
-        self.quantized = [layer for each in layers for layer in each if _is_int8(layer)]
+        self.quantized = [x for each in layers for x in each if isinstance(x, Int8Linear)]
         self.places = router.top_k + len(shared)
         self.inner = router.top_k * self._ups[0].num_out
         self.inner += self._ups[-1].num_out if shared else 0
