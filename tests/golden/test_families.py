@@ -196,6 +196,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
     [
         *[("qwen2-moe", None), ("qwen3-moe", "int8"), ("glm4", None), ("gemma2", None)],
         *[("gemma3", "int8"), ("ministral", None), ("cohere2", None), ("starcoder2", None)],
+        *[("gpt-oss", None), ("glm4-moe", "int8")],
     ],
 )
 def test_a_request_has_the_same_bits_on_any_number_of_ranks(

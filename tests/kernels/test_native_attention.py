@@ -253,6 +253,19 @@ def test_windowed_rows_have_the_same_bits_in_any_batch_and_chunk(
         assert torch.equal(chunk, whole[first:end]), (first, end)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks_are_those_of_the_twin_in_any_batch(
+    any_isa: NativeBackend, window: int | None
+) -> None:
+    options = AttentionOptions(window=window, sinks=(-2.0, 0.0, 1.0, 3.0, -300.0, 300.0))
+    batch = paged_batch(RAGGED, num_heads=6, num_kv_heads=2, head_size=32, block_size=16)
+    got = batch.stored_by(any_isa).attend(any_isa, num_decodes=4, options=options)
+    assert_near_twin(got, batch.expected(options=options))
+    _assert_rows_are_as_if_alone(batch.stored_by(any_isa), any_isa, options)
+    with pytest.raises(ValueError, match="2 sinks: must be 6, one for each query head"):
+        batch.attend(any_isa, options=AttentionOptions(sinks=(0.0, 1.0)))
+
+
 def test_what_is_before_all_windows_is_not_read(any_isa: NativeBackend) -> None:
     options = AttentionOptions(window=150)
     batch = paged_batch(

@@ -13,9 +13,10 @@ from quire.kernels import native_ops
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.experts import Expert, Router
 from quire.kernels.loop import Loop
 from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_ops import NotNative
+from quire.kernels.native_check import NotNative
 from quire.kernels.native_program import NativeProgram
 from quire.kernels.ops import (
     Activate,
@@ -25,6 +26,7 @@ from quire.kernels.ops import (
     Attend,
     Bans,
     Batch,
+    Clamped,
     Embed,
     GateActivation,
     GatedLinear,
@@ -44,6 +46,8 @@ from quire.kernels.ops import (
 from quire.kernels.quantization import SCALE_BYTES
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
+E, X, SHARED = 12, 24, 40
+"""Experts, and the inner channels of each and of the shared one."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -64,6 +68,10 @@ class Style:
     logits: dict[str, float] = field(default_factory=dict)
     attention: tuple[AttentionOptions, ...] = (PLAIN, PLAIN)
     scales: tuple[float, ...] = (D**-0.5, D**-0.5)
+    router: dict[str, Any] | None = None
+    """Experts instead of an MLP; these are `Router`'s fields."""
+    expert_bias: bool = False
+    """Also, a clamped activation."""
 
 
 LLAMA = Style()
@@ -78,9 +86,23 @@ GEMMA = Style(
 COHERE = Style(norm="layer", parallel=True, logits={"scale": 0.4}, q_scale=True)
 STARCODER = Style(norm="layer", norm_bias=True, activation=None, sums=0.22)
 OLMO = Style(places=("out",), all_heads=True, attention=(AttentionOptions(window=6), PLAIN))
+MIXTRAL = Style(router={"top_k": 2, "renormalise": True})
+QWEN_MOE = Style(router={"top_k": 4, "shared": "gated"})
+GLM_MOE = Style(
+    router={
+        **{"top_k": 3, "score": "sigmoid", "correction_E": torch.linspace(0.1, -0.1, E)},
+        **{"groups": 4, "top_groups": 2, "renormalise": True, "scale": 1.5, "shared": "plain"},
+    }
+)
+GPT_OSS = Style(
+    router={"top_k": 3, "softmax_after_top_k": True},
+    expert_bias=True,
+    attention=(AttentionOptions(window=5, sinks=(0.5, -1, 2, 0, -40, 40)), PLAIN),
+)
 STYLES = {
     **{"llama": LLAMA, "gemma": GEMMA, "cohere": COHERE},
     **{"starcoder": STARCODER, "olmo": OLMO},
+    **{"mixtral": MIXTRAL, "qwen-moe": QWEN_MOE, "glm-moe": GLM_MOE, "gpt-oss": GPT_OSS},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 
@@ -137,6 +159,40 @@ def _program(
         )
         return [GatedLinear(name=f"{at}.gate_up", layer=layer, x=x, out="hidden")]
 
+    def expert(size: int, *, has_bias: bool) -> Expert:
+        activation: GateActivation = Clamped(alpha=1.7, limit=0.9) if has_bias else "silu"
+        bias_O = random(2 * size) if has_bias else None
+        return Expert(
+            up=backend.pack_gated_linear(random(2 * size, C), bias_O, activation=activation),
+            down=backend.pack_linear(random(C, size), num_parts=4),
+        )
+
+    def experts(x: Value) -> list[Op]:
+        fields = style.router or {}
+        shared = fields.get("shared", "none")
+        num_scores = E + (shared == "gated")
+        router_bias = random(num_scores) if style.expert_bias else None
+        mixed = MixExperts(
+            router=Router(
+                layer=backend.pack_router(3 * random(num_scores, C), router_bias),
+                num_experts=E,
+                **fields,
+            ),
+            experts=tuple(expert(X, has_bias=style.expert_bias) for _ in range(E)),
+            shared=None if shared == "none" else expert(SHARED, has_bias=False),
+            bias_EC=random(E, C).float() if style.expert_bias else None,
+            is_split=num_ranks > 1,
+            x=x,
+            out="branch",
+        )
+        return [mixed, Add(x="branch", to="residual")]
+
+    def mlp(at: str, x: Value) -> list[Op]:
+        if style.router is not None:
+            return experts(x)
+        down = branch(f"{at}.down", "hidden", random(C, F), None, num_parts=4)
+        return [*up(at, x), *down]
+
     read: Value = "normed" if "in" in style.places else "residual"
     angles = torch.outer(torch.arange(64.0), 100 ** -torch.linspace(0, 1, D // 2))
     table = RotaryTable(angles.cos(), angles.sin())
@@ -175,8 +231,7 @@ def _program(
             ),
             *branch(f"{at}.o", "attended", random(C, H * D), random(C), num_parts=2),
             *before(again=not style.parallel),
-            *up(at, read),
-            *branch(f"{at}.down", "hidden", random(C, F), None, num_parts=4),
+            *mlp(at, read),
         ]
     embedding, last_norm = Embed(weight_VC=random(V, C), out="residual"), norm()
     lm_head = backend.pack_linear(random(V, C)) if lm_head is None else lm_head
@@ -254,6 +309,10 @@ def _same(x: Tensor) -> Tensor:
 def test_logits_are_those_of_plain_pytorch(
     library: ctypes.CDLL, dtype: torch.dtype, int8: bool, style: Style
 ) -> None:
+    if style.router is not None and (int8 or dtype != torch.float32):
+        # A rounding may change which experts a token goes to, so it goes to all of them.
+        router = style.router | {"top_k": E, "groups": 1, "top_groups": 1}
+        style = replace(style, router=router)
     decoder = _native_program(_native(library, int8=int8), dtype, style=style)
     kv, plain_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
     plain = CpuBackend(quantization="int8" if int8 else None)
@@ -352,6 +411,54 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
             assert chosen[:, 1].tolist() == allowed.argmax(dim=1).tolist()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fields", [MIXTRAL.router, QWEN_MOE.router, GLM_MOE.router])
+def test_experts_are_chosen_as_in_plain_pytorch(
+    library: ctypes.CDLL, fields: dict[str, Any]
+) -> None:
+    native, plain = NativeBackend(library), CpuBackend()
+    gated = fields.get("shared") == "gated"
+    layer = plain.pack_router(torch.eye(E + gated))
+    router = Router(layer=layer, num_experts=E, **fields)
+    scores = torch.randn(300, E + gated, generator=torch.Generator().manual_seed(5))
+    scores[:50] = scores[:50].round()  # Many are equal.
+    scores[50] = 0
+    scores[51] *= 40
+    chosen_Tk, weights_TS = native.choose_experts(router, scores)
+    expected_Tk, expected_TS = plain.choose_experts(router, scores)
+    assert torch.equal(chosen_Tk, expected_Tk)
+    torch.testing.assert_close(weights_TS, expected_TS, atol=1e-6, rtol=1e-5)
+    for rows in ([7], [299, 3, 3]):
+        again = native.choose_experts(router, scores[rows])
+        assert torch.equal(again[0], chosen_Tk[rows])
+        assert torch.equal(again[1], weights_TS[rows])
+
+
+def test_of_scores_that_are_nan_distinct_experts_are_chosen(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    layer = backend.pack_router(torch.zeros(E, C))
+    fields = {name: value for name, value in (GLM_MOE.router or {}).items() if name != "shared"}
+    router = Router(layer=layer, num_experts=E, **fields)
+    chosen_Tk, _ = backend.choose_experts(router, torch.full((2, E), float("nan")))
+    assert all(len(set(chosen_k)) == 3 for chosen_k in chosen_Tk.tolist())
+    assert chosen_Tk.ge(0).all()
+    assert chosen_Tk.lt(E).all()
+
+
+def test_experts_that_do_not_fit_are_refused_or_left_to_the_loop(library: ctypes.CDLL) -> None:
+    backend = NativeBackend(library)
+    program = _program(backend, torch.float32, style=MIXTRAL)
+    mixed = next(op for op in program if isinstance(op, MixExperts))
+    up, down = mixed.experts[0].up, mixed.experts[0].down
+    swapped = replace(mixed.experts[0], up=down, down=up)
+    with pytest.raises(ValueError, match=r"expert of \(type, inputs, outputs, gated\)"):
+        NativeProgram(library, _changed(program, MixExperts, experts=(swapped,) * E))
+    with pytest.raises(ValueError, match=r"experts .* \(11, False\); the router takes 2 of"):
+        NativeProgram(library, _changed(program, MixExperts, experts=mixed.experts[1:]))
+    plain = replace(mixed.experts[0], down=CpuBackend().pack_linear(torch.zeros(C, X)))
+    with pytest.raises(NotNative, match="expert of PackedLinear and PlainLinear"):
+        NativeProgram(library, _changed(program, MixExperts, experts=(plain,) * E))
 
 
 def test_a_row_of_nan_has_column_0_as_its_greatest(library: ctypes.CDLL) -> None:
@@ -555,11 +662,11 @@ def test_all_fields_of_all_operations_are_known_or_have_defaults() -> None:
     for kind, known in native_ops._KNOWN.items():
         for each in fields(kind):
             assert each.name in known or each.default is not MISSING, (kind, each.name)
-    assert set(native_ops._KNOWN) == set(get_args(Op)) - {AddNorm, MixExperts}
+    assert set(native_ops._KNOWN) == set(get_args(Op)) - {AddNorm}
 
 
 def test_an_operation_that_the_library_does_not_have_is_refused(library: ctypes.CDLL) -> None:
     program = _program(NativeBackend(library), torch.float32)
     fused = AddNorm(weight_C=torch.ones(C), eps=1e-5, x="branch", to="residual", out="normed")
-    with pytest.raises(native_ops.NotNative, match="operation AddNorm"):
+    with pytest.raises(NotNative, match="operation AddNorm"):
         native_ops.NativeOps((*program[:1], fused, *program[1:]))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
@@ -20,7 +21,7 @@ from quire.kernels.shared_prefix import SharedSplits
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
 # C channels
-# I, O a linear layer's input and output
+# I, O a linear layer's input and output   X as in `quire.kernels.experts`
 
 
 class AttentionBackend(Protocol):
@@ -126,7 +127,13 @@ class AttentionBackend(Protocol):
         *,
         activation: GateActivation = "silu",
     ) -> LinearLayer:
-        """``activation(gate) * up`` of a layer whose outputs are the gates, then the ups."""
+        """`quire.kernels.ops.GatedLinear`'s layer, whose outputs are the gates, then the ups."""
+
+    def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+        """`Router.layer`: its product is in float32, whatever the backend quantises."""
+
+    def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """`Router.choose`."""
 
     def prepare(self, program: Program) -> ProgramRunner:
         """A program over layers that this backend packed, in the fastest way that it has."""
@@ -140,8 +147,7 @@ def backend_for(
 ) -> AttentionBackend:
     """The kernels for a device, and for all that the model's layers ask of attention.
 
-    Where there are several GPUs, the device must be the current one. On a CPU a model with
-    attention sinks gets plain PyTorch.
+    Where there are several GPUs, the device must be the current one.
 
     ``quantization`` is what its linear layers make of the weights they are given.
 
@@ -154,8 +160,7 @@ def backend_for(
         from quire.kernels.native import library
         from quire.kernels.native_backend import NativeBackend
 
-        has_sinks = any(each.sinks is not None for each in options)
-        native = None if has_sinks else library()
+        native = library()
         if native is None:
             return CpuBackend(quantization=quantization)
         return NativeBackend(native, quantization=quantization)

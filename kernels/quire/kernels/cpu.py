@@ -22,8 +22,9 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
-from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
@@ -198,6 +199,12 @@ class CpuBackend:
     def _kind(self, *, is_lm_head: bool) -> Quantization | None:
         """What a layer's weights become: 4 bits would be too few for the LM head."""
         return "int8" if self.quantization == "w4" and is_lm_head else self.quantization
+
+    def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+        return wide_linear(weight_OI, bias_O)
+
+    def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
+        return router.choose(score_TX)
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

@@ -5,18 +5,19 @@ row has the same bits beside any others. A token's results are summed in the ord
 router ranks the experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from quire.kernels.linear import PlainLinear, unrounded
-from quire.kernels.ops import LinearLayer
+from quire.kernels.linear import unrounded
+from quire.kernels.native_linear import NativeLinear
+from quire.kernels.ops import LinearLayer, MixExperts, SharedExpert
 
 # T tokens   C hidden size   E experts   k experts of a token   S the same and the shared one
-# N rows of one expert
+# X the experts, and the gate of the shared one where it has one   N rows of one expert
 
 _LEAST_SUM = 1e-20
 
@@ -26,7 +27,9 @@ class Router:
     """Which experts a token goes to, and with what weights, in float32. Of equal scores the expert
     of the lower number comes first."""
 
-    layer: PlainLinear
+    layer: LinearLayer
+    """From `pack_router`: a score for each expert, and the shared one's gate where it has one."""
+    num_experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
@@ -38,10 +41,21 @@ class Router:
     renormalise: bool = False
     """Weights add up to ``scale``."""
     scale: float = 1.0
+    shared: SharedExpert = "none"
 
-    def __call__(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and their weights, ``[T, k]`` each, the best first."""
-        score_TE = self.layer(x_TC.float())
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts + (self.shared == "gated")
+
+    def scores(self, x_TC: Tensor) -> Tensor:
+        """``[T, X]``, float32."""
+        layer = self.layer
+        return layer.unrounded(x_TC) if isinstance(layer, NativeLinear) else layer(x_TC.float())
+
+    def choose(self, score_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `scores`: experts ``[T, k]``, the best first, and weights ``[T, S]``, the shared
+        expert's last."""
+        score_TE = score_TX[:, : self.num_experts]
         if self.score == "sigmoid":
             score_TE = 1 / (1 + torch.exp(-score_TE))
         elif not self.softmax_after_top_k:
@@ -55,7 +69,13 @@ class Router:
             weights_Tk = weights_Tk.softmax(-1)
         if self.renormalise:
             weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + _LEAST_SUM)
-        return experts_Tk, weights_Tk * self.scale
+        weights_Tk = weights_Tk * self.scale
+        if self.shared == "none":
+            return experts_Tk, weights_Tk
+        weight_T1 = torch.ones_like(weights_Tk[:, :1])
+        if self.shared == "gated":
+            weight_T1 = 1 / (1 + torch.exp(-score_TX[:, self.num_experts :]))
+        return experts_Tk, torch.cat([weights_Tk, weight_T1], dim=1)
 
     def _of_the_best_groups(self, choice_TE: Tensor) -> Tensor:
         """``choice``, minus infinity outside of the groups that are taken."""
@@ -78,28 +98,30 @@ class Expert:
         return unrounded(self.down, self.up(x_TC)).float()
 
 
-def run_experts(
+def mix_experts(
+    op: MixExperts,
     x_TC: Tensor,
-    router: Router,
-    experts: Sequence[Expert],
-    shared: Expert | None,
-    shared_gate: PlainLinear | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's results ``[S, T, C]``, the shared expert's last, and their weights ``[T, S]``,
-    both float32, and its experts ``[T, k]``."""
-    experts_Tk, weights_Tk = router(x_TC)
-    num_tokens, top_k = experts_Tk.shape
-    out_TkC = x_TC.new_empty(num_tokens * top_k, x_TC.shape[1], dtype=torch.float32)
-    for expert, rows_N in rows_by_expert(experts_Tk, len(experts)):
-        out_TkC[rows_N] = experts[expert](x_TC[rows_N // top_k])
+    *,
+    choose: Callable[[Router, Tensor], tuple[Tensor, Tensor]],
+    all_reduce: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The operation's result. ``choose`` is a backend's `choose_experts`."""
+    experts_Tk, weights_TS = choose(op.router, op.router.scores(x_TC))
+    (num_tokens, top_k), num_channels = experts_Tk.shape, x_TC.shape[1]
+    out_TkC = x_TC.new_empty(num_tokens * top_k, num_channels, dtype=torch.float32)
+    for expert, rows_N in rows_by_expert(experts_Tk, len(op.experts)):
+        out_TkC[rows_N] = op.experts[expert](x_TC[rows_N // top_k])
     out_STC = out_TkC.view(num_tokens, top_k, -1).transpose(0, 1)
-    if shared is None:
-        return out_STC, weights_Tk, experts_Tk
-    weight_T1 = weights_Tk.new_ones(num_tokens, 1)
-    if shared_gate is not None:
-        weight_T1 = 1 / (1 + torch.exp(-shared_gate(x_TC.float())))
-    out_STC = torch.cat([out_STC, shared(x_TC)[None]])
-    return out_STC, torch.cat([weights_Tk, weight_T1], dim=1), experts_Tk
+    if op.shared is not None:
+        out_STC = torch.cat([out_STC, op.shared(x_TC)[None]])
+    if op.is_split:
+        out_STC = all_reduce(out_STC.reshape(-1, num_channels)).view(out_STC.shape)
+    total_TC = torch.zeros_like(x_TC, dtype=torch.float32)
+    for place, out_TC in enumerate(out_STC):
+        if op.bias_EC is not None and place < top_k:
+            out_TC = out_TC + op.bias_EC[experts_Tk[:, place]]
+        total_TC += out_TC * weights_TS[:, place, None]
+    return total_TC.to(x_TC.dtype)
 
 
 def _best(score_TE: Tensor, num: int) -> Tensor:

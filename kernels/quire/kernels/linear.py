@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.native_linear import NativeLinear
-from quire.kernels.ops import GateActivation, LinearLayer
+from quire.kernels.ops import Clamped, GateActivation, LinearLayer
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
@@ -41,17 +41,9 @@ def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
     return layer.unrounded(x_TI) if isinstance(layer, NativeLinear) else layer(x_TI)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClampedGatedLinear:
-    """`reference.clamped_silu_and_mul`; the layer's output is gate, then up."""
-
-    gate_up: LinearLayer
-    alpha: float
-    limit: float
-
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        gate_up_TG = self.gate_up(x_TI)
-        return reference.clamped_silu_and_mul(gate_up_TG, alpha=self.alpha, limit=self.limit)
+def wide_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PlainLinear:
+    """One that computes in float32."""
+    return PlainLinear(weight_OI.float(), None if bias_O is None else bias_O.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +68,16 @@ class PlainInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class PlainGatedLinear:
-    """``activation(gate) * up``; the layer's output is gate, then up."""
+    """As `GateActivation` says; the layer's output is gate, then up."""
 
     gate_up: LinearLayer
     activation: GateActivation = "silu"
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        gate_up_TG = self.gate_up(x_TI)
-        if self.activation == "silu":
+        gate_up_TG, activation = self.gate_up(x_TI), self.activation
+        if isinstance(activation, Clamped):
+            alpha, limit = activation.alpha, activation.limit
+            return reference.clamped_silu_and_mul(gate_up_TG, alpha=alpha, limit=limit)
+        if activation == "silu":
             return reference.silu_and_mul(gate_up_TG)
         return reference.gelu_and_mul(gate_up_TG)

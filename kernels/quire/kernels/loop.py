@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.experts import run_experts
+from quire.kernels.experts import mix_experts
 from quire.kernels.linear import unrounded
 from quire.kernels.ops import (
     Activate,
@@ -106,7 +106,9 @@ class Loop:
                     )
                     values[op.out] = attended_THD.flatten(1)
                 case MixExperts():
-                    values[op.out] = self._mixed(op, values[op.x], all_reduce)
+                    values[op.out] = mix_experts(
+                        op, values[op.x], choose=backend.choose_experts, all_reduce=all_reduce
+                    )
                 case AllReduce():
                     summed = all_reduce(values[op.x])
                     summed = summed if op.bias_C is None else summed + op.bias_C
@@ -141,21 +143,6 @@ class Loop:
             norm = Norm(weight_C=weight_C, eps=op.eps, kind=op.kind, x="qkv", out="qkv")
             normed.append(self._norm(norm, x_TND.reshape(-1, len(weight_C))).view(x_TND.shape))
         return torch.cat([*normed, v_TKD], dim=1)
-
-    def _mixed(
-        self, op: MixExperts, x_TC: Tensor, all_reduce: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        out_STC, weights_TS, experts_Tk = run_experts(
-            x_TC, op.router, op.experts, op.shared, op.shared_gate
-        )
-        total_TC = torch.zeros_like(x_TC, dtype=torch.float32)
-        for slot, out_TC in enumerate(out_STC):
-            if op.is_split:
-                out_TC = all_reduce(out_TC.contiguous())
-            if op.bias_EC is not None and slot < experts_Tk.shape[1]:
-                out_TC = out_TC + op.bias_EC[experts_Tk[:, slot]]
-            total_TC += out_TC * weights_TS[:, slot, None]
-        return total_TC.to(x_TC.dtype)
 
     def _norm(self, op: Norm, x_TC: Tensor) -> Tensor:
         if op.kind == "rms":

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.ops import GateActivation, NormKind
+from quire.kernels.ops import Clamped, GateActivation, NormKind, SharedExpert
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-STORE, STORE_F32, ADD, GATED, LOGITS_F32, GATED_GELU = range(6)
-GATE_MODES: dict[GateActivation, int] = {"silu": GATED, "gelu_tanh": GATED_GELU}
+STORE, STORE_F32, ADD, GATED, LOGITS_F32, GATED_GELU, GATED_CLAMPED = range(7)
 NORM_KINDS: dict[NormKind, int] = {"rms": 0, "wide": 1, "layer": 2}
 _ALL_TOKENS = (1 << 31) - 1
 
@@ -40,15 +39,29 @@ class AttendArgs(Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("window", c_int32),
+        ("sinks", POINTER(c_float)),
         ("cache_is_int8", c_int32),
     )
 
 
-def attention_fields(scale: float, options: AttentionOptions) -> dict[str, Any]:
-    """The fields of `AttendArgs` and `AttendOp` that say what becomes of the scores."""
-    if options.sinks is not None:
-        raise ValueError(f"sinks={options.sinks}: the native library has none")
+def gate_mode(activation: GateActivation) -> int:
+    """The `LinearMode` of a gated layer."""
+    if isinstance(activation, Clamped):
+        return GATED_CLAMPED
+    return {"silu": GATED, "gelu_tanh": GATED_GELU}[activation]
+
+
+def attention_fields(scale: float, options: AttentionOptions, num_heads: int) -> dict[str, Any]:
+    """The fields of `AttendArgs` and `AttendOp` that say what becomes of the scores.
+
+    Raises:
+        ValueError: There is not a sink for each head.
+    """
+    sinks = options.sinks
+    if sinks is not None and len(sinks) != num_heads:
+        raise ValueError(f"{len(sinks)} sinks: must be {num_heads}, one for each query head")
     return {
+        "sinks": None if sinks is None else (c_float * num_heads)(*sinks),
         "scale": scale,
         "soft_cap": options.soft_cap or 0.0,
         "window": min(options.window or 0, _ALL_TOKENS),
@@ -86,6 +99,8 @@ class LinearWeights(Structure):
         ("group", c_int32),
         ("wide_scales", c_int32),
         ("has_zeros", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
     )
 
 
@@ -169,7 +184,15 @@ BUFFERS = {
     "branch": 5,
 }
 """Where a program's values are kept: `QuireBuffer`. Queries stay where Q, K and V are."""
-PARTIAL, NUM_BUFFERS = 6, 7
+PARTIAL = 6
+SCORES, CHOSEN, SHARES, PLACES, GATHERED, INNER, RESULTS = range(7, 14)
+NUM_BUFFERS = 14
+BUFFER_TYPES = {
+    **dict.fromkeys((PARTIAL, SCORES, SHARES, RESULTS), torch.float32),
+    **dict.fromkeys((CHOSEN, PLACES), torch.int32),
+}
+"""Of those that are not of the model's type."""
+SHARED_EXPERTS: dict[SharedExpert, int] = {"none": 0, "plain": 1, "gated": 2}
 
 
 class EmbedOp(Structure):
@@ -229,6 +252,7 @@ class AttendOp(Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
         ("window", c_int32),
+        ("sinks", POINTER(c_float)),
     )
 
 
@@ -257,6 +281,56 @@ class LogitsOp(Structure):
     )
 
 
+class RouteOp(Structure):
+    kind = 10
+    _fields_ = (
+        ("correction", c_void_p),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("groups", c_int32),
+        ("top_groups", c_int32),
+        ("is_sigmoid", c_int32),
+        ("softmax_after_top_k", c_int32),
+        ("renormalise", c_int32),
+        ("shared", c_int32),
+        ("scale", c_float),
+    )
+
+
+class RouteArgs(Structure):
+    _fields_ = (
+        ("how", RouteOp),
+        ("scores", c_void_p),
+        ("stride", c_int64),
+        ("chosen", c_void_p),
+        ("shares", c_void_p),
+        ("num_tokens", c_int64),
+    )
+
+
+class ExpertsOp(Structure):
+    kind = 11
+    _fields_ = (
+        ("ups", POINTER(LinearWeights)),
+        ("downs", POINTER(LinearWeights)),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("has_shared", c_int32),
+        ("mode", c_int32),
+        ("x", c_int32),
+    )
+
+
+class MixOp(Structure):
+    kind = 12
+    _fields_ = (
+        ("bias", c_void_p),
+        ("top_k", c_int32),
+        ("num_places", c_int32),
+        ("out", c_int32),
+    )
+
+
 AnyOp = (
     EmbedOp
     | NormOp
@@ -267,6 +341,9 @@ AnyOp = (
     | AddOp
     | GeluOp
     | LogitsOp
+    | RouteOp
+    | ExpertsOp
+    | MixOp
 )
 _OPS: dict[str, type[AnyOp]] = {
     "embed": EmbedOp,
@@ -278,6 +355,9 @@ _OPS: dict[str, type[AnyOp]] = {
     "add": AddOp,
     "gelu": GeluOp,
     "logits": LogitsOp,
+    "route": RouteOp,
+    "experts": ExpertsOp,
+    "mix": MixOp,
 }
 
 
@@ -328,6 +408,7 @@ class ForwardArgs(Structure):
         ("quantized", c_void_p),
         ("quantized_stride", c_int64),
         ("scales", c_void_p),
+        ("max_splits", c_int64),
         ("num_greedy", c_int64),
         ("greatest", c_void_p),
         ("ban_starts", c_void_p),
@@ -393,8 +474,8 @@ class Refusal(Structure):
 STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
     *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
-    *(RoundPartialOp, AddOp, GeluOp, LogitsOp, Op, ForwardArgs, ArgmaxArgs, SampleArgs),
-    *(ScoreArgs, Refusal),
+    *(RoundPartialOp, AddOp, GeluOp, LogitsOp, RouteOp, RouteArgs, ExpertsOp, MixOp, Op),
+    *(ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 
@@ -431,6 +512,7 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_quantize": [POINTER(QuantizeArgs), c_int32],
         "quire_norm": [POINTER(NormArgs), c_int32],
         "quire_rotary": [POINTER(RotaryArgs), c_int32],
+        "quire_route": [POINTER(RouteArgs), c_int32],
         "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
         "quire_sample": [POINTER(SampleArgs), c_int32],
         "quire_score": [POINTER(ScoreArgs), c_int32],

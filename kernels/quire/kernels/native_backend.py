@@ -11,17 +11,20 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.cpu import CpuBackend
+from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.native_check import (
+    NotNative,
     check_caches,
     check_heads,
     norm_pointer,
     pointer,
     rows_pointer,
 )
+from quire.kernels.native_experts import route_op
 from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
-from quire.kernels.native_ops import NotNative, can_attend
+from quire.kernels.native_ops import can_attend
 from quire.kernels.native_program import NativeProgram
 from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
@@ -31,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   D head size   R half of the rotated size   C channels   I, O a layer's input, output
+# k, X, S as in `quire.kernels.experts`
 
 
 class NativeBackend(CpuBackend):
@@ -96,6 +100,26 @@ class NativeBackend(CpuBackend):
         if not can_pack(weight_OI, num_parts=num_parts):
             return None
         return PackedLinear(self._library, self._arena, weight_OI, bias_O, **options)
+
+    def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+        # Products of bfloat16 are exact in float32.
+        packed = self._pack(weight_OI, bias_O, None)
+        return packed or super().pack_router(weight_OI, bias_O)
+
+    def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
+        how, (num_tokens, num_scores) = route_op(router), score_TX.shape
+        chosen_Tk = torch.empty(num_tokens, router.top_k, dtype=torch.int32)
+        weights_TS = torch.empty(num_tokens, router.top_k + (router.shared != "none"))
+        arguments = native_abi.RouteArgs(
+            how=how,
+            scores=pointer("scores", score_TX, torch.float32, num_tokens, router.num_scores),
+            stride=num_scores,
+            chosen=chosen_Tk.data_ptr(),
+            shares=weights_TS.data_ptr(),
+            num_tokens=num_tokens,
+        )
+        self._library.quire_route(byref(arguments), torch.get_num_threads())
+        return chosen_Tk.long(), weights_TS
 
     def prepare(self, program: Program) -> ProgramRunner:
         try:
@@ -202,7 +226,7 @@ class NativeBackend(CpuBackend):
             head_size=head_size,
             block_size=block_size,
             cache_is_int8=k_cache.dtype == torch.int8,
-            **native_abi.attention_fields(scale, options),
+            **native_abi.attention_fields(scale, options, num_heads),
         )
         self._library.quire_attend(byref(arguments))
         return out_THD

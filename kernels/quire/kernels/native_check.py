@@ -12,6 +12,10 @@ from quire.kernels.quantization import SCALE_BYTES
 _BLOCK_SIZES = "4, 8 or a multiple of 16"
 
 
+class NotNative(Exception):
+    """The library does not run a program; the message says what of it."""
+
+
 def pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
     """Where the values of ``x`` are.
 

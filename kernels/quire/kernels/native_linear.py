@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels import native_abi
 from quire.kernels.grouped import LINE, GroupedWeight
 from quire.kernels.native_check import pointer
-from quire.kernels.ops import GateActivation
+from quire.kernels.ops import Clamped, GateActivation
 
 # T tokens   I, O a layer's input and output   G twice the gated output
 
@@ -72,7 +72,7 @@ class NativeLinear(ABC):
         panel = library.quire_panel_columns()
         columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
         num_columns = -(-columns // each) * panel
-        self.mode = native_abi.GATE_MODES[activation] if gated else native_abi.STORE
+        self.mode = native_abi.gate_mode(activation) if gated else native_abi.STORE
         """What is done with the product."""
         self._library = library
         self._bias = None if bias_O is None else torch.empty(num_columns)
@@ -86,6 +86,8 @@ class NativeLinear(ABC):
             gated=gated,
             is_int8=is_int8,
         )
+        if isinstance(activation, Clamped):
+            self.weights.alpha, self.weights.limit = activation.alpha, activation.limit
         scale_OG = zero_OG = None
         source_OI = weight_OI
         if isinstance(weight_OI, GroupedWeight):

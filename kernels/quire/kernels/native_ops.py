@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.native_abi import PARTIAL
-from quire.kernels.native_check import check_heads, norm_pointer, pointer
+from quire.kernels.native_check import NotNative, check_heads, norm_pointer, pointer
+from quire.kernels.native_experts import NativeExperts, route_op
 from quire.kernels.native_int8 import Int8Linear
 from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import (
@@ -28,6 +29,7 @@ from quire.kernels.ops import (
     Linear,
     LinearLayer,
     Logits,
+    MixExperts,
     Norm,
     Op,
     Program,
@@ -46,6 +48,7 @@ _KNOWN: dict[type[Op], set[str]] = {
     Linear: {"name", "layer", "x", "out", "adds"},
     GatedLinear: {"name", "layer", "x", "out"},
     Activate: {"x"},
+    MixExperts: {"router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
     RotateAndWrite: {
         "kv",
         "num_heads",
@@ -68,10 +71,6 @@ _KNOWN: dict[type[Op], set[str]] = {
     Logits: {"name", "layer", "x", "scale", "cap"},
 }
 """The fields that are read here; all others must have their defaults."""
-
-
-class NotNative(Exception):
-    """The library does not run a program; the message says what of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,12 +96,14 @@ class NativeOps:
         self.ops: list[native_abi.AnyOp] = []
         self.caches: list[tuple[int, int]] = []
         """Places of operations that use a cache, and which."""
-        self.ends: list[int] = []
-        """Places before which the ranks sum `PARTIAL`."""
+        self.ends: list[tuple[int, int, int]] = []
+        """Places before which the ranks sum a buffer, which, and its values of a token."""
         self.widths: dict[int, int] = {}
         """The widths of the buffers in use, in elements."""
         self.quantized: list[Int8Linear] = []
         """Layers that take their input in int8."""
+        self.quantized_rows = 1
+        """Such inputs that a token has at once."""
         ops = fuse_linear_add(program)
         _check_known(ops)
         _check_end(ops)
@@ -137,16 +138,18 @@ class NativeOps:
                 attend = native_abi.AttendOp(
                     x=self._get(op.x),
                     out=self._put(op.out, width),
-                    **native_abi.attention_fields(op.scale, op.options),
+                    **native_abi.attention_fields(op.scale, op.options, self.heads.num_heads),
                 )
                 self._append(attend, kv=op.kv)
+            case MixExperts():
+                self._mix_experts(op)
             case Activate():
                 self._append(native_abi.GeluOp(x=self._read(op, op.x)))
             case AllReduce():
                 if op.x != self._summed:
                     raise NotNative(f"AllReduce.x={op.x!r} that no layer wrote before it")
-                self.ends.append(len(self.ops))
                 width = self.widths[PARTIAL]
+                self.ends.append((len(self.ops), PARTIAL, width))
                 bias = None
                 if op.bias_C is not None:
                     bias = pointer("a sum's bias", op.bias_C, self.dtype, width)
@@ -191,8 +194,11 @@ class NativeOps:
     def _put(self, value: Value, width: int) -> int:
         buffer = self._get(value)
         self._channels[value] = width
-        self.widths[buffer] = max(self.widths.get(buffer, 0), width)
+        self._widen(buffer, width)
         return buffer
+
+    def _widen(self, buffer: int, width: int) -> None:
+        self.widths[buffer] = max(self.widths.get(buffer, 0), width)
 
     def _norm(self, op: Norm, *, is_sampled: bool) -> None:
         buffer = self._read(op, op.x)
@@ -245,6 +251,41 @@ class NativeOps:
             before.next = ctypes.pointer(packed.weights)
             return False
         return True
+
+    def _mix_experts(self, op: MixExperts) -> None:
+        """The router's product, the choice, the experts, and the sum of their results."""
+        router, x = op.router, self._read(op, op.x)
+        channels = self._channels[op.x]
+        scores = self._packed("router", router.layer, x=op.x, is_gated=False)
+        if isinstance(scores, Int8Linear):
+            raise NotNative("router in int8")
+        if scores.num_out != router.num_scores:
+            raise ValueError(f"router of {scores.num_out} outputs: must be {router.num_scores}")
+        experts = NativeExperts(op, dtype=self.dtype, num_channels=channels)
+        places = experts.places
+        for which, width in (
+            *((native_abi.SCORES, scores.num_out), (native_abi.CHOSEN, router.top_k)),
+            *((native_abi.SHARES, places), (native_abi.PLACES, places)),
+            *((native_abi.GATHERED, places * channels), (native_abi.RESULTS, places * channels)),
+            (native_abi.INNER, experts.inner),
+        ):
+            self._widen(which, width)
+        if experts.quantized:
+            self.quantized += experts.quantized
+            self.quantized_rows = max(self.quantized_rows, places)
+        weights, mode = ctypes.pointer(scores.weights), native_abi.STORE_F32
+        linear = native_abi.LinearOp(weights=weights, mode=mode, x=x, out=native_abi.SCORES)
+        for each in (linear, route_op(router), experts.op(x)):
+            self._append(each)
+        if op.is_split:
+            self.ends.append((len(self.ops), native_abi.RESULTS, places * channels))
+        bias = None
+        if op.bias_EC is not None:
+            shape = (router.num_experts, channels)
+            bias = pointer("biases of experts", op.bias_EC, torch.float32, *shape)
+        out = self._put(op.out, channels)
+        mix = native_abi.MixOp(bias=bias, top_k=router.top_k, num_places=places, out=out)
+        self._append(mix)
 
     def _packed(self, name: str, layer: LinearLayer, *, x: Value, is_gated: bool) -> NativeLinear:
         if not isinstance(layer, NativeLinear):

@@ -33,7 +33,8 @@ class NativeProgram:
         self._library = library
         native = self._native = NativeOps(program)  # the library holds pointers into its weights
         self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.Op.of, native.ops))
-        self._ends = [*native.ends, len(native.ops)]
+        self._sums = [(0, 0, 0), *native.ends]
+        self._ends = [*(place for place, _, _ in native.ends), len(native.ops)]
         self._kv: KvCache | None = None
         self._num_tokens = 0
         self._buffers: dict[int, Tensor] = {}
@@ -78,13 +79,12 @@ class NativeProgram:
             starts = pointer("starts of bans", bans.starts, torch.int64, num_greedy + 1)
             self._arguments.ban_starts, self._arguments.bans = starts, bans.columns.data_ptr()
         self._use_batch(batch)
-        first = 0
-        for end in self._ends:
+        for (first, buffer, width), end in zip(self._sums, self._ends, strict=True):
             if first:
-                all_reduce(self._buffers[native_abi.PARTIAL][:num_tokens])
+                values = self._buffers[buffer].view(-1)[: num_tokens * width]
+                all_reduce(values.view(num_tokens, width))
             self._arguments.first_op, self._arguments.end_op = first, end
             self._library.quire_forward(byref(self._arguments))
-            first = end
         return logits_SV
 
     def _use_kv(self, kv: KvCache) -> None:
@@ -122,17 +122,18 @@ class NativeProgram:
             return
         library, native, arguments = self._library, self._native, self._arguments
         for which, width in native.widths.items():
-            dtype = torch.float32 if which == native_abi.PARTIAL else native.dtype
+            dtype = native_abi.BUFFER_TYPES.get(which, native.dtype)
             self._buffers[which] = empty_huge(library, (num_tokens, width), dtype)
             arguments.buffers[which] = self._buffers[which].data_ptr()
             arguments.widths[which] = width
         if native.quantized:
             width = max(layer.input_bytes for layer in native.quantized)
             splits = max(layer.weights.splits for layer in native.quantized)
-            values = empty_huge(library, (num_tokens, width), torch.uint8)
-            scales = torch.empty(num_tokens, splits)
+            num_rows = num_tokens * native.quantized_rows
+            values = empty_huge(library, (num_rows, width), torch.uint8)
+            scales = torch.empty(num_rows, splits)
             arguments.quantized, arguments.scales = values.data_ptr(), scales.data_ptr()
-            arguments.quantized_stride = width
+            arguments.quantized_stride, arguments.max_splits = width, splits
             self._quantized = (values, scales)
         self._num_tokens = num_tokens
 

@@ -17,7 +17,6 @@ from quire.kernels.shared_prefix import SharedSplits
 
 if TYPE_CHECKING:  # They are made of what is here.
     from quire.kernels.experts import Expert, Router
-    from quire.kernels.linear import PlainLinear
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
 # G of these that are greedy
@@ -34,7 +33,18 @@ NormKind = Literal["rms", "wide", "layer"]
 rather than before; "layer" subtracts the mean, and is rounded like it."""
 
 
-GateActivation = Literal["silu", "gelu_tanh"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clamped:
+    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)``, of gates up to ``limit`` and ups within
+    it on both sides."""
+
+    alpha: float
+    limit: float
+
+
+GateActivation = Literal["silu", "gelu_tanh"] | Clamped
+SharedExpert = Literal["none", "plain", "gated"]
+"""Whether all tokens go to one more expert, and whether its share is the sigmoid of a score."""
 
 
 class LinearLayer(Protocol):
@@ -88,7 +98,8 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatedLinear:
-    """``activation(gate) * up``, where the layer's product with ``x`` is gates, then ups."""
+    """``activation(gate) * up``, or as `Clamped` says, where the layer's product with ``x`` is
+    gates, then ups."""
 
     name: str
     layer: LinearLayer
@@ -116,8 +127,6 @@ class MixExperts:
     router: "Router"
     experts: tuple["Expert", ...]
     shared: "Expert | None"
-    shared_gate: "PlainLinear | None"
-    """The shared expert's weight is the sigmoid of this product, else 1."""
     bias_EC: Tensor | None
     """Of each expert's last product, float32: added once the ranks' shares are summed."""
     is_split: bool

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded
-from quire.kernels.linear import PlainGatedLinear, PlainLinear
+from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
@@ -144,6 +145,12 @@ class TritonBackend:
         if activation == "silu":
             return GatedLinear(gate_up)
         return PlainGatedLinear(gate_up, activation)
+
+    def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
+        return wide_linear(weight_OI, bias_O)
+
+    def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
+        return router.choose(score_TX)
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

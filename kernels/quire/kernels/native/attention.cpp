@@ -221,6 +221,16 @@ class Attention {
                                to.values + int64_t{row} * head_size_);
   }
 
+  // By what the values are multiplied where a sink enters the sum.
+  float share_beside(float sink, float max, float sum) const {
+    const Vec log2_sink = splat(sink * 1.44269504f);
+    const Vec log2_max = splat(max * score_scale_.log2_scale);
+    const Vec most = quire::max(log2_sink, log2_max);  // NaN stays
+    const Vec rows = exp2_of<false>(sub(log2_max, most));
+    const Vec total = fma(splat(sum), rows, exp2_of<false>(sub(log2_sink, most)));
+    return max_of_lanes(div(rows, total));
+  }
+
   // Joins a split's maxima to the running ones, and says how its sums enter.
   void join_maxima(Vec split_max, float* running, int count, Blend& blend) const {
     const Vec scale = splat(score_scale_.log2_scale), before = load(running);
@@ -282,7 +292,10 @@ class Attention {
           continue;
         }
         for (int i = row; i < row + group_; ++i) {
-          const Vec inverse = splat(1 / sum_of_lanes(load(rows.sum + i * kLanes)));
+          const float sum = sum_of_lanes(load(rows.sum + i * kLanes));
+          const Vec inverse = splat(
+              args_.sinks ? share_beside(args_.sinks[head * group_ + i - row], rows.max[i], sum)
+                          : 1 / sum);
           for (int d = 0; d < head_size_; d += kLanes, to += kLanes) {
             const Vec x = mul(load(rows.values + int64_t{i} * head_size_ + d), inverse);
             sizeof(Element) == 2 ? store_bf16(to, x) : store(to, x);

@@ -1,4 +1,4 @@
-// A program in one call: its operations, in one parallel region. Each is one stage or two, but
+// A program in one call: its operations, in one parallel region. Each is a stage or several, but
 // neighbours that work row by row are one stage together.
 //
 // A stage reads what the ones before have written, all of whose pieces are done by then. Rounds
@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "check.h"
 #include "elements.h"
+#include "experts.h"
 #include "greatest.h"
 #include "linear_store.h"
 #include "quire.h"
@@ -17,7 +18,13 @@
 namespace quire {
 namespace {
 
-constexpr int kStagesPerOp = 2;
+int num_stages(const Op& op) { return op.kind == QUIRE_EXPERTS ? Experts::kStages : 2; }
+
+int num_stages(const ForwardArgs& args) {
+  int sum = 0;
+  for (int i = args.first_op; i < args.end_op; ++i) sum += num_stages(args.ops[i]);
+  return sum;
+}
 
 // For every layer; each adds its caches and where it reads and writes.
 AttendArgs attend_args(const ForwardArgs& a) {
@@ -56,13 +63,14 @@ class Forward {
  public:
   explicit Forward(const ForwardArgs& args)
       : a_(args),
-        stages_(kStagesPerOp * (args.end_op - args.first_op)),
+        stages_(num_stages(args)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
         attend_(attend_args(args)) {
     bool ends = false;
     for (int i = args.first_op; i < args.end_op; ++i) {
       const Op& op = args.ops[i];
       ends |= op.kind == QUIRE_LOGITS;
+      if (op.kind == QUIRE_EXPERTS) experts_.emplace_back(args, op.experts);
       if (op.kind != QUIRE_ATTEND || plan_for(op.attend.window)) continue;
       AttendArgs attend = attend_;
       attend.window = op.attend.window;
@@ -79,13 +87,17 @@ class Forward {
   }
 
   void run(Team team) {
+    Stage* stage = stages_.data();
+    auto experts = experts_.begin();
     for (int i = a_.first_op, next; i < a_.end_op; i = next) {
-      team.stage = &stages_[kStagesPerOp * (i - a_.first_op)];
       const Op& op = a_.ops[i];
+      team.stage = stage;
+      stage += num_stages(op);
       next = i + 1;
       switch (op.kind) {
         case QUIRE_LINEAR: linear(op.linear, team); break;
         case QUIRE_ATTEND: attend(op.attend, team); break;
+        case QUIRE_EXPERTS: (experts++)->run(team); break;
         case QUIRE_LOGITS: logits(op.logits, team); break;
         default: {
           const bool samples = is_sampled(op);
@@ -105,8 +117,8 @@ class Forward {
 
   // Whether each token's row is made of that token's rows alone.
   static bool is_by_token(const Op& op) {
-    const bool shares =
-        op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND || op.kind == QUIRE_LOGITS;
+    const bool shares = op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND ||
+                        op.kind == QUIRE_EXPERTS || op.kind == QUIRE_LOGITS;
     return !shares && !is_sampled(op);
   }
 
@@ -122,6 +134,8 @@ class Forward {
         return with_type([&](auto type) { add_value<decltype(type)>(op.add, begin, end); });
       case QUIRE_GELU:
         return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
+      case QUIRE_ROUTE: return route(op.route, begin, end);
+      case QUIRE_MIX: return mix_rows(a_, op.mix, begin, end);
     }
   }
 
@@ -229,6 +243,7 @@ class Forward {
     args.scale = op.scale;
     args.soft_cap = op.soft_cap;
     args.window = op.window;
+    args.sinks = op.sinks;
     attend_part(args, *plan_for(op.window), team);
   }
 
@@ -294,6 +309,16 @@ class Forward {
     }
   }
 
+  void route(const RouteOp& op, int64_t begin, int64_t end) {
+    const RouteArgs args = {op,
+                            values<float>(QUIRE_SCORES),
+                            a_.widths[QUIRE_SCORES],
+                            values<int32_t>(QUIRE_CHOSEN),
+                            values<float>(QUIRE_SHARES),
+                            a_.num_tokens};
+    route_rows(args, begin, end);
+  }
+
   // Some rows of an int8 layer's input.
   void quantize(const LinearWeights& weights, int32_t x, int64_t begin, int64_t end) {
     quantize_rows({a_.dtype, weights.splits, buffer(x), a_.widths[x], weights.num_in, a_.num_tokens,
@@ -324,6 +349,7 @@ class Forward {
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
+  std::vector<Experts> experts_;    // of each such operation
   std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]
 };

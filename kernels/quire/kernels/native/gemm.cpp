@@ -160,14 +160,12 @@ template <class T>
 constexpr auto kTiles = tiles<T>(std::make_integer_sequence<int, kTileRows>());
 
 template <class T>
-void run(const LinearArgs& args, Team team) {
+void tile_of_rows(const LinearArgs& args, int64_t row, int64_t num_rows, int64_t panel,
+                  int64_t ahead) {
   const auto* weights = static_cast<const uint32_t*>(args.weights->weight);
   const int64_t panel_size = args.weights->num_in / Lane<T>::kSteps * kPanelColumns;
-  for_each_tile(
-      args, team, kTileRows, [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
-        const Tile tile_of_rows = kTiles<T>[num_rows - 1];
-        tile_of_rows(args, row, panel, weights + panel * panel_size, weights + ahead * panel_size);
-      });
+  const Tile tile = kTiles<T>[num_rows - 1];
+  tile(args, row, panel, weights + panel * panel_size, weights + ahead * panel_size);
 }
 
 template <class T>
@@ -189,19 +187,14 @@ void pack_panel(const PackArgs& args, int64_t panel) {
 }
 
 }  // namespace
+
+LinearTiles plain_tiles(const LinearArgs& args) {
+  return {args.dtype == QUIRE_BF16 ? tile_of_rows<bf16> : tile_of_rows<float>, kTileRows};
+}
+
 }  // namespace quire
 
 using namespace quire;
-
-void linear_part(const LinearArgs& args, Team team) {
-  if (args.weights->is_int8) return linear_int8_part(args, team);
-  if (args.weights->group) return linear_w4_part(args, team);
-  args.dtype == QUIRE_BF16 ? run<bf16>(args, team) : run<float>(args, team);
-}
-
-void quire_linear(const LinearArgs* args, int32_t num_threads) {
-  parallel(num_threads, [=](Team team) { linear_part(*args, team); });
-}
 
 int32_t quire_panel_columns() { return kPanelColumns; }
 

@@ -155,17 +155,18 @@ void pack_panel(const PackArgs& args, int64_t panel) {
   pack_bias<T>(args, panel);
 }
 
+void tile_of_rows(const LinearArgs& args, int64_t row, int64_t num_rows, int64_t panel,
+                  int64_t ahead) {
+  kTiles[num_rows - 1](args, row, panel, ahead);
+}
+
 }  // namespace
+
+LinearTiles int8_tiles() { return {tile_of_rows, kTileRows}; }
+
 }  // namespace quire
 
 using namespace quire;
-
-void linear_int8_part(const LinearArgs& args, Team team) {
-  for_each_tile(args, team, kTileRows,
-                [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
-                  kTiles[num_rows - 1](args, row, panel, ahead);
-                });
-}
 
 void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end) {
   args.dtype == QUIRE_BF16 ? quantize_rows_of<bf16>(args, begin, end)

@@ -294,12 +294,10 @@ template <class T, bool kHasZeros>
 constexpr auto kTiles = tiles<T, kHasZeros>(std::make_integer_sequence<int, kTileRows>());
 
 template <class T>
-void run(const LinearArgs& args, Team team) {
+void tile_of_rows(const LinearArgs& args, int64_t row, int64_t num_rows, int64_t panel,
+                  int64_t ahead) {
   const auto& tiles = args.weights->has_zeros ? kTiles<T, true> : kTiles<T, false>;
-  for_each_tile(args, team, kTileRows,
-                [&](int64_t row, int64_t num_rows, int64_t panel, int64_t ahead) {
-                  tiles[num_rows - 1](args, row, panel, ahead);
-                });
+  tiles[num_rows - 1](args, row, panel, ahead);
 }
 
 void pack_panel(const PackArgs& args, int64_t panel) {
@@ -334,13 +332,14 @@ void pack_panel(const PackArgs& args, int64_t panel) {
 }
 
 }  // namespace
+
+LinearTiles w4_tiles(const LinearArgs& args) {
+  return {args.dtype == QUIRE_BF16 ? tile_of_rows<bf16> : tile_of_rows<float>, kTileRows};
+}
+
 }  // namespace quire
 
 using namespace quire;
-
-void linear_w4_part(const LinearArgs& args, Team team) {
-  args.dtype == QUIRE_BF16 ? run<bf16>(args, team) : run<float>(args, team);
-}
 
 int64_t quire_w4_bytes(const LinearWeights* weights) {
   return linear_panels(*weights) * panel_bytes(*weights);

@@ -72,6 +72,19 @@ inline Vec gelu(const Vec& x) {
   return mul(mul(splat(0.5f), x), add(splat(1), tanh_of(inner)));
 }
 
+inline Vec at_most(Vec x, float limit) {
+  return sub(zero(), max(splat(-limit), sub(zero(), x)));  // NaN stays
+}
+
+// See QUIRE_GATED_CLAMPED.
+inline Vec clamped_glu(Vec gate, Vec up, float alpha, float limit) {
+  gate = at_most(gate, limit);
+  up = max(splat(-limit), at_most(up, limit));
+  const Vec log2_e = max(splat(-126), mul(mul(gate, splat(alpha)), splat(1.44269504f)));
+  const Vec glu = div(gate, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
+  return mul(add(up, splat(1)), glu);
+}
+
 inline Vec logits(Vec x, float scale, float cap) {
   if (scale != 1) x = mul(x, splat(scale));
   return cap > 0 ? mul(tanh_of(div(x, splat(cap))), splat(cap)) : x;
@@ -82,7 +95,8 @@ template <class T, int kMode>
 void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
             int num_rows) {
   constexpr bool kIsFloat = kMode == QUIRE_STORE_F32 || kMode == QUIRE_LOGITS_F32;
-  constexpr bool kIsGated = kMode == QUIRE_GATED || kMode == QUIRE_GATED_GELU;
+  constexpr bool kIsClamped = kMode == QUIRE_GATED_CLAMPED;
+  constexpr bool kIsGated = kMode == QUIRE_GATED || kMode == QUIRE_GATED_GELU || kIsClamped;
   using Out = std::conditional_t<kIsFloat, float, T>;
   const LinearWeights& weights = *args.weights;
   const int64_t width = kIsGated ? weights.num_out / 2 : weights.num_out;
@@ -95,6 +109,10 @@ void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums
   for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
     Vec lo = sums[r][0], hi = sums[r][1];
     if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
+    if (kIsClamped) {
+      write(out, clamped_glu(rounded<T>(lo), rounded<T>(hi), weights.alpha, weights.limit), left);
+      continue;
+    }
     if (kIsGated) {
       const Vec x = rounded<T>(lo);
       const Vec gate = rounded<T>(kMode == QUIRE_GATED ? silu(x) : gelu(x));
@@ -128,6 +146,8 @@ void store_tile(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*
     case QUIRE_GATED: return finish<T, QUIRE_GATED>(args, row, panel, sums, num_rows);
     case QUIRE_LOGITS_F32: return finish<T, QUIRE_LOGITS_F32>(args, row, panel, sums, num_rows);
     case QUIRE_GATED_GELU: return finish<T, QUIRE_GATED_GELU>(args, row, panel, sums, num_rows);
+    case QUIRE_GATED_CLAMPED:
+      return finish<T, QUIRE_GATED_CLAMPED>(args, row, panel, sums, num_rows);
   }
 }
 

@@ -44,6 +44,7 @@ struct AttendArgs {
   float scale;            // above 0
   float soft_cap;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not
   int32_t window;         // a query sees this many tokens, itself the last; 0: all
+  const float* sinks;     // [H]: a score that stands for no token, or null
   int32_t cache_is_int8;  // with a scale for each token and head; else it is of `dtype`
 };
 
@@ -101,6 +102,8 @@ struct LinearWeights {
   int32_t group;        // 4 bits: k that share a scale, a multiple of 8 that divides a part; else 0
   int32_t wide_scales;  // 4 bits: scales are floats rather than bf16
   int32_t has_zeros;    // 4 bits
+  float alpha;          // of QUIRE_GATED_CLAMPED, as is the limit
+  float limit;
 };
 
 struct PackArgs {
@@ -123,6 +126,8 @@ enum LinearMode : int32_t {
                          // cap * tanh(logit / cap) where there is a cap; of the last `num_greedy`
                          // rows only what `greatest.h` keeps
   QUIRE_GATED_GELU = 5,  // as QUIRE_GATED, with gelu(gate)
+  QUIRE_GATED_CLAMPED = 6,  // (up + 1) * gate * sigmoid(alpha * gate) in float, of gates up to the
+                            // limit and ups within it on both sides
 };
 
 struct LinearArgs {
@@ -195,7 +200,16 @@ enum QuireBuffer : int32_t {
   QUIRE_HIDDEN = 4,
   QUIRE_BRANCH = 5,
   QUIRE_PARTIAL = 6,  // in float: a rank's share of a sum, and then the sum
-  QUIRE_NUM_BUFFERS = 7,
+  // Of mixtures of experts. A token's S places are those of its k experts, the best first, and of
+  // the shared one, if there is one. Rows of a token and an expert are sorted by expert.
+  QUIRE_SCORES = 7,     // float [T, E]: what the router makes of a token
+  QUIRE_CHOSEN = 8,     // int32 [T, k]: its experts
+  QUIRE_SHARES = 9,     // float [T, S]: by which their results are multiplied
+  QUIRE_PLACES = 10,    // int32 [T, S]: the rows that have their inputs and results
+  QUIRE_GATHERED = 11,  // [T * S, C]: inputs; unused where they are quantised
+  QUIRE_INNER = 12,     // [T * k, inner channels], then those of T rows of the shared expert
+  QUIRE_RESULTS = 13,   // float [T * S, C]: a rank's shares of sums, and then the sums
+  QUIRE_NUM_BUFFERS = 14,
 };
 
 enum QuireOpKind : int32_t {
@@ -208,6 +222,9 @@ enum QuireOpKind : int32_t {
   QUIRE_ADD_VALUE = 7,
   QUIRE_GELU = 8,
   QUIRE_LOGITS = 9,
+  QUIRE_ROUTE = 10,
+  QUIRE_EXPERTS = 11,
+  QUIRE_MIX = 12,
 };
 
 struct EmbedOp {
@@ -257,6 +274,7 @@ struct AttendOp {
   float scale;  // these as in AttendArgs
   float soft_cap;
   int32_t window;
+  const float* sinks;
 };
 
 // `out`: the ranks' sum and a bias, which may be null, rounded as one linear layer's output.
@@ -284,6 +302,54 @@ struct LogitsOp {
   float cap;
 };
 
+enum SharedExpert : int32_t {
+  QUIRE_NOT_SHARED = 0,
+  QUIRE_SHARED = 1,        // its results are multiplied by 1
+  QUIRE_SHARED_GATED = 2,  // by the sigmoid of the score behind those of the experts
+};
+
+// Which experts a token goes to; of equal scores the lower number comes first, and NaN before all.
+struct RouteOp {
+  const float* correction;  // [E]: added to the scores for the choice only, or null
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t groups;      // of experts, equally many each; they are taken of
+  int32_t top_groups;  // so many, by the sums of their two best scores
+  int32_t is_sigmoid;  // else scores are a softmax's
+  int32_t softmax_after_top_k;
+  int32_t renormalise;  // shares add up to `scale`
+  int32_t shared;       // a SharedExpert
+  float scale;          // of shares, but for the shared expert's
+};
+
+struct RouteArgs {
+  RouteOp how;
+  const float* scores;  // [T, experts and the shared one's gate]
+  int64_t stride;
+  int32_t* chosen;  // [T, k], the best first
+  float* shares;    // [T, S]
+  int64_t num_tokens;
+};
+
+// Sorts tokens by expert, stably, and computes the experts' MLPs.
+struct ExpertsOp {
+  const LinearWeights* ups;  // [E], then the shared one's; all gated
+  const LinearWeights* downs;
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t has_shared;
+  int32_t mode;  // a LinearMode: of the experts' ups; the shared one's is QUIRE_GATED
+  int32_t x;
+};
+
+// The sum of a token's results, weighted, in the order of its places.
+struct MixOp {
+  const float* bias;  // [E, C]: of the experts' results, or null
+  int32_t top_k;
+  int32_t num_places;
+  int32_t out;
+};
+
 struct Op {
   int32_t kind;
   union {
@@ -296,6 +362,9 @@ struct Op {
     AddOp add;
     GeluOp gelu;
     LogitsOp logits;
+    RouteOp route;
+    ExpertsOp experts;
+    MixOp mix;
   };
 };
 
@@ -333,9 +402,10 @@ struct ForwardArgs {
   // Room to work in; 64-byte aligned.
   void* buffers[QUIRE_NUM_BUFFERS];  // [T, the buffer's width]
   int64_t widths[QUIRE_NUM_BUFFERS];
-  void* quantized;  // [T, `quantized_stride`]: any layer's input in int8, where one is
+  void* quantized;  // [T or T * S, `quantized_stride`]: any layer's input in int8, where one is
   int64_t quantized_stride;
-  float* scales;       // [T, splits] of any layer
+  float* scales;       // [the same, splits] of any layer
+  int64_t max_splits;  // of all layers
   int64_t num_greedy;  // the last so many of S want no logits, only
   float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
   const int64_t* ban_starts;  // [num_greedy + 1], or null
@@ -394,6 +464,7 @@ void quire_pack_w4(const PackArgs* args, int32_t num_threads);
 void quire_quantize(const QuantizeArgs* args, int32_t num_threads);
 void quire_norm(const NormArgs* args, int32_t num_threads);
 void quire_rotary(const RotaryArgs* args, int32_t num_threads);
+void quire_route(const RouteArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
 void quire_sample(const SampleArgs* args, int32_t num_threads);
 void quire_score(const ScoreArgs* args, int32_t num_threads);
@@ -406,11 +477,12 @@ void quire_huge_pages(void* start, int64_t size);
 
 // See `team.h`. Attention: `attention.h`.
 void linear_part(const LinearArgs& args, Team team);
-void linear_int8_part(const LinearArgs& args, Team team);
-void linear_w4_part(const LinearArgs& args, Team team);
+void linears_part(const LinearArgs* layers, int64_t count, Team team);  // as one stage
 
 // Rows or tokens `begin` to `end`.
 void write_kv_rows(const WriteKvArgs& args, int64_t begin, int64_t end);
 void quantize_rows(const QuantizeArgs& args, int64_t begin, int64_t end);
 void norm_rows(const NormArgs& args, int64_t begin, int64_t end);
 void rotary_rows(const RotaryArgs& args, int64_t begin, int64_t end);
+void route_rows(const RouteArgs& args, int64_t begin, int64_t end);
+void mix_rows(const ForwardArgs& args, const MixOp& op, int64_t begin, int64_t end);

@@ -18,12 +18,12 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.experts import Expert, Router
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.linear import ClampedGatedLinear, PlainLinear
 from quire.kernels.ops import (
     Activate,
     Add,
     AllReduce,
     Attend,
+    Clamped,
     Embed,
     GatedLinear,
     Gather,
@@ -36,6 +36,7 @@ from quire.kernels.ops import (
     Program,
     RotaryTable,
     RotateAndWrite,
+    SharedExpert,
     Value,
 )
 from quire.worker.model import spec as described
@@ -242,15 +243,19 @@ class _Maker:
         names, weights, hidden = self._spec.names, self._weights, self._spec.hidden_size
         num = experts.num_experts
 
-        def small(name: str, num_rows: int, *, bias: bool = False) -> PlainLinear:
-            """A product in float32."""
-            weight_OI = weights.read(f"{prefix}{name}.weight", (num_rows, hidden))
-            weights.check()
-            bias_O = weights.read(f"{prefix}{name}.bias", (num_rows,)).float() if bias else None
-            return PlainLinear(weight_OI.float(), bias_O)
-
+        router_EC = weights.read(f"{prefix}{names.router}.weight", (num, hidden))
+        if experts.shared_gate:
+            gate_1C = weights.read(f"{prefix}{names.shared_gate}.weight", (1, hidden))
+            router_EC = torch.cat([router_EC, gate_1C])
+        shared_kind: SharedExpert = "none"
+        if experts.shared is not None:
+            shared_kind = "gated" if experts.shared_gate else "plain"
+        bias_E = None
+        if experts.router_bias:
+            bias_E = weights.read(f"{prefix}{names.router}.bias", (num,))
         router = Router(
-            layer=small(names.router, num, bias=experts.router_bias),
+            layer=weights.pack(self._backend.pack_router, router_EC, bias_E),
+            num_experts=num,
             top_k=experts.top_k,
             score=experts.score,
             softmax_after_top_k=experts.softmax_after_top_k,
@@ -261,6 +266,7 @@ class _Maker:
             top_groups=experts.top_groups,
             renormalise=experts.renormalise,
             scale=experts.scale,
+            shared=shared_kind,
         )
         make, bias_EC = self._expert, None
         if names.experts_turned:
@@ -280,7 +286,6 @@ class _Maker:
             router=router,
             experts=layers,
             shared=shared,
-            shared_gate=small(names.shared_gate, 1) if experts.shared_gate else None,
             bias_EC=bias_EC,
             is_split=self._shard.size > 1,
             x="normed",
@@ -324,11 +329,8 @@ class _Maker:
         weights.check()
         gate_up_OI, bias_O = (torch.cat([x[::2], x[1::2]]) for x in (gate_up_OI, bias_EO[0]))
         assert mlp.limit is not None
-        up = ClampedGatedLinear(
-            gate_up=weights.pack(self._backend.pack_linear, gate_up_OI, bias_O),
-            alpha=mlp.alpha,
-            limit=mlp.limit,
-        )
+        clamped = Clamped(alpha=mlp.alpha, limit=mlp.limit)
+        up = weights.pack(self._backend.pack_gated_linear, gate_up_OI, bias_O, activation=clamped)
         down_OI = weights.read_turned_expert(
             start + names.expert_down, (num, hidden, mlp.size), number, columns=(first, last)
         )

@@ -1,0 +1,52 @@
+// Mixtures of experts in a forward pass (experts.cpp).
+#pragma once
+
+#include <vector>
+
+#include "quire.h"
+
+namespace quire {
+
+// One mixture of experts in a step, shared by its threads. Works in the buffers of `args`.
+class Experts {
+ public:
+  static constexpr int kStages = 5;
+
+  Experts(const ForwardArgs& args, const ExpertsOp& op);
+
+  // All threads call it together; see `team.h`. Leaves the results in QUIRE_RESULTS.
+  void run(Team team);
+
+ private:
+  // Rows of one expert. `kind_first` is the first of all experts', or of the shared one's.
+  struct Rows {
+    int64_t first;
+    int64_t count;
+    int64_t kind_first;
+  };
+
+  void sort();
+  void add_layers(const LinearWeights& up, const LinearWeights& down, const Rows& rows);
+  void gather(int64_t begin, int64_t end) const;
+  void quantize_inner(int64_t begin, int64_t end) const;
+  void quantize_row(const LinearWeights& weights, const char* x, int64_t row,
+                    int64_t kind_first) const;
+  LinearArgs layer(const LinearWeights& weights, const Rows& rows) const;
+  float* row_scales(const LinearWeights& weights, int64_t row, int64_t kind_first) const;
+  char* inner(int64_t row) const;
+  int64_t shared_start() const { return a_.num_tokens * op_.top_k; }
+
+  template <class T>
+  T* values(int32_t which) const {
+    return static_cast<T*>(a_.buffers[which]);
+  }
+
+  const ForwardArgs& a_;
+  const ExpertsOp& op_;
+  const int64_t size_;  // of an element, in bytes
+  // Of experts that have rows. Written once: a thread that is late reads them when others are in
+  // later operations.
+  std::vector<LinearArgs> ups_, downs_;
+};
+
+}  // namespace quire

@@ -1,0 +1,92 @@
+#include "linear_pieces.h"
+
+#include <algorithm>
+
+#include "linear_store.h"
+
+namespace quire {
+namespace {
+
+constexpr int kPiecesPerThread = 16;  // enough that no thread waits long at the end
+constexpr int kMaxPieceTiles = 48;    // tens of microseconds: what others may wait for at the end
+constexpr int kChunkRows = 96;        // stay in level-2 cache while panels pass
+
+int64_t num_chunks(const LinearArgs& args) { return (args.num_rows + kChunkRows - 1) / kChunkRows; }
+
+LinearTiles tiles_of(const LinearArgs& args) {
+  if (args.weights->is_int8) return int8_tiles();
+  return args.weights->group ? w4_tiles(args) : plain_tiles(args);
+}
+
+// The pieces of one of several layers.
+struct Pieces {
+  Pieces(const LinearArgs& args, int64_t wanted_panels)
+      : args(args),
+        tiles(tiles_of(args)),
+        panels(linear_panels(*args.weights)),
+        chunks(num_chunks(args)) {
+    // Enough panels that they stream.
+    const int64_t most = kMaxPieceTiles * tiles.rows * chunks / std::max<int64_t>(args.num_rows, 1);
+    panels_each = std::max<int64_t>(1, std::min(wanted_panels, most));
+    count = (panels + panels_each - 1) / panels_each * chunks;
+  }
+
+  // `take_next` gives the piece that this thread does next: it is asked before the last panel, to
+  // know what to fetch meanwhile.
+  template <class TakeNext>
+  void run(int64_t piece, const TakeNext& take_next) const {
+    const int64_t first = piece / chunks * panels_each, chunk = piece % chunks;
+    const int64_t end = std::min(first + panels_each, panels);
+    // Even shares of the rows: two tiles of 10 and one of 11 rather than 12, 12 and 7.
+    const int64_t begin = args.num_rows * chunk / chunks;
+    const int64_t num_rows = args.num_rows * (chunk + 1) / chunks - begin;
+    const int64_t num_tiles = (num_rows + tiles.rows - 1) / tiles.rows;
+    for (int64_t panel = first; panel < end; ++panel) {
+      int64_t following = panel + 1 < end ? panel + 1 : take_next() / chunks * panels_each;
+      if (following >= panels) following = panel;
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t row = begin + num_rows * i / num_tiles;
+        tiles.tile(args, row, begin + num_rows * (i + 1) / num_tiles - row, panel,
+                   i == 0 ? following : panel);
+      }
+    }
+  }
+
+  const LinearArgs& args;
+  const LinearTiles tiles;
+  const int64_t panels;
+  const int64_t chunks;
+  int64_t panels_each;
+  int64_t count;
+};
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+void linears_part(const LinearArgs* layers, int64_t count, Team team) {
+  int64_t work = 0;
+  for (int64_t i = 0; i < count; ++i)
+    work += linear_panels(*layers[i].weights) * num_chunks(layers[i]);
+  const int64_t wanted_panels = work / (kPiecesPerThread * team.size);
+  int64_t before = 0;  // pieces of earlier layers
+  int64_t piece = team.stage->take();
+  for (int64_t i = 0; i < count; ++i) {
+    const Pieces pieces(layers[i], wanted_panels);
+    while (piece < before + pieces.count) {
+      int64_t next = piece;
+      pieces.run(piece - before, [&] { return (next = team.stage->take()) - before; });
+      team.stage->finish();
+      piece = next;
+    }
+    before += pieces.count;
+  }
+  team.stage->wait(before);
+}
+
+void linear_part(const LinearArgs& args, Team team) { linears_part(&args, 1, team); }
+
+void quire_linear(const LinearArgs* args, int32_t num_threads) {
+  parallel(num_threads, [=](Team team) { linear_part(*args, team); });
+}
