@@ -1,6 +1,6 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
 # make serve  serve its model with one group of one rank, until Ctrl-C
-# make test   run the tests that are quick and touch every promise: five minutes
+# make test   run the tests that are quick and touch every promise: seven minutes
 # make test-all  run every test that this machine can run, as CI does
 # make sanitize  run the tests of our C++ under the address and undefined behaviour sanitizers
 # make check  lint, types, and that the committed gRPC stubs are fresh

@@ -109,7 +109,7 @@ def _resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def _believes_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def push(self: GroupStream, delta: Any) -> bool:
         self._deltas.append(delta)
-        self._changed.set()
+        self._wake()
         return True
 
     monkeypatch.setattr(GroupStream, "push", push)
