@@ -25,8 +25,8 @@ from quire.cluster.errors import Overloaded
 from quire.cluster.failover.completion import Completion
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.group_stream import GroupStream
-from quire.cluster.serving import service
 from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.deadline import Deadline
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.worker.api.request import Prepared
@@ -161,7 +161,7 @@ def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "until", lambda deadline_s, chunks, *, clock: chunks)
+    monkeypatch.setattr(Deadline, "is_set", False)
 
 
 def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
