@@ -132,7 +132,7 @@ async def test_a_later_attempt_may_have_begun_once_it_is_acknowledged() -> None:
 
 
 async def test_what_comes_before_its_turn_is_taken_with_the_rest() -> None:
-    turns = Turns(most=1)
+    turns = Turns(per_turn=1)
     wire = Wire(turns=turns)
 
     def other_stream() -> None:  # It is before it.

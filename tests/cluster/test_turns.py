@@ -8,7 +8,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_turn_takes_a_few_in_order_and_lets_others_in_between() -> None:
-    turns = Turns(most=2)
+    turns = Turns(per_turn=2)
     happened: list[object] = []
     for number in range(5):
         turns.soon(lambda number=number: happened.append(number))  # type: ignore[misc]
@@ -20,7 +20,7 @@ async def test_a_turn_takes_a_few_in_order_and_lets_others_in_between() -> None:
 
 
 async def test_what_comes_from_within_a_turn_has_a_later_one() -> None:
-    turns = Turns(most=2)
+    turns = Turns(per_turn=2)
     happened: list[str] = []
 
     def first() -> None:
@@ -32,22 +32,3 @@ async def test_what_comes_from_within_a_turn_has_a_later_one() -> None:
     assert happened == ["first"]
     await asyncio.sleep(0)
     assert happened == ["first", "next"]
-
-
-async def test_more_go_on_in_a_turn_until_it_is_long() -> None:
-    now_s, num, nums = 0.0, 0, []
-
-    def callback() -> None:
-        nonlocal now_s, num
-        now_s += 0.0001  # Ten take a millisecond.
-        num += 1
-
-    turns = Turns(clock=lambda: now_s)
-    for _ in range(100):
-        turns.soon(callback)
-    while num < 100:
-        before = num
-        await asyncio.sleep(0)
-        nums.append(num - before)
-    assert nums[:5] == [2, 4, 8, 16, 8]
-    assert max(nums) <= 16
