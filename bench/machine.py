@@ -27,7 +27,7 @@ class Machine:
     @classmethod
     def now(cls, *, proc: Path = _PROC) -> Self | None:
         try:
-            busy, ours = _busy(proc), _ours(proc)
+            busy, ours = _busy(proc), sum(tree(os.getpid(), proc=proc).values())
         except (OSError, ValueError):
             return None
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
@@ -84,8 +84,9 @@ def _busy(proc: Path) -> int:
     return user + nice + system + irq + softirq + steal
 
 
-def _ours(proc: Path) -> int:
-    """Ticks, those of children that have ended included."""
+def tree(pid: int, *, proc: Path = _PROC) -> dict[int, int]:
+    """CPU ticks of the process and of its descendants, by their ids; those of children that have
+    ended count as their parent's."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in proc.glob("[0-9]*/stat"):
@@ -98,9 +99,9 @@ def _ours(proc: Path) -> int:
         number = int(file.parent.name)
         parents[number] = int(fields[1])
         ticks[number] = sum(map(int, fields[11:15]))
-    ours = {os.getpid()}
+    found = {pid}
     size = 0
-    while len(ours) > size:
-        size = len(ours)
-        ours |= {number for number, parent in parents.items() if parent in ours}
-    return sum(ticks.get(number, 0) for number in ours)
+    while len(found) > size:
+        size = len(found)
+        found |= {number for number, parent in parents.items() if parent in found}
+    return {number: ticks[number] for number in found if number in ticks}

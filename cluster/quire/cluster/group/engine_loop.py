@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.cluster.supervise import keep_going
@@ -31,6 +32,9 @@ _MAX_INBOX = 65_536
 """Commands that may wait for the engine's thread: many times the requests that gateways have under
 way."""
 _LOOKS_IN = 8  # Times in a step's deadline that its thread is looked at.
+
+ENGINE_THREAD = "quire-engine"
+"""The name of the engine's thread and, on Linux, of the OpenMP threads that it starts."""
 
 T = TypeVar("T")
 Sink = Callable[[TokenDelta | QuireError], None]
@@ -183,12 +187,16 @@ class EngineLoop:
 
     def _start(self) -> None:
         """Begins to run the engine; the simulation in ``tests/sim`` does it without a thread."""
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
     # In the engine's thread.
 
     def _run(self) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # So that `top -H` tells it and its OpenMP threads apart.
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ENGINE_THREAD)
         with self._failing():
             while self._take_inbox():
                 self._num_turns += 1

@@ -1,0 +1,267 @@
+"""What serving costs: tokens per second over HTTP and gRPC beside the same engine offline.
+
+    python -m bench.served [--models S,M] [--clients 1,8,32,64] [--repeats 3] [--peers vllm]
+    python -m bench.served --rate 2,4                     requests at random times instead
+    python -m bench.served --address HOST:PORT --model NAME [--protocol grpc]    your own server
+
+Each request has 768 prompt tokens that all share, and are cached, 48 of its own, and 64 output
+tokens, greedily and beyond the end token. Closed loop: each client sends its next request when the
+one before has ended. Offline, the same prompts are completed in batches of as many. Every
+repetition starts each server and each offline engine again, one at a time, in alternating order;
+figures are medians. CPU time is that of /proc around the measurement; "others" is the rest of the
+machine.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+from bench.clock_group import Child
+from bench.machine import Machine
+from bench.peers.checkpoints import SHAPES, Shape, make_checkpoint
+from bench.peers.peers import OURS, Engine, install
+from bench.peers.process import EngineFailed, EngineProcess
+from bench.peers.workloads import NEW_TOKENS, WORKLOADS, Prompt
+from bench.provenance import commit, cpu
+from bench.served.client import Load, Result, run_client
+from bench.served.report import OFFLINE, Run, tables
+from bench.served.servers import Server, cpu_s, serving
+
+_TIMEOUT_S = 600.0
+_NUM_FIRST_TOKENS = 5
+_WARM_UP_TOKENS = 8
+_SEEDS = count()
+"""No two measurements share a prompt: a server's cache would know it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The load of one line of the tables."""
+
+    num_clients: int = 1
+    rate: float | None = None
+    num_requests: int = 64
+
+    @property
+    def label(self) -> str:
+        return str(self.num_clients) if self.rate is None else f"{self.rate:g}/s"
+
+    def prompts(self, shape: Shape) -> tuple[list[Prompt], Prompt | None]:
+        workload = replace(WORKLOADS["cached"], fewer_requests={shape.name: self.num_requests})
+        return workload.prompts(shape, seed=next(_SEEDS))
+
+
+def main() -> int:
+    options = _options()
+    steps = [
+        Step(num_clients=n, num_requests=options.requests or max(32, 2 * n))
+        for n in options.clients
+    ]
+    if options.rate:
+        steps = [Step(rate=rate, num_requests=options.requests or 64) for rate in options.rate]
+    runs: list[Run] = []
+    with Child(run_client) as client:
+        bench = Bench(client, steps, options.threads, options.cache / "logs")
+        try:
+            if options.address:
+                server = Server(os.getpid(), options.model, {options.protocol: options.address})
+                for _ in range(options.repeats):
+                    runs += bench.requests(server, SHAPES["S"], options.address, is_ours=False)
+            else:
+                engines = [install(name, options.cache) for name in (OURS, *options.peers)]
+                for name in options.models:
+                    shape = SHAPES[name]
+                    checkpoint = make_checkpoint(shape, options.cache / "checkpoints")
+                    for repeat in range(options.repeats):
+                        runs += bench.round(engines, shape, checkpoint, repeat)
+        except (EngineFailed, KeyboardInterrupt) as error:
+            print(f"bench.served: {error or 'interrupted'}", file=sys.stderr)
+    if not runs:
+        return 1
+    about = f"{datetime.now(UTC):%Y-%m-%d}, {commit()}, {cpu()}, {os.cpu_count()} cores"
+    text = "\n\n".join((about, *tables(runs)))
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+    return 0
+
+
+class Bench:
+    """One client, and what it is to send."""
+
+    def __init__(self, client: Child, steps: list[Step], num_threads: int, logs: Path) -> None:
+        self._client = client
+        self._steps = steps
+        self._num_threads = num_threads
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def round(
+        self, engines: list[Engine], shape: Shape, checkpoint: Path, repeat: int
+    ) -> Iterator[Run]:
+        """Each engine served and offline, in the other order every other time."""
+        subjects = [(engine, way) for engine in engines for way in ("served", OFFLINE)]
+        for engine, way in subjects if repeat % 2 == 0 else subjects[::-1]:
+            if way == OFFLINE and self._steps[0].rate is not None:
+                continue
+            log = self._logs / f"{way}-{engine.name}-{checkpoint.name}.log"
+            if way == OFFLINE:
+                yield from self._offline(engine, shape, checkpoint, log)
+                continue
+            with serving(engine, checkpoint, num_threads=self._num_threads, log=log) as server:
+                # Kernels for the shapes to come are chosen and compiled outside the measurements.
+                most = max(step.num_clients for step in self._steps)
+                warm_up = Step(num_clients=most, num_requests=most)
+                for protocol in server.addresses:
+                    self._send(server, protocol, shape, warm_up, new_tokens=_WARM_UP_TOKENS)
+                yield from self.requests(server, shape, engine.name, is_ours=True)
+
+    def requests(
+        self, server: Server, shape: Shape, engine: str, *, is_ours: bool
+    ) -> Iterator[Run]:
+        """All loads on a server over each of its protocols; ``is_ours``: its pid is known."""
+        model = shape.name if is_ours else server.model
+        for step in self._steps:
+            for protocol in server.addresses:
+                result, spent = self._send(server, protocol, shape, step, new_tokens=NEW_TOKENS)
+                num_tokens = max(1, result.num_tokens)
+                roles = spent if is_ours else {"client": result.cpu_s}
+                yield _told(
+                    Run(
+                        model=model,
+                        load=step.label,
+                        engine=engine,
+                        way=protocol,
+                        tokens_per_s=result.num_tokens / result.elapsed_s,
+                        gap_s=median(result.gaps_s) if result.gaps_s else None,
+                        ttft_s=result.ttft_s,
+                        cpu_s={role: cpu_s / num_tokens for role, cpu_s in roles.items()},
+                        num_failed=len(result.errors),
+                    ),
+                    result.errors,
+                )
+
+    def _send(
+        self, server: Server, protocol: str, shape: Shape, step: Step, *, new_tokens: int
+    ) -> tuple[Result, dict[str, float]]:
+        """The client's result, and CPU seconds by role."""
+        prompts, before = step.prompts(shape)
+        answer = self._client.ask(
+            Load(
+                protocol=protocol,
+                address=server.addresses[protocol],
+                model=server.model,
+                prompts=prompts,
+                before=before,
+                new_tokens=new_tokens,
+                num_clients=step.num_clients,
+                rate=step.rate,
+            )
+        )
+        if answer != "ready":
+            raise EngineFailed(f"{server.addresses[protocol]} refused the first request: {answer}")
+        machine, roles = Machine.now(), cpu_s(server.pid)
+        result: Result = self._client.ask("go")
+        spent = Counter(cpu_s(server.pid))
+        spent.subtract(roles)
+        spent["client"] = result.cpu_s
+        if machine is not None and (now := Machine.now()) is not None:
+            spent["others"] = max(0.0, now.busy_s - machine.busy_s - spent.total())
+        return result, dict(spent)
+
+    def _offline(self, engine: Engine, shape: Shape, checkpoint: Path, log: Path) -> Iterator[Run]:
+        process = EngineProcess(
+            engine,
+            checkpoint,
+            dtype="bfloat16",
+            num_threads=self._num_threads,
+            timeout_s=_TIMEOUT_S,
+            log=log,
+        )
+        with process:
+            most = max(step.num_clients for step in self._steps)
+            process.run(Step(num_requests=most).prompts(shape)[0], new_tokens=_WARM_UP_TOKENS)
+            for step in self._steps:
+                prompts, before = step.prompts(shape)
+                size = step.num_clients
+                elapsed_s = [
+                    process.run(prompts[at : at + size], before=before, new_tokens=NEW_TOKENS)[0]
+                    for at in range(0, len(prompts), size)
+                ]
+                gap_s = None
+                if size == 1:
+                    first_s = [
+                        process.run([prompt], before=before, new_tokens=1)[0]
+                        for prompt in prompts[:_NUM_FIRST_TOKENS]
+                    ]
+                    gap_s = (median(elapsed_s) - median(first_s)) / (NEW_TOKENS - 1)
+                tokens_per_s = len(prompts) * NEW_TOKENS / sum(elapsed_s)
+                names = {"model": shape.name, "load": step.label, "engine": engine.name}
+                yield _told(Run(**names, way=OFFLINE, tokens_per_s=tokens_per_s, gap_s=gap_s))
+
+
+def _told(run: Run, errors: list[str] | None = None) -> Run:
+    print(
+        f"{run.model} {run.load:>5} {run.engine} {run.way:8} {run.tokens_per_s:8.1f} tokens/s",
+        *(f"failed: {error}" for error in (errors or [])[:3]),
+        file=sys.stderr,
+        flush=True,
+    )
+    return run
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.served",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--models", type=_names(SHAPES), default=["S", "M"], help=f"of {','.join(SHAPES)}")
+    add("--clients", type=_numbers(int), default=[1, 8, 32, 64], help="of the closed loop")
+    add("--rate", type=_numbers(float), help="requests per second of an open loop, instead")
+    add("--requests", type=int, help="of a measurement; default: 32, or twice the clients")
+    add("--repeats", type=int, default=3)
+    add("--peers", type=_names(("vllm",)), default=[], help="vllm, installed if it is not yet")
+    add("--threads", type=int, default=os.cpu_count(), help="of each engine")
+    add("--address", help="HOST:PORT of a server that runs; alone, without offline and /proc")
+    add("--model", help="the name of its model")
+    add("--protocol", choices=("http", "grpc"), default="http", help="that it speaks there")
+    add("--output", type=Path, help="a Markdown file for the tables")
+    cache = Path.home() / ".cache" / "quire" / "peers"
+    add("--cache", type=Path, default=cache, help="for environments, checkpoints and logs")
+    options = parser.parse_args()
+    if options.address and not options.model:
+        parser.error("--address needs --model, the name that the server gives its model")
+    return options
+
+
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[float]]:
+    def parse(text: str) -> list[float]:
+        numbers = [kind(each) for each in text.split(",")]
+        if any(number <= 0 for number in numbers):
+            raise argparse.ArgumentTypeError(f"{text!r}: numbers above 0, such as 1,8")
+        return numbers
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())
