@@ -15,7 +15,6 @@ machine.
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -169,12 +168,11 @@ class Bench:
             raise EngineFailed(f"{server.addresses[protocol]} refused the first request: {answer}")
         machine, roles = Machine.now(), cpu_s(server.pid)
         result: Result = self._client.ask("go")
-        spent = Counter(cpu_s(server.pid))
-        spent.subtract(roles)
+        spent = {role: now_s - roles[role] for role, now_s in cpu_s(server.pid).items()}
         spent["client"] = result.cpu_s
         if machine is not None and (now := Machine.now()) is not None:
-            spent["others"] = max(0.0, now.busy_s - machine.busy_s - spent.total())
-        return result, dict(spent)
+            spent["others"] = max(0.0, now.busy_s - machine.busy_s - sum(spent.values()))
+        return result, spent
 
     def _offline(self, engine: Engine, shape: Shape, checkpoint: Path, log: Path) -> Iterator[Run]:
         process = EngineProcess(
@@ -203,8 +201,16 @@ class Bench:
                     ]
                     gap_s = (median(elapsed_s) - median(first_s)) / (NEW_TOKENS - 1)
                 tokens_per_s = len(prompts) * NEW_TOKENS / sum(elapsed_s)
-                names = {"model": shape.name, "load": step.label, "engine": engine.name}
-                yield _told(Run(**names, way=OFFLINE, tokens_per_s=tokens_per_s, gap_s=gap_s))
+                yield _told(
+                    Run(
+                        model=shape.name,
+                        load=step.label,
+                        engine=engine.name,
+                        way=OFFLINE,
+                        tokens_per_s=tokens_per_s,
+                        gap_s=gap_s,
+                    )
+                )
 
 
 def _told(run: Run, errors: list[str] | None = None) -> Run:

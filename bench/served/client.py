@@ -178,7 +178,12 @@ def _over_http(address: str, model: str) -> Ask:
     idle: list[_Connection] = []
 
     async def ask(prompt: Prompt, new_tokens: int) -> Answer:
-        fields = {"max_tokens": new_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+        fields: dict[str, Any] = {
+            "max_tokens": new_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
         fields |= {"model": model, "prompt": prompt, "stream_options": {"include_usage": True}}
         body = json.dumps(fields).encode()
         head = (

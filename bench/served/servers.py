@@ -28,8 +28,7 @@ from quire.worker.ranks.process import RANK_MODULE
 _KV_BYTES = 4 << 30
 _START_S = 600
 _STOP_S = 60
-_OURS = ("--grpc-port", "0", "--http-port", "0", "--no-speculation", "--max-queue-wait-s", "600")
-_OURS += ("--standing-wait-s", "600")
+_OURS = "--grpc-port 0 --http-port 0 --no-speculation --max-queue-wait-s 600 --standing-wait-s 600"
 _VLLM_ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": str(_KV_BYTES >> 30),
@@ -71,7 +70,8 @@ def serving(engine: Engine, checkpoint: Path, *, num_threads: int, log: Path) ->
         EngineFailed: It ended or did not answer in time; ``log`` says why.
     """
     if engine.name == OURS:
-        command = [sys.executable, "-m", "quire", "serve", str(checkpoint), *_OURS]
+        command = [sys.executable, "-m", "quire", "serve", str(checkpoint)]
+        command += _OURS.split()
         command += ["--kv-cache-memory-bytes", str(_KV_BYTES), "--num-threads", str(num_threads)]
         environment, model = dict(os.environ), checkpoint.name
         addresses: dict[str, str] = {}
@@ -99,7 +99,7 @@ def serving(engine: Engine, checkpoint: Path, *, num_threads: int, log: Path) ->
         _end(process)
 
 
-def cpu_s(pid: int) -> Counter[str]:
+def cpu_s(pid: int) -> dict[str, float]:
     """CPU seconds so far of the server ``pid``, by role."""
     spent: Counter[str] = Counter()
     for number, ticks in tree(pid).items():
@@ -113,7 +113,7 @@ def cpu_s(pid: int) -> Counter[str]:
                 spent[_LOOP] -= engine
                 spent[_ENGINE] += engine
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    return Counter({role: ticks * tick_s for role, ticks in spent.items()})
+    return {role: spent[role] * tick_s for role in (*ROLES, *spent)}
 
 
 def role_of(command: str) -> str:

@@ -193,9 +193,7 @@ class EngineLoop:
     # In the engine's thread.
 
     def _run(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # So that `top -H` tells it and its OpenMP threads apart.
+        with contextlib.suppress(OSError):  # For `top -H` and `bench.served`; Linux only.
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ENGINE_THREAD)
         with self._failing():
             while self._take_inbox():
