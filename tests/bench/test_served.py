@@ -1,8 +1,9 @@
 """What `bench.served` counts: a stream however it is cut, and processes by their commands."""
 
-from bench.served.client import Answer
-from bench.served.report import OFFLINE, Run, tables
-from bench.served.servers import role_of
+from collections.abc import Callable
+from types import ModuleType
+
+BenchModule = Callable[[str], ModuleType]
 
 _EVENTS = (
     b'data: {"choices":[{"text":"a"}]}',
@@ -15,11 +16,12 @@ _STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"".join(
 )
 
 
-def test_a_stream_is_counted_however_it_is_cut() -> None:
+def test_a_stream_is_counted_however_it_is_cut(bench_module: BenchModule) -> None:
+    client = bench_module("served.client")
     whole = _STREAM + b"0\r\n\r\n"
     head = len(b"HTTP/1.1 200 ")
     for size in (1, 7, 50, len(whole)):
-        answer = Answer()
+        answer = client.Answer()
         cuts = [whole[:head]] + [whole[at : at + size] for at in range(head, len(whole), size)]
         for now_s, data in enumerate(cuts):
             assert not answer.is_over
@@ -28,21 +30,25 @@ def test_a_stream_is_counted_however_it_is_cut() -> None:
         assert not answer.error
 
 
-def test_a_refusal_is_an_error() -> None:
-    answer = Answer()
+def test_a_refusal_is_an_error(bench_module: BenchModule) -> None:
+    answer = bench_module("served.client").Answer()
     answer.feed(b"HTTP/1.1 429 Too Many Requests\r\n\r\nbusy", 0.0)
     assert answer.is_over
     assert "429" in answer.error
 
 
-def test_processes_have_roles() -> None:
+def test_processes_have_roles(bench_module: BenchModule) -> None:
+    role_of = bench_module("served.servers").role_of
     assert role_of("ray::ServeReplica:quire:Gateway") == "gateway"
     assert role_of("python -m quire serve model") == "other"
 
 
-def test_what_is_kept_is_a_share_of_offline() -> None:
-    def run(way: str, tokens_per_s: float) -> Run:
-        return Run(model="S", load="8", engine="quire", way=way, tokens_per_s=tokens_per_s)
+def test_what_is_kept_is_a_share_of_offline(bench_module: BenchModule) -> None:
+    report = bench_module("served.report")
 
-    first, *_ = tables([run(OFFLINE, 200), run("http", 150), run("http", 170), run("http", 20)])
+    def run(way: str, tokens_per_s: float) -> object:
+        return report.Run(model="S", load="8", engine="quire", way=way, tokens_per_s=tokens_per_s)
+
+    offline = run(report.OFFLINE, 200)
+    first, *_ = report.tables([offline, run("http", 150), run("http", 170), run("http", 20)])
     assert "| S | 8 | 200 | 150 | 75% |" in first

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,15 +18,20 @@ def serving(
     """``quire serve`` with the demo model, and where it listens: gRPC and HTTP. ``sigint`` is what
     it inherits: a shell has what a script starts in the background ignore it."""
     free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
-    with subprocess.Popen(
-        [sys.executable, "-m", module, "serve", *free, *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        preexec_fn=partial(signal.signal, signal.SIGINT, sigint),
-    ) as server:
+    # Not by `preexec_fn`: it needs a fork, after which gRPC's threads may end the child.
+    ours = signal.signal(signal.SIGINT, sigint)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "serve", *free, *flags],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    with process as server:
         assert server.stdout is not None
         assert server.stderr is not None
         printed = ""
