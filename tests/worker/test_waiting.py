@@ -33,7 +33,7 @@ OPERATIONS = st.tuples(
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "push", "remove", "take"]),
+            st.sampled_from(["push", "push", "remove", "computed", "take"]),
             st.integers(0, 5),
             st.sampled_from([None, b"a", b"b", b"c"]),
         ),
@@ -43,20 +43,27 @@ OPERATIONS = st.tuples(
 def test_who_lacks_what_is_known_in_order(
     operations: list[tuple[str, int, bytes | None]],
 ) -> None:
-    queue, model = WaitingQueue(), dict[Sequence, bytes | None]()
+    queue, model, outdated = WaitingQueue(), dict[Sequence, bytes | None](), list[Sequence]()
     for operation, number, block in operations:
         seq, lacks = SEQUENCES[number], None if block is None else BlockHash(block)
         if operation == "push":
+            if seq in outdated:
+                outdated.remove(seq)
             if model.get(seq, b"") != block:
                 model.pop(seq, None)
             model.setdefault(seq, block)
             queue.push(seq, (0, 0.0, number), lacks=lacks)
-        elif operation == "take" and lacks is not None:
-            assert queue.take_lacking(lacks) == [each for each in model if model[each] == block]
+        elif operation == "computed" and lacks is not None:
+            queue.computed(lacks)
+            outdated += [each for each in model if model[each] == block]
             model = {each: None if other == block else other for each, other in model.items()}
+        elif operation == "take":
+            assert queue.take_outdated(number) == outdated[:number]
+            outdated = outdated[number:]
         elif operation == "remove" and seq in model:
             del model[seq]
             queue.remove(seq)
+            outdated = [each for each in outdated if each is not seq]
         assert len(queue) == len(model)
         for name in (b"a", b"b", b"c"):
             same = [each for each in model if model[each] == name]

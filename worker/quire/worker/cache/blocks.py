@@ -81,6 +81,10 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
+    def is_registered(self, block_hash: BlockHash) -> bool:
+        """Whether `match` would find the block, given all those before it."""
+        return block_hash in self._block_of
+
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
         """How many of these registered blocks `acquire` would take from those available."""
         refs = self._refs

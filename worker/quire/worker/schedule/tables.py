@@ -9,6 +9,8 @@ step share the prefix that one of them computes. A block with a token in flight 
 it is registered when the token comes.
 """
 
+from bisect import bisect_left
+
 from quire.worker.cache.blocks import BlockId, BlockPool
 from quire.worker.schedule.sequence import Sequence
 
@@ -29,6 +31,12 @@ class BlockTables:
     def find_prefix(self, seq: Sequence) -> list[BlockId]:
         """Cached blocks to begin with, less the last token's: its logits must be computed."""
         return self.pool.match(seq.hashes[: seq.num_shareable])
+
+    def num_hits(self, seq: Sequence) -> int:
+        """How many blocks `find_prefix` would find. O(log n): a chain in the pool has no holes."""
+        hashes, is_registered = seq.hashes, self.pool.is_registered
+        blocks = range(seq.num_shareable)
+        return bisect_left(blocks, True, key=lambda index: not is_registered(hashes[index]))
 
     def acquire(self, seq: Sequence, hits: list[BlockId]) -> None:
         """Begins the empty table of ``seq`` with cached blocks."""

@@ -14,10 +14,17 @@ first, Smith 1956).
 
 Each operation takes O(log n) on average. Lazy deletion: stale heap entries are dropped when they
 reach the top, or when they are the majority.
+
+When a block has been computed, thousands of requests may have less to compute than their turns say.
+`computed` takes O(1) all the same: it sets the group of those that lacked the block aside, and
+`take_outdated` hands them out, a few at each step, to be put in again. Until then they keep their
+turns, which are later than they should be by about the same for all of them.
 """
 
+from collections import deque
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 from quire.worker.api.config import SchedulingPolicy
 from quire.worker.api.hashing import BlockHash
@@ -40,6 +47,14 @@ def turn_of(
     return seq.request.priority, left + AGING * seq.arrived_at_token, seq.number
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Those that lack ``block`` first, in the order in which they were put in."""
+
+    block: BlockHash
+    members: dict[Sequence, None] = field(default_factory=dict)
+
+
 class WaitingQueue:
     """Holds sequences with status ``WAITING``. One that has left may come back."""
 
@@ -50,9 +65,10 @@ class WaitingQueue:
         self._in_turn: list[tuple[Turn, int, Sequence]] = []
         self._by_arrival: list[tuple[float, int, Sequence]] = []
         self._entries = count()
-        self._lacks: dict[Sequence, BlockHash] = {}
-        # By the block that they lack first, in the order in which they were put in.
-        self._lacking: dict[BlockHash, dict[Sequence, None]] = {}
+        self._group_of: dict[Sequence, _Group] = {}
+        self._lacking: dict[BlockHash, _Group] = {}
+        # Groups whose block has been computed since their members were put in, oldest first.
+        self._outdated: deque[_Group] = deque()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -62,13 +78,16 @@ class WaitingQueue:
         have to compute and others may, if there is one."""
         if seq not in self._turns:
             heappush(self._by_arrival, (seq.arrival_s, next(self._entries), seq))
-        self._turns[seq] = turn
-        heappush(self._in_turn, (turn, next(self._entries), seq))
-        if self._lacks.get(seq) != lacks:
-            self._forget_lack(seq)
+        if self._turns.get(seq) != turn:
+            self._turns[seq] = turn
+            heappush(self._in_turn, (turn, next(self._entries), seq))
+        group = None if lacks is None else self._lacking.get(lacks)
+        if lacks is None or group is None or self._group_of.get(seq) is not group:
+            self._leave_group(seq)
             if lacks is not None:
-                self._lacks[seq] = lacks
-                self._lacking.setdefault(lacks, {})[seq] = None
+                group = self._lacking.setdefault(lacks, _Group(lacks))
+                group.members[seq] = None
+                self._group_of[seq] = group
         self._tidy()
 
     def head(self) -> tuple[Turn, Sequence]:
@@ -81,30 +100,41 @@ class WaitingQueue:
 
     def num_lacking(self, block: BlockHash | None) -> int:
         """How many lack ``block`` first."""
-        return len(self._lacking[block]) if block in self._lacking else 0
+        return len(self._lacking[block].members) if block in self._lacking else 0
 
     def first_lacking(self, block: BlockHash | None) -> Sequence | None:
         """The sequence among them that was put in first."""
-        return next(iter(self._lacking[block])) if block in self._lacking else None
+        return next(iter(self._lacking[block].members)) if block in self._lacking else None
 
-    def take_lacking(self, block: BlockHash) -> list[Sequence]:
-        """All of those. They stay, and count as lacking nothing until they are put in again."""
-        found = list(self._lacking.pop(block, ()))
-        for seq in found:
-            del self._lacks[seq]
-        return found
+    def computed(self, block: BlockHash) -> None:
+        """Nobody lacks ``block`` any more; those that did are outdated."""
+        if group := self._lacking.pop(block, None):
+            self._outdated.append(group)
+
+    def take_outdated(self, limit: int) -> list[Sequence]:
+        """At most ``limit`` of those that lacked a computed block first. They stay, and count as
+        lacking nothing until they are put in again."""
+        taken: list[Sequence] = []
+        while self._outdated and len(taken) < limit:
+            members = self._outdated[0].members
+            for seq in list(islice(members, limit - len(taken))):
+                del members[seq], self._group_of[seq]
+                taken.append(seq)
+            if not members:
+                self._outdated.popleft()
+        return taken
 
     def remove(self, seq: Sequence) -> None:
         del self._turns[seq]
-        self._forget_lack(seq)
+        self._leave_group(seq)
         self._tidy()
 
-    def _forget_lack(self, seq: Sequence) -> None:
-        block = self._lacks.pop(seq, None)
-        if block is not None:
-            del self._lacking[block][seq]
-            if not self._lacking[block]:
-                del self._lacking[block]
+    def _leave_group(self, seq: Sequence) -> None:
+        group = self._group_of.pop(seq, None)
+        if group is not None:
+            del group.members[seq]
+            if not group.members and self._lacking.get(group.block) is group:
+                del self._lacking[group.block]
 
     def _tidy(self) -> None:
         if len(self._in_turn) > 2 * len(self._turns) + 16:
