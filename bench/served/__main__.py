@@ -1,6 +1,7 @@
 """What serving costs: tokens per second over HTTP and gRPC beside the same engine offline.
 
     python -m bench.served [--models S,M] [--clients 1,8,32,64] [--repeats 3] [--peers vllm]
+    python -m bench.served --idle 30                      and what an idle server takes of a core
     python -m bench.served --rate 2,4                     requests at random times instead
     python -m bench.served --address HOST:PORT --model NAME [--protocol grpc]    your own server
 
@@ -15,6 +16,7 @@ machine.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,12 +32,13 @@ from bench.peers.process import EngineFailed, EngineProcess
 from bench.peers.workloads import NEW_TOKENS, WORKLOADS, Prompt
 from bench.provenance import commit, cpu
 from bench.served.client import Load, Result, run_client
-from bench.served.report import OFFLINE, Run, tables
+from bench.served.report import IDLE, OFFLINE, Run, tables
 from bench.served.servers import Server, cpu_s, serving
 
 _TIMEOUT_S = 600.0
 _NUM_FIRST_TOKENS = 5
 _WARM_UP_TOKENS = 8
+_SETTLE_S = 10.0
 _SEEDS = count()
 """No two measurements share a prompt: a server's cache would know it."""
 
@@ -67,7 +70,7 @@ def main() -> int:
         steps = [Step(rate=rate, num_requests=options.requests or 64) for rate in options.rate]
     runs: list[Run] = []
     with Child(run_client) as client:
-        bench = Bench(client, steps, options.threads, options.cache / "logs")
+        bench = Bench(client, steps, options.threads, options.cache / "logs", idle_s=options.idle)
         try:
             if options.address:
                 server = Server(os.getpid(), options.model, {options.protocol: options.address})
@@ -95,8 +98,11 @@ def main() -> int:
 class Bench:
     """One client, and what it is to send."""
 
-    def __init__(self, client: Child, steps: list[Step], num_threads: int, logs: Path) -> None:
+    def __init__(
+        self, client: Child, steps: list[Step], num_threads: int, logs: Path, *, idle_s: float
+    ) -> None:
         self._client = client
+        self._idle_s = idle_s
         self._steps = steps
         self._num_threads = num_threads
         self._logs = logs
@@ -120,6 +126,8 @@ class Bench:
                 warm_up = Step(num_clients=most, num_requests=most)
                 for protocol in server.addresses:
                     self._send(server, protocol, shape, warm_up, new_tokens=_WARM_UP_TOKENS)
+                if self._idle_s:
+                    yield self._idle(server, shape, engine.name)
                 yield from self.requests(server, shape, engine.name, is_ours=True)
 
     def requests(
@@ -146,6 +154,17 @@ class Bench:
                     ),
                     result.errors,
                 )
+
+    def _idle(self, server: Server, shape: Shape, engine: str) -> Run:
+        """What the server spends while nobody asks anything of it, in its first minutes."""
+        time.sleep(_SETTLE_S)
+        roles, begin_s = cpu_s(server.pid), time.monotonic()
+        time.sleep(self._idle_s)
+        elapsed_s = time.monotonic() - begin_s
+        spent = {
+            role: (now_s - roles[role]) / elapsed_s for role, now_s in cpu_s(server.pid).items()
+        }
+        return _told(Run(model=shape.name, load="0", engine=engine, way=IDLE, idle_cores=spent))
 
     def _send(
         self, server: Server, protocol: str, shape: Shape, step: Step, *, new_tokens: int
@@ -215,7 +234,10 @@ class Bench:
 
 def _told(run: Run, errors: list[str] | None = None) -> Run:
     print(
-        f"{run.model} {run.load:>5} {run.engine} {run.way:8} {run.tokens_per_s:8.1f} tokens/s",
+        f"{run.model} {run.load:>5} {run.engine} {run.way:8}",
+        f"{sum(run.idle_cores.values()):8.1%} of a core"
+        if run.way == IDLE
+        else f"{run.tokens_per_s:8.1f} tokens/s",
         *(f"failed: {error}" for error in (errors or [])[:3]),
         file=sys.stderr,
         flush=True,
@@ -236,6 +258,7 @@ def _options() -> argparse.Namespace:
     add("--requests", type=int, help="of a measurement; default: 32, or twice the clients")
     add("--repeats", type=int, default=3)
     add("--peers", type=_names(("vllm",)), default=[], help="vllm, installed if it is not yet")
+    add("--idle", type=float, default=0.0, help="seconds of it to measure, beside the rest")
     add("--threads", type=int, default=os.cpu_count(), help="of each engine")
     add("--address", help="HOST:PORT of a server that runs; alone, without offline and /proc")
     add("--model", help="the name of its model")

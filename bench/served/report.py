@@ -8,25 +8,27 @@ from statistics import median
 from bench.open_loop import percentile
 from bench.served.servers import ROLES
 
-OFFLINE = "offline"
+OFFLINE, IDLE = "offline", "idle"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One measurement; what an offline engine does not show is missing."""
+    """One measurement; what an offline engine, or an idle server, does not show is missing."""
 
     model: str
     load: str
     """Clients or a rate, as the first columns say it."""
     engine: str
     way: str
-    """`OFFLINE`, or the protocol."""
-    tokens_per_s: float
+    """`OFFLINE`, `IDLE`, or the protocol."""
+    tokens_per_s: float = 0.0
     gap_s: float | None = None
     """The median time between tokens of a stream."""
     ttft_s: Sequence[float] = ()
     cpu_s: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds per output token, by role."""
+    idle_cores: Mapping[str, float] = field(default_factory=dict)
+    """Cores that the processes of each role take together while nobody asks anything."""
     num_failed: int = 0
 
 
@@ -76,6 +78,17 @@ def cpu(runs: Runs) -> str:
     return _markdown(["model", "clients", "server", *names], rows)
 
 
+def idle(runs: Sequence[Run]) -> str:
+    """Shares of a core, by process."""
+    rows = []
+    for model, engine in dict.fromkeys((run.model, run.engine) for run in runs):
+        cores = [run.idle_cores for run in runs if (run.model, run.engine) == (model, engine)]
+        shares = [median(each.get(role, 0.0) for each in cores) for role in ROLES]
+        whole = median(sum(each.values()) for each in cores)
+        rows.append([model, engine, *(f"{share:.1%}" for share in (*shares, whole))])
+    return _markdown(["model", "server", *ROLES, "together"], rows)
+
+
 def latency(runs: Runs) -> str:
     """Times to first token and between tokens, in milliseconds, and what failed."""
     rows = []
@@ -98,11 +111,14 @@ def latency(runs: Runs) -> str:
 
 
 def tables(runs: Sequence[Run]) -> Iterator[str]:
-    found = by_subject(runs)
+    quiet = [run for run in runs if run.way == IDLE]
+    found = by_subject([run for run in runs if run.way != IDLE])
     if any(run.way == OFFLINE for run in runs):
         yield f"Output tokens per second; kept = served / offline.\n\n{throughput(found)}"
     if any(run.cpu_s for run in runs):
         yield f"CPU time in µs per output token, by process.\n\n{cpu(found)}"
+    if quiet:
+        yield f"Share of a core while idle, by process.\n\n{idle(quiet)}"
     yield f"Times in ms.\n\n{latency(found)}"
 
 
