@@ -7,6 +7,7 @@ The checkpoints are made once per run by transformers, which is also their oracl
 import asyncio
 import contextlib
 import importlib
+import os
 import re
 import signal
 from collections.abc import Callable, Generator
@@ -16,6 +17,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Ray forks to start its processes, and gRPC's handlers of a fork may end or hang the child where
+# gRPC has threads, as in this process. gRPC reads this as it starts.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # How long an example takes is the machine's business, and a run is to find what the last one found:
 # `--hypothesis-profile=default` looks for more.

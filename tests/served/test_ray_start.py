@@ -36,11 +36,14 @@ class LateRaylets:
 
     def _get_node_if_in_time(self, gcs_address: str, node_id: str) -> Any:
         self._seen[node_id] = None
+        end_s = time.monotonic() + 60
         while True:  # A raylet that is there has said something in its log.
             try:
                 found = self._get_node(gcs_address, node_id)
                 break
             except RuntimeError:
+                if time.monotonic() > end_s:
+                    raise
                 time.sleep(0.1)
         if list(self._seen).index(node_id) < self._num_late:
             raise RuntimeError("not in time")
