@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import native, sampling
-from quire.kernels.sampling import Scores, draw, score
+from quire.kernels import native, reference_sampling, sampling
+from quire.kernels.sampling import Scores, adjust_logits, draw, score
+from quire.kernels.testing import adjustments
 
 SIZES = [1, 17, 64, 1000, 3001]
 
@@ -84,3 +85,26 @@ def test_scores_are_those_of_float64(
         np.testing.assert_allclose(found.top_RK, best, rtol=1e-14, atol=1e-12)
         assert found.top_ids_RK.tolist() == order.tolist()
     assert len({tuple(array.tobytes() for array in found) for found in each}) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("words", ["all", "too few", "whole"])
+def test_masked_logits_are_those_of_the_twin(
+    size: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = adjustments(8, size, num_pairs=min(size, 40), num_masks=6)
+    mask_KW = arguments["mask_KW"]
+    if words == "too few":
+        arguments["mask_KW"] = mask_KW[:, : mask_KW.shape[1] // 2]
+    elif words == "whole":
+        mask_KW[:, ::2], mask_KW[::2, 1::2] = -1, 0
+    expected = adversarial(size)
+    reference_sampling.adjust_logits(expected, **arguments)
+
+    def adjusted() -> torch.Tensor:
+        logits = torch.zeros(8, size + 3)[:, :size].copy_(adversarial(size))
+        adjust_logits(logits, **arguments)
+        return logits
+
+    for got in in_each_set(monkeypatch, adjusted):
+        assert torch.equal(got, expected)

@@ -461,6 +461,18 @@ class ScoreArgs(Structure):
     )
 
 
+class MaskArgs(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("num_columns", c_int64),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("masks", c_void_p),
+        ("num_words", c_int64),
+    )
+
+
 class Refusal(Structure):
     _fields_ = (
         ("what", c_int64),
@@ -475,7 +487,7 @@ STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
     *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
     *(RoundPartialOp, AddOp, GeluOp, LogitsOp, RouteOp, RouteArgs, ExpertsOp, MixOp, Op),
-    *(ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, Refusal),
+    *(ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, MaskArgs, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 
@@ -515,6 +527,7 @@ def declare(library: ctypes.CDLL) -> None:
         "quire_route": [POINTER(RouteArgs), c_int32],
         "quire_argmax": [POINTER(ArgmaxArgs), c_int32],
         "quire_sample": [POINTER(SampleArgs), c_int32],
+        "quire_mask": [POINTER(MaskArgs), c_int32],
         "quire_score": [POINTER(ScoreArgs), c_int32],
         "quire_huge_pages": [c_void_p, c_int64],
         "quire_panel_columns": [],

@@ -13,12 +13,35 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.native import library
+from quire.kernels.reference_sampling import adjust_logits as adjust_by_torch
 from quire.kernels.reference_sampling import draw_token
 
 # S rows of logits   R of these   V vocabulary   K tokens of the longest list asked for
 
 Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
+
+
+def adjust_logits(
+    logits_SV: Tensor, *, masked_rows_K: Tensor, mask_KW: Tensor, **others: Tensor
+) -> None:
+    """`reference_sampling.adjust_logits`, with the masks applied by the native library."""
+    native = library()
+    if native is None or not len(masked_rows_K) or logits_SV.stride(1) != 1:
+        adjust_by_torch(logits_SV, masked_rows_K=masked_rows_K, mask_KW=mask_KW, **others)
+        return
+    adjust_by_torch(logits_SV, masked_rows_K=masked_rows_K[:0], mask_KW=mask_KW[:0], **others)
+    masked_rows_K, mask_KW = masked_rows_K.contiguous(), mask_KW.contiguous()
+    arguments = native_abi.MaskArgs(
+        logits=logits_SV.data_ptr(),
+        stride=logits_SV.stride(0),
+        num_columns=logits_SV.shape[1],
+        rows=masked_rows_K.data_ptr(),
+        num_rows=len(masked_rows_K),
+        masks=mask_KW.data_ptr(),
+        num_words=mask_KW.shape[1],
+    )
+    native.quire_mask(byref(arguments), torch.get_num_threads())
 
 
 def draw(

@@ -454,6 +454,16 @@ struct ScoreArgs {
   double* log_totals;    // [R]: a log-probability is a logit less this
 };
 
+struct MaskArgs {
+  float* logits;  // [S, V]; what is not allowed becomes minus infinity
+  int64_t stride;
+  int64_t num_columns;
+  const int32_t* rows;  // [K]
+  int64_t num_rows;
+  const uint32_t* masks;  // [K, num_words]; bit t % 32 of word t / 32 allows token t
+  int64_t num_words;      // A token behind them is not allowed.
+};
+
 int32_t quire_panel_columns();
 void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
@@ -467,6 +477,7 @@ void quire_rotary(const RotaryArgs* args, int32_t num_threads);
 void quire_route(const RouteArgs* args, int32_t num_threads);
 void quire_argmax(const ArgmaxArgs* args, int32_t num_threads);
 void quire_sample(const SampleArgs* args, int32_t num_threads);
+void quire_mask(const MaskArgs* args, int32_t num_threads);
 void quire_score(const ScoreArgs* args, int32_t num_threads);
 // Refused with its first operation only: the indices are the same in all of a step.
 QuireRefusal quire_forward(const ForwardArgs* args);

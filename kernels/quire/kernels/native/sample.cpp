@@ -483,6 +483,17 @@ void score_row(const ScoreArgs& args, int64_t index, Workspace& work) {
   }
 }
 
+void mask_row(float* x, int64_t size, const uint32_t* words, int64_t num_words) {
+  for (int64_t begin = 0; begin < size; begin += 32) {
+    const uint32_t word = begin / 32 < num_words ? words[begin / 32] : 0;
+    const int64_t end = std::min(size, begin + 32);
+    if (word == 0)
+      std::fill(x + begin, x + end, kNone);
+    else if (word != UINT32_MAX)
+      for (int64_t i = begin; i < end; ++i) x[i] = word >> (i - begin) & 1 ? x[i] : kNone;
+  }
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -493,6 +504,15 @@ void quire_sample(const SampleArgs* args, int32_t num_threads) {
     Workspace work;
     team.share(args->num_rows,
                [&](int64_t index) { args->out[index] = sample_row(*args, index, work); });
+  });
+}
+
+void quire_mask(const MaskArgs* args, int32_t num_threads) {
+  parallel(num_threads, [=](Team team) {
+    team.share(args->num_rows, [&](int64_t index) {
+      mask_row(args->logits + args->rows[index] * args->stride, args->num_columns,
+               args->masks + index * args->num_words, args->num_words);
+    });
   });
 }
 

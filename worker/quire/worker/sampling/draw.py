@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quire.kernels import sampling
 from quire.kernels.greedy import argmax
-from quire.kernels.reference_sampling import adjust_logits
 from quire.worker.api.arrays import Longs
 from quire.worker.sampling.logprobs import token_logprobs
 from quire.worker.step.messages import StepOutput
@@ -76,7 +75,7 @@ def _adjust(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) 
         return logits_SV
     if not in_place:
         logits_SV = logits_SV.clone()
-    adjust_logits(logits_SV, **stage_fields(batch.adjustments, logits_SV.device))
+    sampling.adjust_logits(logits_SV, **stage_fields(batch.adjustments, logits_SV.device))
     return logits_SV
 
 
