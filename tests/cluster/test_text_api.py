@@ -69,6 +69,15 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
         reference = (await client.get("/openapi.json")).json()
         page = await client.get("/docs")
         missing = (await client.get("/nothing")).json()["error"]["message"]
+        examples = {
+            path: calls["post"]["requestBody"]["content"]["application/json"]["example"]
+            for path, calls in reference["paths"].items()
+            if "post" in calls
+        }
+        for path, body in examples.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert f"curl {cluster.http_url}{path} " in page.text
     served = missing.partition("there are ")[2].split(", ")
     assert set(served) == set(reference["paths"])
     chat = reference["paths"]["/v1/chat/completions"]["post"]

@@ -115,7 +115,7 @@ def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None)
         print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         scheme = "https" if config.tls_certificate else "http"
-        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /health, /metrics")
+        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
         session = endpoints.session
         if session.logs is not None:
             print(f"  logs  {session.logs}    gone after the stop")

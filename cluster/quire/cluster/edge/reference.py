@@ -5,6 +5,7 @@ what is served.
 """
 
 import html
+import json
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -31,19 +32,44 @@ class _Call(NamedTuple):
     summary: str
     body: type[Body] | None = None
     streams: bool = False
+    example: Json | None = None
+    """A body that any model can answer."""
 
 
+_QUESTION = "What is the capital of France?"
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
 _CALLS = {
     "/v1/models": _Call("The model that is served."),
     "/v1/models/{model:path}": _Call("One model; 404 unless it is the one that is served."),
-    "/v1/completions": _Call("Text behind a prompt.", CompletionBody, streams=True),
-    "/v1/chat/completions": _Call("The next turn of a chat.", ChatBody, streams=True),
-    "/v1/responses": _Call("The next items of a conversation.", ResponsesBody, streams=True),
-    "/v1/messages": _Call("The next message, in Anthropic's words.", MessagesBody, streams=True),
-    "/v1/messages/count_tokens": _Call("How many tokens that prompt has.", CountTokensBody),
+    "/v1/completions": _Call(
+        "Text behind a prompt.",
+        CompletionBody,
+        streams=True,
+        example={"prompt": "The capital of France is", "max_tokens": 16},
+    ),
+    "/v1/chat/completions": _Call(
+        "The next turn of a chat.", ChatBody, streams=True, example={"messages": _MESSAGES}
+    ),
+    "/v1/responses": _Call(
+        "The next items of a conversation.",
+        ResponsesBody,
+        streams=True,
+        example={"input": _QUESTION},
+    ),
+    "/v1/messages": _Call(
+        "The next message, in Anthropic's words.",
+        MessagesBody,
+        streams=True,
+        example={"max_tokens": 64, "messages": _MESSAGES},
+    ),
+    "/v1/messages/count_tokens": _Call(
+        "How many tokens that prompt has.", CountTokensBody, example={"messages": _MESSAGES}
+    ),
     "/v1/routing/decisions": _Call("Why requests went where they did (?request_id=, ?limit=)."),
-    "/tokenize": _Call("A text or a chat as token ids.", TokenizeBody),
-    "/detokenize": _Call("Token ids as text.", DetokenizeBody),
+    "/tokenize": _Call(
+        "A text or a chat as token ids.", TokenizeBody, example={"prompt": _QUESTION}
+    ),
+    "/detokenize": _Call("Token ids as text.", DetokenizeBody, example={"tokens": [1, 2, 3]}),
     "/version": _Call("The version of this software."),
     "/load": _Call("Completions under way in this gateway."),
     "/health": _Call("200 while a group can serve, else 503. Needs no key."),
@@ -52,6 +78,8 @@ _CALLS = {
     "/openapi.json": _Call("This reference, for programs."),
     "/docs": _Call("This reference, as a page."),
 }
+_BASE = "http://HOST/"
+"""What a page is made with in place of the address that it is asked for at."""
 _ERROR: Json = {
     "type": "object",
     "properties": {
@@ -75,7 +103,7 @@ def reference_routes(routes: Iterable[Route]) -> list[Route]:
         return JSONResponse(reference)
 
     async def docs(request: Request) -> Response:
-        return HTMLResponse(page)
+        return HTMLResponse(page.replace(_BASE, html.escape(str(request.base_url))))
 
     own = [
         Route("/openapi.json", openapi, methods=["GET"]),
@@ -117,7 +145,7 @@ def _reference(routes: Iterable[Route]) -> Json:
             schema = names[call.body, "validation"]
             operation["requestBody"] = {
                 "required": True,
-                "content": {"application/json": {"schema": schema}},
+                "content": {"application/json": {"schema": schema, "example": call.example}},
             }
         if "{" in route.path_format:
             name = route.path_format.partition("{")[2].partition("}")[0]
@@ -143,8 +171,10 @@ def _page(reference: Json) -> str:
             sections.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             sections.append(f"<p>{html.escape(operation['summary'])}</p>")
             if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                sections.append(_table(schemas[schema["$ref"].rpartition("/")[2]], schemas))
+                content = operation["requestBody"]["content"]["application/json"]
+                sections.append(f"<pre>{html.escape(_command(path, content['example']))}</pre>")
+                name = content["schema"]["$ref"].rpartition("/")[2]
+                sections.append(_table(schemas[name], schemas))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Quire: HTTP API</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -152,14 +182,22 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56rem;
   margin: 2rem auto; padding: 0 1rem }}
 h2 {{ margin: 2rem 0 .2rem; font-size: 1.1rem; border-top: 1px solid #ddd; padding-top: 1rem }}
 table {{ border-collapse: collapse; width: 100% }}
+pre {{ background: #f5f5f5; padding: .6rem; overflow-x: auto }}
 td {{ border-top: 1px solid #eee; padding: .2rem .8rem .2rem 0; vertical-align: top }}
 </style></head><body><h1>Quire: HTTP API</h1>
 <p>OpenAI's API and vLLM's extensions of it, and Anthropic's messages.
 A field that is not known is refused by name.
-Errors are
+<code>model</code> may be left out, and <code>"stream": true</code> added. Errors are
 <code>{{"error": {{"message", "type", "param", "code"}}}}</code>.
 For programs: <a href="openapi.json">openapi.json</a>.</p>
 {"".join(sections)}</body></html>"""
+
+
+def _command(path: str, body: Json) -> str:
+    return (
+        f"curl {_BASE}{path.removeprefix('/')} -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps(body)}'"
+    )
 
 
 def _table(schema: Json, schemas: Json) -> str:
