@@ -1,0 +1,159 @@
+"""OpenAI's client and Vercel's AI SDK for JavaScript, as they are, over chats and responses."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clients.conftest import CALL, FORM, SERVED
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+PROGRAMS = Path(__file__).parent / "npm"
+THOUGHT = "<think>\nHm.\n</think>\n\nthat is that"
+STREAMS = pytest.mark.parametrize("stream", ["", " stream"])
+PROVIDERS = ["compatible", "compatible with schemas", "openai", "openai chat"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _packages() -> None:
+    """Those of package-lock.json, in node_modules beside it; installed if they are not there."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    listed = subprocess.run([npm, "ls"], cwd=PROGRAMS, capture_output=True)
+    if listed.returncode == 0:
+        return
+    installed = subprocess.run(
+        [npm, "ci", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=30000"],
+        cwd=PROGRAMS,
+        capture_output=True,
+        text=True,
+    )
+    if installed.returncode:
+        pytest.skip(f"npm cannot install its packages: {installed.stderr.strip()[-300:]}")
+
+
+@pytest.fixture
+def run(start_cluster: Any, converses: Callable[..., None]) -> Callable[..., Any]:
+    """``run(program, *arguments, says=texts)``: what it prints about a model that says so."""
+
+    async def run_program(*arguments: str, says: list[str]) -> Any:
+        converses(*says)
+        async with start_cluster(**SERVED) as cluster:
+            process = await asyncio.create_subprocess_exec(
+                "node",
+                *arguments,
+                f"{cluster.http_url}/v1",
+                cwd=PROGRAMS,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            printed, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        return json.loads(printed)
+
+    return run_program
+
+
+@STREAMS
+async def test_openai_chats(run: Callable[..., Any], stream: str) -> None:
+    told = await run("openai.mjs", f"chat{stream}", says=[THOUGHT])
+    assert (told["text"], told["finish_reason"]) == ("that is that", "stop")
+    usage = told["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
+
+
+@STREAMS
+async def test_openai_responds(run: Callable[..., Any], stream: str) -> None:
+    told = await run("openai.mjs", f"response{stream}", says=[THOUGHT])
+    assert (told["text"], told["status"]) == ("that is that", "completed")
+    usage = told["usage"]
+    assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+
+
+@pytest.mark.parametrize("case", ["chat tools", "chat tools stream", "response tools"])
+async def test_openai_calls_a_tool_and_tells_its_result(run: Callable[..., Any], case: str) -> None:
+    assert await run("openai.mjs", case, says=[CALL, "rain"]) == {"text": "rain", "cities": ["Ulm"]}
+
+
+@pytest.mark.parametrize("case", ["chat parse", "response parse"])
+async def test_openai_parses_what_a_zod_schema_describes(
+    run: Callable[..., Any], case: str
+) -> None:
+    assert await run("openai.mjs", case, says=[FORM]) == {"kind": "cat", "legs": 4}
+
+
+@pytest.mark.parametrize("case", ["chat refused", "response refused"])
+async def test_openai_tells_why_it_was_refused(run: Callable[..., Any], case: str) -> None:
+    told = await run("openai.mjs", case, says=[])
+    assert (told["error"], told["status"]) == ("NotFoundError", 404)
+    assert "other" in told["message"]
+
+
+@STREAMS
+@pytest.mark.parametrize("provider", PROVIDERS)
+async def test_ai_sdk_gets_a_text(run: Callable[..., Any], provider: str, stream: str) -> None:
+    told = await run("ai.mjs", f"text{stream}", provider, says=[THOUGHT])
+    assert (told["text"], told["finishReason"]) == ("that is that", "stop")
+    if provider.startswith("compatible"):  # The other knows no field of chats for it.
+        assert told["reasoning"] == "Hm."
+
+
+@STREAMS
+@pytest.mark.parametrize("provider", PROVIDERS)
+async def test_ai_sdk_calls_a_tool_and_tells_its_result(
+    run: Callable[..., Any], provider: str, stream: str
+) -> None:
+    told = await run("ai.mjs", f"tools{stream}", provider, says=[CALL, "rain"])
+    assert (told["text"], told["cities"]) == ("rain", ["Ulm"])
+
+
+@STREAMS
+@pytest.mark.parametrize("provider", PROVIDERS)
+async def test_ai_sdk_gets_an_object(run: Callable[..., Any], provider: str, stream: str) -> None:
+    told = await run("ai.mjs", f"object{stream}", provider, says=[FORM])
+    assert told == {"kind": "cat", "legs": 4}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+async def test_ai_sdk_calls_a_tool_on_the_way_to_an_object(
+    run: Callable[..., Any], provider: str
+) -> None:
+    told = await run("ai.mjs", "output", provider, says=[CALL, FORM])
+    assert told == {"kind": "cat", "legs": 4}
+
+
+@pytest.mark.parametrize(
+    ("case", "provider"),
+    [
+        ("turns", "compatible"),
+        ("turns", "compatible with schemas"),
+        ("turns", "openai chat"),
+        ("turns unstored", "openai"),
+    ],
+)
+async def test_ai_sdk_goes_on_with_a_conversation(
+    run: Callable[..., Any], case: str, provider: str
+) -> None:
+    told = await run("ai.mjs", case, provider, says=[THOUGHT, "and that"])
+    assert told["text"] == "and that"
+
+
+async def test_ai_sdk_uses_tools_after_a_thought_when_it_stores_nothing(
+    run: Callable[..., Any],
+) -> None:
+    thought = f"<think>\nHm.\n</think>\n\n{CALL}"
+    told = await run("ai.mjs", "tools unstored", "openai", says=[thought, "rain"])
+    assert (told["text"], told["cities"]) == ("rain", ["Ulm"])
+
+
+async def test_ai_sdk_is_told_that_what_it_refers_to_is_not_kept(run: Callable[..., Any]) -> None:
+    """Over responses it refers to items of earlier answers, unless it stores nothing."""
+    told = await run("ai.mjs", "turns refused", "openai", says=[THOUGHT])
+    assert told["statusCode"] == 400
+    assert "store=False" in told["message"]
