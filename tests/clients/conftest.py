@@ -1,6 +1,9 @@
 """The cluster in one process, for clients that people use; its model says what it is told to."""
 
+import asyncio
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +38,28 @@ def converses(monkeypatch: pytest.MonkeyPatch, model: Any) -> Callable[..., None
         monkeypatch.setattr(model, "next_token", next_token)
 
     return converse
+
+
+@pytest.fixture
+def printed(start_cluster: Any, converses: Callable[..., None]) -> Callable[..., Any]:
+    """``printed(folder, command, says=texts)``: the JSON that a program of ``folder`` prints about
+    a model that says so. ``command`` makes the program and its arguments of the base URL."""
+
+    async def run(
+        folder: Path, command: Callable[[str], Sequence[str | Path]], *, says: Sequence[str]
+    ) -> Any:
+        converses(*says)
+        async with start_cluster(**SERVED) as cluster:
+            program, *arguments = command(f"{cluster.http_url}/v1")
+            process = await asyncio.create_subprocess_exec(
+                program,
+                *arguments,
+                cwd=folder,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            told, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        return json.loads(told)
+
+    return run

@@ -1,7 +1,5 @@
 """OpenAI's client and Vercel's AI SDK for JavaScript, as they are, over chats and responses."""
 
-import asyncio
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.clients.conftest import CALL, FORM, SERVED
+from tests.clients.conftest import CALL, FORM
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -39,23 +37,11 @@ def _packages() -> None:
 
 
 @pytest.fixture
-def run(start_cluster: Any, converses: Callable[..., None]) -> Callable[..., Any]:
+def run(printed: Callable[..., Any]) -> Callable[..., Any]:
     """``run(program, *arguments, says=texts)``: what it prints about a model that says so."""
 
-    async def run_program(*arguments: str, says: list[str]) -> Any:
-        converses(*says)
-        async with start_cluster(**SERVED) as cluster:
-            process = await asyncio.create_subprocess_exec(
-                "node",
-                *arguments,
-                f"{cluster.http_url}/v1",
-                cwd=PROGRAMS,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            printed, errors = await process.communicate()
-        assert process.returncode == 0, errors.decode()
-        return json.loads(printed)
+    def run_program(*arguments: str, says: list[str]) -> Any:
+        return printed(PROGRAMS, lambda base_url: ["node", *arguments, base_url], says=says)
 
     return run_program
 

@@ -1,0 +1,102 @@
+"""Clients in Python that need other versions than we do, as they are, in an environment apart."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clients.conftest import CALL, FORM
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+PROGRAMS = Path(__file__).parent / "python"
+PACKAGES = (
+    "instructor==1.17.0",
+    "litellm==1.110.2",
+    "llama-index-llms-openai-like==0.8.1",
+)
+ANIMAL = {"kind": "cat", "legs": 4}
+CALLED = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter of an environment that has the packages, kept for the next run."""
+    folder = Path.home() / ".cache" / "quire" / "clients"
+    program, listed = folder / "bin" / "python", folder / "packages"
+    if not listed.exists() or listed.read_text() != str(PACKAGES):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        installed = subprocess.run(
+            [program, "-m", "pip", "install", "--quiet", "--retries=1", *PACKAGES],
+            capture_output=True,
+            text=True,
+        )
+        if installed.returncode:
+            pytest.skip(f"pip cannot install the clients: {installed.stderr.strip()[-300:]}")
+        listed.write_text(str(PACKAGES))
+    return program
+
+
+@pytest.fixture
+def run(printed: Callable[..., Any], python: Path) -> Callable[..., Any]:
+    """``run(program, *cases, says=texts)``: what it prints about a model that says so."""
+
+    def run_program(program: str, *cases: str, says: list[str]) -> Any:
+        file = f"use_{program}.py"
+        return printed(PROGRAMS, lambda base_url: [python, file, base_url, *cases], says=says)
+
+    return run_program
+
+
+@pytest.mark.parametrize(
+    ("modes", "says"),
+    [
+        (["JSON", "JSON stream", "JSON_SCHEMA", "JSON_SCHEMA stream"], FORM),
+        (["MD_JSON", "MD_JSON stream"], f"```json\n{FORM}\n```"),
+        (["TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS"], CALLED.format("Animal", FORM)),
+        (["TOOLS stream"], CALLED.format("PartialAnimal", FORM)),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+async def test_instructor_gets_an_object(
+    run: Callable[..., Any], modes: list[str], says: str
+) -> None:
+    assert await run("instructor", *modes, says=[says]) == [[ANIMAL] for _ in modes]
+
+
+async def test_instructor_calls_tools_at_once(run: Callable[..., Any]) -> None:
+    says = "\n".join([CALLED.format("Animal", FORM)] * 2)
+    assert await run("instructor", "PARALLEL_TOOLS", says=[says]) == [[ANIMAL, ANIMAL]]
+
+
+@pytest.mark.parametrize(
+    ("cases", "says", "told"),
+    [
+        (["chat", "stream"], ["meow"], "meow"),
+        (["tools"], [CALL, "rain"], "rain"),
+        (["object"], [FORM], FORM),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+async def test_litellm(
+    run: Callable[..., Any], cases: list[str], says: list[str], told: str
+) -> None:
+    both = [f"{provider} {case}" for case in cases for provider in ("openai", "hosted_vllm")]
+    assert await run("litellm", *both, says=says) == [told] * len(both)
+
+
+@pytest.mark.parametrize(
+    ("cases", "says", "told"),
+    [
+        (["chat", "stream", "complete"], "meow", "meow"),
+        (["tools"], CALL, "rain in Ulm"),
+        (["object"], FORM, ANIMAL),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+async def test_llama_index(
+    run: Callable[..., Any], cases: list[str], says: str, told: object
+) -> None:
+    assert await run("llama_index", *cases, says=[says]) == [told] * len(cases)
