@@ -132,6 +132,33 @@ GRANITE = """
     {%- if not loop.last %}{{- ", " }}{% endif %}
 {%- endfor %}{{- "]" }}{% endif %}{% endfor %}"""
 
+FUNCTION_GEMMA = """
+{%- macro written(value) -%}
+    {%- if value is string -%} {{- '<escape>' + value + '<escape>' -}}
+    {%- elif value is boolean -%} {{- 'true' if value else 'false' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for name, each in value | dictsort -%}
+            {{- name + ':' + written(each) -}}{{- ',' if not loop.last -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        {{- '[' -}}
+        {%- for each in value -%}
+            {{- written(each) -}}{{- ',' if not loop.last -}}
+        {%- endfor -%}
+        {{- ']' -}}
+    {%- else -%} {{- value -}}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for message in messages %}{% if message.role == "assistant" %}
+{%- if message.content %}{{- message.content }}{% endif %}
+{%- for tool_call in message.tool_calls %}
+    {%- set call = tool_call.function %}
+    {{- '<start_function_call>call:' + call.name + written(call.arguments) }}
+    {{- '<end_function_call>' }}
+{%- endfor %}{% endif %}{% endfor %}"""
+
 TEMPLATES = {
     "kimi_k2": KIMI_K2,
     "harmony": HARMONY,
@@ -144,6 +171,7 @@ TEMPLATES = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "llama3_json": LLAMA3_JSON,
+    "functiongemma": FUNCTION_GEMMA,
 }
 """By the names of `quire.cluster.dialects.formats`. Pythonic calls have none: models are shown
 them in the system prompt."""

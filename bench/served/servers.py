@@ -45,7 +45,7 @@ _ROLES = {
     "raylet/raylet": "raylet, GCS",
     "gcs/gcs_server": "raylet, GCS",
     RANK_MODULE: _ENGINE,
-    "VLLM::EngineCore": _ENGINE,
+    "VLLM::": _ENGINE,
     "bin/vllm": "gateway",
 }
 """By a part of the command line. `other` is `quire serve` itself and Ray's dashboard, monitors and

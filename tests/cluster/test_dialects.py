@@ -227,6 +227,15 @@ ODD = {
         "<|channel|>final<|end|>y",
         f"<|start|>{'a' * 300}<|message|>x",
     ],
+    "functiongemma": [
+        "<start_function_call>call:now{}<end_function_call><start_function_response>",
+        "a <start_function_call> b",
+        "<start_function_call>call:any{x:[1,{a:<escape>b<escape>},],y:None}<end_function_call>",
+        '<start_function_call>call:any{<escape>x<escape>:"q\\"",y:tr}<end_function_call>.',
+        "<start_function_call>call:weather{city:<escape>Par",
+        "<start_function_call>call:weather{city}<end_function_call>",
+        f"<start_function_call>call:any{{x:{'[' * 50}",
+    ],
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"],
 }
 
@@ -357,6 +366,7 @@ def marked() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
+    special |= {"<escape>", "<start_function_call>"}
     special |= {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
     for form in FORMATS.values():
         special |= {
@@ -388,7 +398,9 @@ def walk(
     matcher = grammars.compile(constraint).matcher()
     token_ids: list[int] = []
     ahead: list[int] = []  # What ends texts that have any characters, and would not come by chance.
-    ends_of_texts = [marked.encode(text) for text in ("</arg_value>", "\n</parameter>")]
+    ends_of_texts = [
+        marked.encode(text) for text in ("</arg_value>", "\n</parameter>", "<escape>", '<|"|>')
+    ]
     while True:
         allowed = np.flatnonzero(np.unpackbits(matcher.mask_W.view(np.uint8), bitorder="little"))
         # Texts of some length, not of any.
@@ -590,3 +602,37 @@ def test_a_schema_that_a_format_cannot_keep_is_refused_by_name(marked: Tokenizer
     use = required([tool("f", {"a": {"type": "string", "pattern": "x+"}})])
     with pytest.raises(InvalidRequest, match="tools: pattern, of the argument 'a' of 'f', is not"):
         constrain(dialect, use, None, reasons=False)
+
+
+def test_braces_hold_values_of_any_depth(marked: Tokenizer, grammars: Grammars) -> None:
+    properties = {
+        "at": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "zip": {"type": ["integer", "null"]}},
+            "required": ["city"],
+        },
+        "days": {"type": "array", "items": {"enum": ["Mo", "Tu"]}},
+        "more": {},
+    }
+    told = tool("f", properties)
+    told["function"]["parameters"] |= {"$defs": {"city": {"type": "string"}}, "required": ["at"]}
+    use = required([told])
+    dialect = choose_dialect(marked, tool_call_parser="functiongemma")
+    constraint = constrain(dialect, use, None, reasons=False)
+    for arguments, is_good in (
+        (
+            {"at": {"city": "a,}b", "zip": None}, "days": ["Mo", "Tu"], "more": {"a": [1, ["x"]]}},
+            True,
+        ),
+        ({"at": {"city": ""}, "days": [], "more": "<"}, True),
+        ({"at": {"zip": 1}}, False),
+        ({"at": {"city": "a", "zip": "b"}}, False),
+        ({"at": {"city": "a"}, "days": ["We"]}, False),
+        ({"days": ["Mo"]}, False),
+    ):
+        text = written("functiongemma", [("f", arguments)])
+        assert allows(grammars, marked, constraint, text) == is_good
+        assert calls_of(parse("functiongemma", [text], use.tools)) == [("f", arguments)]
+    free = tool("f", {"a": {"type": "array", "items": {"type": "string", "pattern": "x+"}}})
+    with pytest.raises(InvalidRequest, match=r"tools: pattern, of the argument 'a\[\]' of 'f'"):
+        constrain(dialect, required([free]), None, reasons=False)

@@ -52,11 +52,19 @@ class Keywords:
 
 
 @dataclass(frozen=True)
+class Braces:
+    """Arguments in braces: as in JSON, but with plain names, and a text as it is between two
+    ``quote``."""
+
+    quote: str
+
+
+@dataclass(frozen=True)
 class Number:
     """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
 
 
-Part = Literal | Name | Arguments | CallObject | Fields | Keywords | Number
+Part = Literal | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,8 @@ class Shape:
     call: tuple[Part, ...]
     between: str | None = None
     """What is between two calls; ``None`` where there is always one."""
+    gap: str = "\n"
+    """What is before the marker of another call, where each has its own."""
     end: str = ""
 
 
@@ -239,6 +249,19 @@ TOOL_FORMATS = (
         signs=(("<tool_call>",),),
     ),
     ToolFormat(
+        name="functiongemma",
+        opens=("<start_function_call>",),
+        shapes=(
+            Shape(
+                call=(Literal("call:"), Name(), Braces("<escape>")),
+                end="<end_function_call>",
+                gap="",
+            ),
+        ),
+        closes=("<start_function_response>",),  # It comes next, unless it ends the answer.
+        signs=(("<start_function_call>",),),
+    ),
+    ToolFormat(
         name="pythonic",  # Llama 3.2 and 4 where prompted so, ToolACE.
         opens=("<|python_start|>",),
         is_bare=True,
@@ -273,6 +296,8 @@ def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
                 texts.append(part.text)
             elif isinstance(part, Fields):
                 texts += [*part.key, *part.value]
+            elif isinstance(part, Braces):
+                texts.append(part.quote)
     return [text for text in texts if text]
 
 

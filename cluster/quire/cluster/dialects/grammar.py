@@ -5,13 +5,14 @@ extensions. Special tokens stand in it by their ids, since their text alone is n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from quire.cluster.dialects.dialect import Dialect
 from quire.cluster.dialects.formats import (
     Arguments,
+    Braces,
     CallObject,
     Fields,
     Keywords,
@@ -23,13 +24,15 @@ from quire.cluster.dialects.formats import (
     ToolFormat,
 )
 from quire.cluster.dialects.tools import Tool, ToolUse
-from quire.cluster.dialects.values import kinds_of
+from quire.cluster.dialects.values import kinds_of, resolved
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
 from quire.worker.text.lark import ANYTHING, Lark
 
 _FREE_TEXT = {"type", "description", "title", "default", "examples"}
 """Keywords of a string's schema that any text fits."""
+_OF_OBJECTS = ("properties", "required", "additionalProperties")
+_MAX_DEPTH = 8
 
 
 def constrain(
@@ -105,7 +108,7 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     begin = f"{space} {grammar.text(shape.begin.lstrip())}".strip()
     if shape.between is None:  # Each call has a marker of its own.
         section = f"{begin} {call} {grammar.text(shape.end)}".strip()
-        again = f"{grammar.text(chr(10) + opener)} {section}"
+        again = f"{grammar.text(shape.gap + opener)} {section}"
     else:
         section, again = call, f"{grammar.text(shape.between)} {call}"
     if use.is_parallel:
@@ -168,6 +171,8 @@ def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
             return _fields(grammar, part, tool)
         case Keywords():
             return _keywords(grammar, tool)
+        case Braces(quote):
+            return _Braced(grammar, quote, tool).object_of(tool.parameters)
 
 
 def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
@@ -182,7 +187,8 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
         if texts is not None:
             value = " | ".join(grammar.text(f"{text}{close}") for text in texts)
         elif kinds is None or "string" in kinds:
-            _check_free(tool, name, schema)
+            if schema.get("type") == "string":
+                _check_free(tool, name, schema)
             value = grammar.until(close)
         else:
             value = f"{grammar.json(schema)} {grammar.text(close)}"
@@ -192,15 +198,103 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
 
 
 def _keywords(grammar: Lark, tool: Tool) -> str:
-    """The keyword arguments and the closing parenthesis, required ones among those that are not."""
-    rest, first = grammar.text(")"), grammar.text(")")
-    for name, schema, is_required in reversed(_properties(tool)):
-        value = f"{grammar.text(f'{name}=')} {grammar.json(schema)}"
+    """The keyword arguments and the closing parenthesis."""
+    values = [
+        (f"{grammar.text(f'{name}=')} {grammar.json(schema)}", is_required)
+        for name, schema, is_required in _properties(tool)
+    ]
+    return _listed(grammar, values, comma=", ", close=")")
+
+
+def _listed(grammar: Lark, values: Sequence[tuple[str, bool]], *, comma: str, close: str) -> str:
+    """Values, of which some are required, and what closes them."""
+    rest = first = grammar.text(close)
+    for value, is_required in reversed(values):
         begun = f"{value} {rest}"
-        later = f"{grammar.text(', ')} {begun}"
+        later = f"{grammar.text(comma)} {begun}"
         first = grammar.rule(begun if is_required else f"{begun} | {first}")
         rest = grammar.rule(later if is_required else f"{later} | {rest}")
     return first
+
+
+class _Braced:
+    """Values as `Braces` has them, by their schemas."""
+
+    def __init__(self, grammar: Lark, quote: str, tool: Tool) -> None:
+        self._grammar = grammar
+        self._tool = tool
+        self._quote = grammar.text(quote)
+        self._text = f"{self._quote} {grammar.until(quote)}"
+
+    def object_of(
+        self, schema: Mapping[str, Any], *, at: str = "", num_left: int = _MAX_DEPTH
+    ) -> str:
+        # Models write names in the order of the alphabet.
+        properties = schema.get("properties")
+        required = schema.get("required")
+        values = []
+        for name, each in sorted((properties if isinstance(properties, dict) else {}).items()):
+            value = self._value(each, at=f"{at}{name}", num_left=num_left)
+            is_required = isinstance(required, list) and name in required
+            values.append((f"{self._grammar.text(f'{name}:')} {value}", is_required))
+        return f"{self._grammar.text('{')} {_listed(self._grammar, values, comma=',', close='}')}"
+
+    def _value(self, schema: Any, *, at: str, num_left: int) -> str:
+        if not isinstance(schema, dict) or not num_left:
+            return self._anything()
+        if "$ref" in schema:
+            found = resolved(schema["$ref"], self._tool.parameters)
+            return self._value(found, at=at, num_left=num_left - 1)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            return self._any_of(
+                f"{self._quote} {self._grammar.text(value)} {self._quote}"
+                if isinstance(value, str)
+                else self._grammar.text(json.dumps(value))
+                for value in values
+            )
+        choices = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(choices, list) and choices:
+            return self._any_of(self._value(each, at=at, num_left=num_left - 1) for each in choices)
+        kinds = schema.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(kinds, list) or not kinds:
+            return self._anything()
+        return self._any_of(self._of_kind(kind, schema, at, num_left) for kind in kinds)
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any], at: str, num_left: int) -> str:
+        if kind == "null":
+            return '("None" | "null")'  # As templates in Jinja write it, and JSON.
+        if kind in ("integer", "number", "boolean"):
+            return self._grammar.json({**schema, "type": kind})
+        known = {"string": (), "array": ("items",), "object": _OF_OBJECTS}
+        _check_free(self._tool, at, schema, also=known.get(kind, ()))
+        if kind == "string":
+            return self._text
+        if kind == "array":
+            item = self._value(schema.get("items"), at=f"{at}[]", num_left=num_left - 1)
+            return _list_of(item)
+        if "properties" in schema:
+            return self.object_of(schema, at=f"{at}.", num_left=num_left - 1)
+        self._anything()
+        return _OBJECT_OF_ANYTHING
+
+    def _any_of(self, choices: Iterable[str]) -> str:
+        return self._grammar.rule(" | ".join(dict.fromkeys(choices)))
+
+    def _anything(self) -> str:
+        scalar = self._grammar.json({"type": ["number", "boolean"]})
+        choices = (self._text, scalar, '"None" | "null"', _list_of(_ANYTHING), _OBJECT_OF_ANYTHING)
+        return self._grammar.rule(" | ".join(choices), name=_ANYTHING)
+
+
+def _list_of(item: str) -> str:
+    return f'"[" ({item} ("," {item})*)? "]"'
+
+
+_ANYTHING = "anything"
+_PAIR = r'/[^\s:,{}\[\]"<]{1,64}/ ":" ' + _ANYTHING
+_OBJECT_OF_ANYTHING = f'"{{" ({_PAIR} ("," {_PAIR})*)? "}}"'
 
 
 def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
@@ -225,9 +319,11 @@ def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
-def _check_free(tool: Tool, name: str, schema: Mapping[str, Any]) -> None:
-    bound = sorted(schema.keys() - _FREE_TEXT - {"$defs", "definitions"})
-    if schema.get("type") == "string" and bound:
+def _check_free(
+    tool: Tool, name: str, schema: Mapping[str, Any], *, also: Collection[str] = ()
+) -> None:
+    bound = sorted(schema.keys() - _FREE_TEXT - {"$defs", "definitions", *also})
+    if bound:
         raise InvalidRequest(
             f"tools: {bound[0]}, of the argument {name!r} of {tool.name!r}, is not supported in "
             "the format in which this model writes calls: leave it out"

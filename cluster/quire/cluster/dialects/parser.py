@@ -12,6 +12,7 @@ from itertools import groupby
 
 from quire.cluster.dialects.formats import (
     Arguments,
+    Braces,
     CallObject,
     Fields,
     Keywords,
@@ -29,10 +30,13 @@ from quire.worker.text.reasoning import Frame, ReasoningFormat
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")
+_PLAIN_NAME = re.compile(r'[^\s:,{}\[\]"<]*')
+_SCALAR = re.compile(r"[^\s,{}\[\]]*")
 _NUMBER = re.compile(r"[0-9]*")
 _HEADER = re.compile(r"[^<]*")
 _MAX_NUMBER_CHARS = 9
 _MAX_HEADER_CHARS = 256
+_MAX_DEPTH = 32
 _MAX_REREAD_CHARS = 4096
 """Text that was not a call after all is searched for another only up to this length."""
 
@@ -286,6 +290,10 @@ class OutputParser:
                 return (yield from self._read_object())
             case Keywords():
                 return (yield from self._read_keywords())
+            case Braces(quote):
+                if (yield from self._reader.peek()) != "{" or not self._begin():
+                    return False
+                return (yield from self._read_braced(quote, _MAX_DEPTH))
             case Fields():
                 assert isinstance(follow, Literal)
                 return (yield from self._read_fields(part, follow.text.strip()))
@@ -438,6 +446,60 @@ class OutputParser:
             if not is_whole:
                 return False
             num_keywords += 1
+
+    def _read_braced(self, quote: str, depth_left: int) -> Reading[bool]:
+        """A value of `Braces`."""
+        reader = self._reader
+        if (yield from reader.literal(quote)):
+            self._argue('"')
+            if (yield from reader.until((quote,), lambda text: self._argue(written(text)))) is None:
+                return False
+            self._argue('"')
+            return True
+        first = yield from reader.peek()
+        if first == '"':
+            return (yield from reader.json_value(self._argue))
+        if first not in ("{", "["):
+            text = yield from reader.run(_SCALAR)
+            is_whole = bool((yield from reader.peek()))
+            self._argue(tagged_as_json(text, None) if is_whole else text)
+            return is_whole
+        close = "}" if first == "{" else "]"
+        yield from reader.literal(first)
+        self._argue(first)
+        num_values = 0
+        while True:
+            yield from reader.spaces()
+            if num_values and (yield from reader.literal(",")):
+                yield from reader.spaces()
+            elif num_values and not (yield from reader.literal(close, take=False)):
+                return False
+            if (yield from reader.literal(close)):
+                self._argue(close)
+                return True
+            comma = ", " if num_values else ""
+            if first == "{":
+                name = yield from self._read_braced_name(quote)
+                yield from reader.spaces()
+                if name is None or not (yield from reader.literal(":")):
+                    return False
+                self._argue(f'{comma}"{written(name)}": ')
+                yield from reader.spaces()
+            else:
+                self._argue(comma)
+            if not depth_left or not (yield from self._read_braced(quote, depth_left - 1)):
+                return False
+            num_values += 1
+
+    def _read_braced_name(self, quote: str) -> Reading[str | None]:
+        reader = self._reader
+        if (yield from reader.literal(quote)):
+            name: list[str] = []
+            end = yield from reader.until((quote,), name.append)
+            return None if end is None else "".join(name)
+        if (yield from reader.peek()) == '"':
+            return (yield from reader.json_string())
+        return (yield from reader.run(_PLAIN_NAME))
 
     def _say(self, text: str, *, of: Callable[[str], Content | Reasoning] = Content) -> None:
         """Tells of text, less whitespace at its end, which a marker may follow."""

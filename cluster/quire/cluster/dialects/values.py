@@ -25,6 +25,14 @@ def kinds_of(name: str, parameters: Mapping[str, Any]) -> frozenset[str] | None:
     return _kinds(schema, parameters, _MAX_REFERENCES)
 
 
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema that a ``$ref`` within ``root`` names; ``None`` where it names none."""
+    target: Any = root
+    for key in reference.removeprefix("#").split("/")[1:]:
+        target = target.get(key) if isinstance(target, dict) else None
+    return target
+
+
 def is_sendable(text: str) -> bool:
     """Whether it is all characters: escapes can name half of one, which no encoding has."""
     try:
@@ -71,12 +79,8 @@ def python_as_json(text: str) -> str:
 def _kinds(schema: Any, root: Mapping[str, Any], num_left: int) -> frozenset[str] | None:
     if not isinstance(schema, dict) or not num_left:
         return None
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        target: Any = root
-        for key in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(key) if isinstance(target, dict) else None
-        return _kinds(target, root, num_left - 1)
+    if isinstance(schema.get("$ref"), str):
+        return _kinds(resolved(schema["$ref"], root), root, num_left - 1)
     named = schema.get("type")
     if isinstance(named, str):
         named = [named]

@@ -27,8 +27,10 @@ class Lark:
         rules = [f"{name}{definition}" for definition, name in self._names.items()]
         return "\n".join([f"start: {start}", *rules, ""])
 
-    def rule(self, body: str) -> str:
-        return self._named("r", f": {body}")
+    def rule(self, body: str, *, name: str | None = None) -> str:
+        """``name``: that by which ``body`` names itself."""
+        definition = f": {body}"
+        return self._names.setdefault(definition, name) if name else self._named("r", definition)
 
     def terminal(self, body: str) -> str:
         return self._named("T", f": {body}")
