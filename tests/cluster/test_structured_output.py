@@ -85,6 +85,12 @@ async def test_the_openai_client_gets_and_parses_json(start_cluster: Any) -> Non
         assert answer.choices[0].message.content.startswith("{")
 
 
+def _patterns(first: int) -> dict[str, Any]:
+    """Strings that match ten patterns."""
+    each = [f".*{'ab'[n % 2]}.{{{n}}}x.*" for n in range(first, first + 10)]
+    return {"allOf": [{"type": "string", "pattern": pattern} for pattern in each]}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PLACE}}},
@@ -95,8 +101,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ebnf": "root ::= ("}, "grammar"),
     (
         {"guided_json": {"type": "integer", "multipleOf": 62_615_533}},
-        "takes more than 1 s: make it",
+        "guided_json=json_schema at /: multipleOf=62615533: compiling that takes too long",
     ),
+    ({"guided_json": {"allOf": [_patterns(0), _patterns(10)]}}, "takes more than 1 s: make it"),
     ({"guided_choice": []}, "choice must be a list of texts"),
     ({"guided_choice": ["a"], "regex": "a"}, "guided_choice and regex are both given"),
     ({"structured_outputs": {}}, "exactly one of json, regex"),

@@ -315,6 +315,11 @@ HOSTILE: list[dict[str, str]] = [
     {"json": "[" * 100_000},
     {"json": '{"items":' * 3_000 + "true" + "}" * 3_000},
     {"json": json.dumps({"$ref": "#/$defs/missing"})},
+    {"json": json.dumps({"type": "integer", "multipleOf": 62_615_533})},
+    {"json": json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]})},
+    {"json": json.dumps({"properties": {str(n): {"type": "integer"} for n in range(10_000)}})},
+    {"json": json.dumps({"allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(30)]})},
+    {"grammar": 'start: %json {"type": "integer", "multipleOf": 62615533}'},
     {"json": json.dumps({"$ref": "https://example.com/x.json"})},
     {
         "json": json.dumps(

@@ -8,6 +8,7 @@ limits here count work and not seconds: a grammar is refused on every machine or
 are made of a grammar and an output's tokens alone, wherever that output is continued.
 """
 
+import json
 import os
 import re
 import threading
@@ -22,8 +23,8 @@ from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
+from quire.worker.text.json_schema import check_embedded_work, check_work, place_of
 from quire.worker.text.lark import WHITESPACE, Lark
-from quire.worker.text.schema_place import place_of
 from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -213,6 +214,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     if constraint.kind == "json_schema":
+        check_work(json.loads(constraint.text))
         return LLMatcher.grammar_from_json_schema(
             constraint.text,
             defaults={"whitespace_pattern": WHITESPACE},
@@ -224,12 +226,13 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
         return LLMatcher.grammar_from_lark(f"start: /{pattern}/")
     lark = constraint.text
     if constraint.kind == "structural_tag":
-        return LLMatcher.grammar_from_lark(written(Lark(special_tokens), lark))
-    if _LLAMA_CPP.search(lark):
+        lark = written(Lark(special_tokens), lark)
+    elif _LLAMA_CPP.search(lark):
         try:
             lark = gbnf_to_lark(lark)
         except GbnfToLarkError as error:
             raise ValueError(str(error)) from None
+    check_embedded_work(lark)
     return LLMatcher.grammar_from_lark(lark)
 
 
