@@ -1,7 +1,8 @@
 """A program in one call of the library, against its operations one by one in plain PyTorch."""
 
 import ctypes
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, get_args
 
@@ -24,13 +25,13 @@ from quire.kernels.ops import (
     AddNorm,
     AllReduce,
     Attend,
-    Bans,
     Batch,
     Clamped,
     Embed,
     GateActivation,
     GatedLinear,
     Gather,
+    GreedyEdits,
     KvCache,
     Linear,
     Logits,
@@ -44,6 +45,7 @@ from quire.kernels.ops import (
     Value,
 )
 from quire.kernels.quantization import SCALE_BYTES
+from quire.kernels.reference_sampling import adjust_logits
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
 E, X, SHARED = 12, 24, 40
@@ -396,21 +398,62 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
                 assert torch.equal(rest, logits[: 2 - num_greedy])
                 row_logits = [row.tolist() for row in logits[2 - num_greedy :]]
                 assert greatest.tolist() == [[max(row), row.index(max(row))] for row in row_logits]
-            # The best two of the first row are banned, and of the second what does not matter.
-            best = [*logits[0].topk(2).indices.tolist(), -3, int(logits[1].argmin()), 10**6]
-            bans = Bans(starts=torch.tensor([0, 2, 5]), columns=torch.tensor(best).int())
-            allowed = logits.clone()
-            allowed[0, best[:2]] = -torch.inf
-            decoder.forward(
-                FIRST,
-                _kv(dtype),
-                all_reduce=_same,
-                greatest_G2=(chosen := torch.zeros(2, 2)),
-                bans=bans,
-            )
-            assert chosen[:, 1].tolist() == allowed.argmax(dim=1).tolist()
+            for edits, adjusted in _edits_of(logits):
+                chosen = torch.zeros(2, 2)
+                decoder.forward(
+                    FIRST, _kv(dtype), all_reduce=_same, greatest_G2=chosen, edits=edits
+                )
+                values, columns = adjusted.max(dim=1).values, adjusted.argmax(dim=1)
+                assert chosen.tolist() == torch.stack([values, columns], 1).tolist()
     finally:
         torch.set_num_threads(before)
+
+
+def _edits_of(logits_GV: Tensor) -> Iterator[tuple[GreedyEdits, Tensor]]:
+    """Changes of two rows, and their logits with these by the plain kernel."""
+    generator = torch.Generator().manual_seed(4)
+    num_columns = logits_GV.shape[1]
+    best_GV = logits_GV.argsort(dim=1, descending=True)
+    for number, first_column in itertools.product((0, 1, 7, 60), (0, 5)):
+        ids_GN = best_GV[:, :number].sort(dim=1).values
+        others_GN = torch.stack([torch.randperm(num_columns, generator=generator)] * 2)
+        seen_GN = others_GN[:, : number // 2 + 1].sort(dim=1).values
+        mask_KW = torch.randint(-(2**31), 2**31 - 1, (1, 3), generator=generator).int()
+        rows, starts = torch.arange(2).int(), torch.arange(3)
+        bias = torch.randn(ids_GN.numel(), generator=generator) * 3
+        bias[::3] = -torch.inf
+        counts = torch.arange(seen_GN.numel()).int() % 3
+        penalties = torch.tensor([[0.5, -0.25], [0.3, 0.7], [1.3, 0.8]])
+        names = ("presence", "frequency", "repetition")
+        wide = torch.full((2, num_columns + first_column), -torch.inf)
+        wide[:, first_column:] = logits_GV
+        adjust_logits(
+            wide,
+            biased_rows_A=rows.repeat_interleave(number),
+            biased_ids_A=(ids_GN + first_column).flatten().int(),
+            bias_A=bias,
+            seen_rows_E=rows.repeat_interleave(seen_GN.shape[1]),
+            seen_ids_E=(seen_GN + first_column).flatten().int(),
+            seen_counts_E=counts,
+            **{f"{name}_S": each for name, each in zip(names, penalties, strict=True)},
+            masked_rows_K=rows[1:],
+            mask_KW=mask_KW,
+        )
+        yield (
+            GreedyEdits(
+                biased_starts_G1=starts * number,
+                biased_ids_A=(ids_GN + first_column).flatten().int(),
+                bias_A=bias,
+                seen_starts_G1=starts * seen_GN.shape[1],
+                seen_ids_E=(seen_GN + first_column).flatten().int(),
+                seen_counts_E=counts,
+                **{f"{name}_G": each for name, each in zip(names, penalties, strict=True)},
+                mask_of_G=torch.tensor([-1, 0]).int(),
+                mask_KW=mask_KW,
+                first_column=first_column,
+            ),
+            wide[:, first_column:],
+        )
 
 
 @pytest.mark.parametrize("fields", [MIXTRAL.router, QWEN_MOE.router, GLM_MOE.router])

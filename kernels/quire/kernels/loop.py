@@ -18,11 +18,11 @@ from quire.kernels.ops import (
     AddNorm,
     AllReduce,
     Attend,
-    Bans,
     Batch,
     Embed,
     GatedLinear,
     Gather,
+    GreedyEdits,
     KvCache,
     Linear,
     Logits,
@@ -61,7 +61,7 @@ class Loop:
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
-        bans: Bans | None = None,
+        edits: GreedyEdits | None = None,
     ) -> Tensor:
         assert greatest_G2 is None, "`chooses` says so"
         backend, turns = self._backend, _Turns(batch.positions_T)

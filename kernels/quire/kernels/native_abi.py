@@ -375,6 +375,24 @@ class Op(Structure):
         return cls(kind=op.kind, **{name: op})
 
 
+class GreedyEdits(Structure):
+    _fields_ = (
+        ("biased_starts", c_void_p),
+        ("biased_ids", c_void_p),
+        ("bias", c_void_p),
+        ("seen_starts", c_void_p),
+        ("seen_ids", c_void_p),
+        ("seen_counts", c_void_p),
+        ("presence", c_void_p),
+        ("frequency", c_void_p),
+        ("repetition", c_void_p),
+        ("mask_of", c_void_p),
+        ("masks", c_void_p),
+        ("num_words", c_int64),
+        ("first_column", c_int32),
+    )
+
+
 class ForwardArgs(Structure):
     _fields_ = (
         ("dtype", c_int32),
@@ -411,8 +429,7 @@ class ForwardArgs(Structure):
         ("max_splits", c_int64),
         ("num_greedy", c_int64),
         ("greatest", c_void_p),
-        ("ban_starts", c_void_p),
-        ("bans", c_void_p),
+        ("edits", c_void_p),
         ("logits", c_void_p),
     )
 
@@ -487,7 +504,7 @@ STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
     *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
     *(RoundPartialOp, AddOp, GeluOp, LogitsOp, RouteOp, RouteArgs, ExpertsOp, MixOp, Op),
-    *(ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, MaskArgs, Refusal),
+    *(GreedyEdits, ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, MaskArgs, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 

@@ -11,7 +11,7 @@ from quire.kernels import native_abi
 from quire.kernels.native_check import check_caches, pointer, rows_pointer
 from quire.kernels.native_linear import empty_huge
 from quire.kernels.native_ops import NativeOps
-from quire.kernels.ops import Bans, Batch, KvCache, Program
+from quire.kernels.ops import Batch, GreedyEdits, KvCache, Program
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # V vocabulary
@@ -57,7 +57,7 @@ class NativeProgram:
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
-        bans: Bans | None = None,
+        edits: GreedyEdits | None = None,
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
@@ -74,10 +74,8 @@ class NativeProgram:
         if greatest_G2 is not None:
             greatest = pointer("greatest logits", greatest_G2, torch.float32, num_greedy, 2)
             self._arguments.greatest = greatest
-        self._arguments.ban_starts = self._arguments.bans = None
-        if bans is not None:
-            starts = pointer("starts of bans", bans.starts, torch.int64, num_greedy + 1)
-            self._arguments.ban_starts, self._arguments.bans = starts, bans.columns.data_ptr()
+        native_edits = None if edits is None else _native_edits(edits, num_greedy=num_greedy)
+        self._arguments.edits = None if native_edits is None else ctypes.addressof(native_edits)
         self._use_batch(batch)
         for (first, buffer, width), end in zip(self._sums, self._ends, strict=True):
             if first:
@@ -169,3 +167,25 @@ class NativeProgram:
         arguments.last_tokens = pointer(
             "last tokens", self._last_tokens_S, torch.int64, len(batch.last_tokens_S)
         )
+
+
+def _native_edits(edits: GreedyEdits, *, num_greedy: int) -> native_abi.GreedyEdits:
+    """Raises ValueError where the arrays do not fit each other."""
+    num_biased, num_seen = len(edits.biased_ids_A), len(edits.seen_ids_E)
+    long, whole, real = torch.int64, torch.int32, torch.float32
+    arrays = {
+        "biased_starts": pointer("starts of biases", edits.biased_starts_G1, long, num_greedy + 1),
+        "biased_ids": pointer("biased tokens", edits.biased_ids_A, whole, num_biased),
+        "bias": pointer("biases", edits.bias_A, real, num_biased),
+        "seen_starts": pointer("starts of seen", edits.seen_starts_G1, long, num_greedy + 1),
+        "seen_ids": pointer("seen tokens", edits.seen_ids_E, whole, num_seen),
+        "seen_counts": pointer("counts of seen", edits.seen_counts_E, whole, num_seen),
+        "presence": pointer("presence penalties", edits.presence_G, real, num_greedy),
+        "frequency": pointer("frequency penalties", edits.frequency_G, real, num_greedy),
+        "repetition": pointer("repetition penalties", edits.repetition_G, real, num_greedy),
+        "mask_of": pointer("rows of masks", edits.mask_of_G, whole, num_greedy),
+        "masks": pointer("masks", edits.mask_KW, whole, *edits.mask_KW.shape),
+    }
+    return native_abi.GreedyEdits(
+        **arrays, num_words=edits.mask_KW.shape[1], first_column=edits.first_column
+    )

@@ -259,13 +259,27 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bans:
-    """Columns that must not be chosen, a few of each of G rows."""
+class GreedyEdits:
+    """What is changed in the logits of G rows before the greatest is found.
 
-    starts: Tensor
-    """``[G + 1]``, int64: where each row's begin in ``columns``, and the end."""
-    columns: Tensor
-    """int32; those out of range ban nothing."""
+    `quire.kernels.reference_sampling.adjust_logits` says what it means. The ids of each row ascend.
+    Starts are int64: where each row's pairs begin, and the end of all.
+    """
+
+    biased_starts_G1: Tensor
+    biased_ids_A: Tensor
+    bias_A: Tensor
+    seen_starts_G1: Tensor
+    seen_ids_E: Tensor
+    seen_counts_E: Tensor
+    presence_G: Tensor
+    frequency_G: Tensor
+    repetition_G: Tensor
+    mask_of_G: Tensor
+    """int32: a row of ``mask_KW``, or -1."""
+    mask_KW: Tensor
+    first_column: int = 0
+    """The token of the first column of this rank."""
 
 
 class ProgramRunner(Protocol):
@@ -282,12 +296,12 @@ class ProgramRunner(Protocol):
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
-        bans: "Bans | None" = None,
+        edits: "GreedyEdits | None" = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
         logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the
         logits are not kept: the greatest one and its column, the first of equals, are put into
-        ``greatest_G2`` (float32). ``bans``: columns of these that are passed over.
+        ``greatest_G2`` (float32). ``edits`` change these rows' logits first.
         """

@@ -121,7 +121,9 @@ def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
     The exponential is a polynomial of its own, each operation rounded to float32: the ones that
     devices bring differ in their last bits.
     """
-    exponents_V = (logits_V - logits_V.max()) / (temperature * math.log(2))
+    # A product takes a tenth of a quotient's time. Zero times infinity would be NaN.
+    factor = (1 / (temperature * math.log(2))).clamp_max(torch.finfo(torch.float32).max)
+    exponents_V = (logits_V - logits_V.max()) * factor
     exponents_V = exponents_V.clamp_min(-40.0)
     whole_V = (exponents_V + 0.5).floor()
     x_V = exponents_V - whole_V
@@ -133,11 +135,9 @@ def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
     return (power_V * scale_V).long()
 
 
-_EXP2 = (
-    *(1.5252734e-05, 1.5403530e-04, 1.3333558e-03, 9.6181291e-03),
-    *(5.5504109e-02, 2.4022651e-01, 6.9314718e-01, 1.0),
-)
-"""``2**x`` from -1/2 to 1/2, ``ln(2)**n / n!`` for n from 7 to 0: wrong by 5e-9."""
+_EXP2 = (1.32647261e-03, 9.67151299e-03, 5.55073358e-02, 2.40222424e-01, 6.93147004e-01, 1.0)
+"""``2**x`` from -1/2 to 1/2 by the polynomial of degree 5 that is least wrong: by 9e-8 of it, and
+twice that with the roundings."""
 
 
 def random_uniform(seed: int, position: int) -> float:

@@ -36,6 +36,7 @@ from quire.kernels.triton_sample_tile import (
 # S rows that sample   V vocabulary
 
 LN_2 = tl.constexpr(math.log(2))
+MOST = tl.constexpr(torch.finfo(torch.float32).max)
 PARTS = tl.constexpr(SAMPLE_PARTS)
 SLOTS = tl.constexpr(16)
 """Numbers that a program tells the others of its row at a time: a sum for each threshold."""
@@ -141,7 +142,7 @@ def sample_kernel(
     is_mine = part == 0
     if temperature > 0:
         best_value = value_of(best)
-        divisor = temperature * LN_2
+        factor = tl.minimum(tl.div_rn(1.0, temperature * LN_2), MOST)
         floor = best_value.to(tl.float64) + tl.load(drop_ptr + row)
         # Kept are the tokens of a key above `last`, and of this part's with that key the ones
         # with an id below `end`.
@@ -150,7 +151,7 @@ def sample_kernel(
         top_k = tl.load(top_k_ptr + row)
         if (top_k > 0) & (top_k < vocab_size):
             last, above, meeting = search(
-                logits, begin, stop, top_k.to(tl.int64), last, end, floor, best_value, divisor,
+                logits, begin, stop, top_k.to(tl.int64), last, end, floor, best_value, factor,
                 told, meetings, meeting, part, num_parts, True, BLOCK,
             )  # fmt: skip
             end, meeting = end_of_ties(
@@ -158,7 +159,7 @@ def sample_kernel(
                 told, meetings, meeting, part, num_parts, BLOCK,
             )  # fmt: skip
         sums = sums_from(
-            logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, divisor,
+            logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, factor,
             False, BLOCK,
         )  # fmt: skip
         before, total, meeting = share_out(sums, told, meetings, meeting, part, num_parts)
@@ -168,18 +169,18 @@ def sample_kernel(
             wanted = share.to(tl.int64)
             wanted += (wanted.to(tl.float64) < share).to(tl.int64)
             cut, above, meeting = search(
-                logits, begin, stop, wanted, last, end, floor, best_value, divisor,
+                logits, begin, stop, wanted, last, end, floor, best_value, factor,
                 told, meetings, meeting, part, num_parts, False, BLOCK,
             )  # fmt: skip
             # At least 1 but where the logits are NaN.
-            weight = tl.maximum(weights_of(value_of(cut), best_value, divisor), 1)
+            weight = tl.maximum(weights_of(value_of(cut), best_value, factor), 1)
             num_ties = (wanted - above + weight - 1) // weight
             end, meeting = end_of_ties(
                 logits, begin, stop, cut, num_ties, told, meetings, meeting, part, num_parts, BLOCK
             )
             last = cut
             sums = sums_from(
-                logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, divisor,
+                logits, begin, stop, key_thresholds(0, 32), last, end, floor, best_value, factor,
                 False, BLOCK,
             )  # fmt: skip
             before, total, meeting = share_out(sums, told, meetings, meeting, part, num_parts)
@@ -191,7 +192,7 @@ def sample_kernel(
         token = tl.minimum(token, vocab_size - 1)
         if is_mine & (total > 0):
             token = pick(
-                logits, begin, stop, target - before, last, end, floor, best_value, divisor, BLOCK
+                logits, begin, stop, target - before, last, end, floor, best_value, factor, BLOCK
             )
     tl.store(token_ids_ptr + row, token.to(tl.int64), mask=is_mine)
 
@@ -247,7 +248,7 @@ def search(
     end,
     floor,
     best_value,
-    divisor,
+    factor,
     told,
     meetings,
     meeting,
@@ -263,7 +264,7 @@ def search(
         shift = 28 - 4 * step
         thresholds = key_thresholds(prefix, shift)
         sums = sums_from(
-            logits, begin, stop, thresholds, last, end, floor, best_value, divisor, COUNTS, BLOCK
+            logits, begin, stop, thresholds, last, end, floor, best_value, factor, COUNTS, BLOCK
         )
         table, meeting = exchange(sums, 0, told, meetings, meeting, part, num_parts)
         totals = tl.sum(table, 1)
@@ -309,7 +310,7 @@ def pick(
     end,
     floor,
     best_value,
-    divisor,
+    factor,
     BLOCK: tl.constexpr,
 ):
     """The first token at which the running sum of this part's kept weights exceeds ``target``."""
@@ -320,7 +321,7 @@ def pick(
         keys = key_of(values)
         kept = inside & ((keys > last) | ((keys == last) & (ids < end)))
         kept &= values.to(tl.float64) >= floor
-        weights = tl.where(kept, weights_of(values, best_value, divisor), 0)
+        weights = tl.where(kept, weights_of(values, best_value, factor), 0)
         after = before + tl.sum(weights, 0)
         if (before <= target) & (target < after):
             exceeds = before + tl.cumsum(weights, 0) > target

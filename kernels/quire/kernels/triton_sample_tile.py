@@ -38,7 +38,7 @@ def sums_from(
     end,
     floor,
     best_value,
-    divisor,
+    factor,
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -53,7 +53,7 @@ def sums_from(
         else:
             kept = inside & ((keys > last) | ((keys == last) & (ids < end)))
             kept &= values.to(tl.float64) >= floor
-            weights = tl.where(kept, weights_of(values, best_value, divisor), 0)
+            weights = tl.where(kept, weights_of(values, best_value, factor), 0)
         reached = (keys.to(tl.int64) + 0x80000000)[None, :] >= thresholds[:, None]
         sums += tl.sum(tl.where(reached, weights[None, :], 0), 1)
     return sums
@@ -71,17 +71,15 @@ def value_of(key):
 
 
 @triton.jit
-def weights_of(values, best_value, divisor):
+def weights_of(values, best_value, factor):
     """``reference_sampling.sampling_weights``, operation for operation."""
-    exponents = tl.maximum(tl.div_rn(values - best_value, divisor), -40.0)
+    exponents = tl.maximum((values - best_value) * factor, -40.0)
     whole = tl.floor(exponents + 0.5)
     x = exponents - whole
-    power = x * 1.5252734e-05 + 1.5403530e-04
-    power = power * x + 1.3333558e-03
-    power = power * x + 9.6181291e-03
-    power = power * x + 5.5504109e-02
-    power = power * x + 2.4022651e-01
-    power = power * x + 6.9314718e-01
+    power = x * 1.32647261e-03 + 9.67151299e-03
+    power = power * x + 5.55073358e-02
+    power = power * x + 2.40222424e-01
+    power = power * x + 6.93147004e-01
     power = power * x + 1.0
     scale = ((whole.to(tl.int32) + 159) << 23).to(tl.float32, bitcast=True)
     return (power * scale).to(tl.int64)

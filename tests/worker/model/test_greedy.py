@@ -7,7 +7,7 @@ from tests.steps import adjusting, banning
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.sampling.draw import sample
-from quire.worker.sampling.greedy import bans_of, greedy_rows, sample_beside
+from quire.worker.sampling.greedy import edits_of, greedy_rows, sample_beside
 from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
@@ -32,17 +32,22 @@ BATCH = SamplingBatch(
 
 
 def test_greedy_rows_are_those_without_any_use_for_logits() -> None:
-    assert np.flatnonzero(greedy_rows(BATCH)).tolist() == [0, 2, 4]
+    assert np.flatnonzero(greedy_rows(BATCH)).tolist() == [0, 2, 4, 6]
 
 
 def test_tokens_and_logprobs_are_those_of_the_sampler_on_all_logits() -> None:
     greedy_S = greedy_rows(BATCH)
-    allowed = LOGITS[greedy_S]
-    bans = bans_of(BATCH, greedy_S)
-    assert bans is not None
-    assert bans.starts.tolist() == [0, 0, 0, 1]
-    allowed[2, bans.columns] = -torch.inf
-    token_ids = allowed.argmax(-1).numpy()
+    adjusted = LOGITS[greedy_S]
+    edits = edits_of(BATCH, greedy_S)
+    assert edits is not None
+    assert edits.biased_starts_G1.tolist() == [0, 0, 0, 1, 1]
+    assert edits.seen_starts_G1.tolist() == [0, 0, 0, 0, 1]
+    assert edits.mask_of_G.tolist() == [-1] * 4
+    adjusted[2, edits.biased_ids_A] += edits.bias_A
+    repeated = adjusted[3, edits.seen_ids_E]
+    assert (repeated > 0).all()
+    adjusted[3, edits.seen_ids_E] = repeated / edits.repetition_G[3]
+    token_ids = adjusted.argmax(-1).numpy()
     logits = LOGITS[~torch.from_numpy(greedy_S)]
     beside = sample_beside((logits, token_ids), BATCH, greedy_S)
     expected = sample(LOGITS, BATCH)

@@ -78,11 +78,8 @@ class Forward {
     }
     if (ends) {
       greatest_.resize(args.num_threads * args.num_greedy);
-      for (int64_t i = 0; i < args.num_threads * args.num_greedy; ++i) {
-        const int64_t row = i % args.num_greedy, first = args.ban_starts ? args.ban_starts[row] : 0;
-        const int64_t end = args.ban_starts ? args.ban_starts[row + 1] : 0;
-        greatest_[i].clear(args.bans + first, end - first);
-      }
+      for (int64_t i = 0; i < args.num_threads * args.num_greedy; ++i)
+        greatest_[i].clear(args.edits, i % args.num_greedy);
     }
   }
 

@@ -10,7 +10,7 @@
 #include "team.h"
 
 namespace quire {
-struct Greatest;
+class Greatest;
 }
 
 enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
@@ -368,6 +368,25 @@ struct Op {
   };
 };
 
+// What is changed in the logits of the rows of which only the greatest is wanted: a bias is added,
+// penalties are applied to the tokens seen, tokens behind a mask are passed over. Each row's ids
+// ascend; those of other ranks' columns change nothing here.
+struct GreedyEdits {
+  const int64_t* biased_starts;  // [num_greedy + 1]: where each row's begin, and the end
+  const int32_t* biased_ids;
+  const float* bias;
+  const int64_t* seen_starts;  // [num_greedy + 1]
+  const int32_t* seen_ids;
+  const int32_t* seen_counts;  // in the output; presence and frequency need more than 0
+  const float* presence;       // [num_greedy]
+  const float* frequency;
+  const float* repetition;
+  const int32_t* mask_of;  // [num_greedy]: its row of the masks, or -1
+  const uint32_t* masks;   // [any, num_words]: bit t % 32 of word t / 32 allows token t
+  int64_t num_words;
+  int32_t first_column;  // the token of this rank's first column
+};
+
 // A rank alone runs all operations of a program in one call. One of several ranks runs those up to
 // each sum over the ranks, which the caller forms in `QUIRE_PARTIAL`.
 struct ForwardArgs {
@@ -408,9 +427,8 @@ struct ForwardArgs {
   int64_t max_splits;  // of all layers
   int64_t num_greedy;  // the last so many of S want no logits, only
   float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
-  const int64_t* ban_starts;  // [num_greedy + 1], or null
-  const int32_t* bans;        // columns that are not chosen, row by row
-  float* logits;              // [S - num_greedy, V of this rank]
+  const GreedyEdits* edits;  // of these rows, or null
+  float* logits;             // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {

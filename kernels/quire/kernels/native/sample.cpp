@@ -5,6 +5,7 @@
 // those of its best tokens from below, so that few tokens need to be looked at.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "elements.h"
@@ -14,18 +15,19 @@ namespace quire {
 namespace {
 
 constexpr int64_t kBlock = 256;
-constexpr int kBounds = 8, kRounds = 2;
 constexpr int64_t kSorted = 256;
 constexpr int64_t kNearest = 64;  // blocks whose greatest logit is at least that of a candidate
 constexpr float kNone = -INFINITY;
 
 #if defined(QUIRE_AVX512)
 inline Vec whole_of(Vec x) { return _mm512_roundscale_ps(x, 0x09); }
-inline bool any_nan(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+inline bool any_nan(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
 inline uint32_t at_least(Vec x, Vec least) { return _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ); }
 inline Vec chosen_lanes(uint32_t lanes, Vec x) {
   return _mm512_maskz_mov_ps(static_cast<__mmask16>(lanes), x);
 }
+inline Vec least_of(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline void store_whole(int32_t* at, Vec x) { _mm512_storeu_si512(at, _mm512_cvttps_epi32(x)); }
 #else
 inline Vec whole_of(const Vec& x) {
   const Vec small = each([&](int i) -> FloatPart {
@@ -43,15 +45,24 @@ inline uint32_t lanes_of(const IntPart (&is)[kParts]) {
     lanes |= static_cast<uint32_t>(is[i / kPart][i % kPart] & 1) << i;
   return lanes;
 }
-inline bool any_nan(const Vec& x) {
+inline bool any_nan(const Vec& a, const Vec& b) {
   IntPart is[kParts];
-  for (int i = 0; i < kParts; ++i) is[i] = x.part[i] != x.part[i];
+  for (int i = 0; i < kParts; ++i) is[i] = (a.part[i] != a.part[i]) | (b.part[i] != b.part[i]);
   return lanes_of(is) != 0;
 }
 inline uint32_t at_least(const Vec& x, const Vec& least) {
   IntPart is[kParts];
   for (int i = 0; i < kParts; ++i) is[i] = x.part[i] >= least.part[i];
   return lanes_of(is);
+}
+inline Vec least_of(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
+}
+inline void store_whole(int32_t* at, const Vec& x) {
+  for (int i = 0; i < kParts; ++i) {
+    const IntPart whole = __builtin_convertvector(x.part[i], IntPart);
+    memcpy(at + i * kPart, &whole, sizeof whole);
+  }
 }
 inline Vec chosen_lanes(uint32_t lanes, const Vec& x) {
   float values[kLanes];
@@ -61,22 +72,23 @@ inline Vec chosen_lanes(uint32_t lanes, const Vec& x) {
 }
 #endif
 
-// Up to 16 logits; minus infinity beyond.
-inline Vec logits_at(const float* x, int64_t left) {
+// Up to 16 logits; `other` beyond.
+inline Vec logits_at(const float* x, int64_t left, float other = kNone) {
   if (left >= kLanes) return load(x);
-  return first_lanes(read(x, left), static_cast<int>(left), splat(kNone));
+  return first_lanes(read(x, left), static_cast<int>(left), splat(other));
 }
 
-// 2^(32 + (x - greatest) / divisor), by operations that are rounded one by one, as the reference's.
-inline Vec power_of(Vec x, Vec greatest, Vec divisor) {
-  const Vec exponent = max(div(sub(x, greatest), divisor), splat(-40));
-  const Vec whole = whole_of(add(exponent, splat(0.5f)));
-  const Vec f = sub(exponent, whole);
-  Vec p = splat(1.5252734e-05f);
-  for (float coefficient : {1.5403530e-04f, 1.3333558e-03f, 9.6181291e-03f, 5.5504109e-02f,
-                            2.4022651e-01f, 6.9314718e-01f, 1.0f})
-    p = add(mul(p, f), splat(coefficient));
-  return scale_by_floor(p, add(whole, splat(32)));
+// 2^(32 + (x - greatest) * factor), by operations that are rounded one by one, as the reference's;
+// the coefficients are 2^32 times its own.
+inline Vec power_of(Vec x, Vec greatest, Vec factor) {
+  const Vec exponent = max(mul(sub(x, greatest), factor), splat(-40));
+  const Vec nearest = add(exponent, splat(0.5f));
+  const Vec f = sub(exponent, whole_of(nearest));
+  Vec p = splat(0x1p32f * 1.32647261e-03f);
+  for (float coefficient :
+       {9.67151299e-03f, 5.55073358e-02f, 2.40222424e-01f, 6.93147004e-01f, 1.0f})
+    p = add(mul(p, f), splat(0x1p32f * coefficient));
+  return scale_by_floor(p, nearest);
 }
 
 // Sixteen sums in double, of the lanes of what is added.
@@ -129,6 +141,39 @@ struct Token {
   }
 };
 
+// Amounts by ranges of logits, the first for what is below all others.
+struct Ranges {
+  static constexpr int kNumber = 512, kCopies = 4;  // so that additions do not wait for each other
+  float low, factor;
+  double amounts[kCopies][kNumber + 1] = {};
+
+  Ranges(float low, float high) : low(low), factor(0) {
+    if (high > low) factor = std::min(kNumber / (high - low), std::numeric_limits<float>::max());
+  }
+
+  // The range, and a fraction.
+  Vec place_of(Vec x) const {
+    const Vec place = add(mul(sub(x, splat(low)), splat(factor)), splat(1));
+    return least_of(max(place, zero()), splat(kNumber));
+  }
+  int32_t of(float logit) const {
+    return static_cast<int32_t>(
+        std::min(std::max((logit - low) * factor + 1, 0.0f), static_cast<float>(kNumber)));
+  }
+
+  // The range in which the amounts from the top reach `wanted`, 0 if they do not. Adds what is
+  // above it to `above`.
+  int32_t last(double wanted, double* above) const {
+    for (int32_t range = kNumber; range > 0; --range) {
+      double amount = 0;
+      for (int copy = 0; copy < kCopies; ++copy) amount += amounts[copy][range];
+      if (*above + amount >= wanted) return range;
+      *above += amount;
+    }
+    return 0;
+  }
+};
+
 // What a thread needs for a row.
 struct Workspace {
   std::vector<float> greatest;  // of each block
@@ -142,7 +187,7 @@ struct Workspace {
 struct Row {
   const float* x;
   int64_t size;
-  float greatest = kNone;
+  float greatest = kNone, lowest = INFINITY;
   Workspace& work;
 
   Row(const float* x, int64_t size, Workspace& work) : x(x), size(size), work(work) {}
@@ -151,19 +196,33 @@ struct Row {
   int64_t end_of(int64_t block) const { return std::min(size, (block + 1) * kBlock); }
 
   // Finds the greatest logit of each block and of all. Whether that is finite and none is NaN.
-  bool scan() {
+  // `see(begin, end)` is called with each block of columns, while it is in the nearest cache.
+  template <class See>
+  bool scan(See see) {
     work.greatest.resize(num_blocks());
     bool broken = false;
+    Vec least = splat(INFINITY);
     for (int64_t block = 0; block < num_blocks(); ++block) {
-      Vec most = splat(kNone);
-      for (int64_t i = block * kBlock; i < end_of(block); i += kLanes) {
-        const Vec value = logits_at(x + i, size - i);
-        broken |= any_nan(value);
-        most = max(value, most);
+      const int64_t end = end_of(block);
+      Vec most = splat(kNone), others = splat(kNone);
+      int64_t i = block * kBlock;
+      for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+        const Vec a = load(x + i), b = load(x + i + kLanes);
+        broken |= any_nan(a, b);
+        most = max(a, most), others = max(b, others);
+        least = least_of(least_of(a, b), least);
       }
-      work.greatest[block] = max_of_lanes(most);
+      for (; i < end; i += kLanes) {
+        const Vec a = logits_at(x + i, size - i);
+        broken |= any_nan(a, a);
+        most = max(a, most);
+        least = least_of(logits_at(x + i, size - i, INFINITY), least);
+      }
+      work.greatest[block] = max_of_lanes(max(most, others));
+      see(block * kBlock, end);
       greatest = std::max(greatest, work.greatest[block]);
     }
+    lowest = -max_of_lanes(sub(zero(), least));
     return !broken && std::isfinite(greatest);
   }
 
@@ -194,6 +253,23 @@ struct Row {
     }
   }
 
+  // The tokens of one of the ranges.
+  void collect(const Ranges& ranges, int32_t range) const {
+    work.tokens.clear();
+    const Vec first = splat(range), next = splat(range + 1);
+    for (int64_t block = 0; block < num_blocks(); ++block) {
+      if (work.greatest[block] < ranges.low) continue;
+      for (int64_t i = block * kBlock; i < end_of(block); i += kLanes) {
+        const Vec place = ranges.place_of(logits_at(x + i, size - i));
+        uint32_t lanes = at_least(place, first) & ~at_least(place, next);
+        for (; lanes; lanes &= lanes - 1) {
+          const int lane = __builtin_ctz(lanes);
+          work.tokens.push_back({x[i + lane], i + lane});
+        }
+      }
+    }
+  }
+
   // Leaves the best `count` of the collected tokens, best first.
   void keep_best(int64_t count) const {
     std::vector<Token>& tokens = work.tokens;
@@ -215,7 +291,7 @@ struct Kept {
 struct Draw {
   Row& row;
   float scale;  // a logit that is lower by this weighs half as much
-  Vec greatest, divisor;
+  Vec greatest, factor;
   Kept kept;
   bool is_weighed = false;  // The workspace has the weights of all tokens.
 
@@ -223,14 +299,19 @@ struct Draw {
       : row(row),
         scale(temperature * 0.69314718055994530942f),
         greatest(splat(row.greatest)),
-        divisor(splat(scale)) {}
+        factor(splat(std::min(1 / scale, std::numeric_limits<float>::max()))) {}
 
-  void weigh() {
+  // Keeps the weights of all tokens. Returns the sum of those that are kept.
+  double weigh() {
     row.work.row_weights.resize(row.num_blocks() * kBlock);
-    for (int64_t i = 0; i < row.size; i += kLanes)
-      store(&row.work.row_weights[i],
-            whole_of(power_of(logits_at(row.x + i, row.size - i), greatest, divisor)));
+    Sums weights;
+    for (int64_t i = 0; i < row.size; i += kLanes) {
+      const Vec weight = whole_of(power_of(logits_at(row.x + i, row.size - i), greatest, factor));
+      store(&row.work.row_weights[i], weight);
+      weights.take(weight);
+    }
     is_weighed = true;
+    return kept.least == kNone ? weights.total() : sum_blocks();
   }
 
   bool keeps(const Token& token) const {
@@ -241,15 +322,13 @@ struct Draw {
   Vec weights_at(int64_t i) const {
     const Vec x = logits_at(row.x + i, row.size - i);
     const Vec weight =
-        is_weighed ? load(&row.work.row_weights[i]) : whole_of(power_of(x, greatest, divisor));
+        is_weighed ? load(&row.work.row_weights[i]) : whole_of(power_of(x, greatest, factor));
     if (kept.least == kNone) return weight;
     uint32_t lanes = at_least(x, splat(kept.least));
     if (kept.last < i + kLanes) {
-      for (uint32_t equal = lanes; equal; equal &= equal - 1) {
-        const int lane = __builtin_ctz(equal);
-        const bool is_out = i + lane > kept.last;
-        if (i + lane < row.size && is_out && row.x[i + lane] == kept.least) lanes &= ~(1u << lane);
-      }
+      const uint32_t greater = at_least(x, splat(std::nextafter(kept.least, INFINITY)));
+      const int64_t num_before = std::max<int64_t>(kept.last + 1 - i, 0);
+      lanes &= greater | ((1u << num_before) - 1);
     }
     return chosen_lanes(lanes, weight);
   }
@@ -309,14 +388,14 @@ struct Draw {
       float values[kLanes];
       for (size_t i = 0; i < kLanes; ++i)
         values[i] = first + i < tokens.size() ? tokens[first + i].logit : kNone;
-      store(&row.work.weights[first], whole_of(power_of(load(values), greatest, divisor)));
+      store(&row.work.weights[first], whole_of(power_of(load(values), greatest, factor)));
     }
   }
 
-  // Leaves the fewest best of the collected tokens, best first, whose weights add up to `wanted`.
+  // Leaves the fewest best of the collected and weighed tokens, best first, whose weights add up
+  // to `wanted`.
   // Whether they do; else it leaves all.
   bool keep_mass(double wanted) const {
-    weigh_collected();
     double before = 0;
     for (size_t i = 0; i < row.work.tokens.size(); ++i) {
       if (before >= wanted) {
@@ -328,61 +407,58 @@ struct Draw {
     return before >= wanted;
   }
 
-  // Keeps the fewest best of all kept tokens whose weights, or numbers, add up to `wanted`. Bounds
-  // of the last one's logit are narrowed until few tokens are left between them, which are sorted.
-  void keep_fewest(double wanted, bool by_weight) {
-    const std::vector<float>& weights = row.work.row_weights;
-    Vec negated = splat(-row.greatest);
-    for (int64_t i = 0; i + kLanes <= row.size; i += kLanes)
-      negated = max(sub(zero(), load(row.x + i)), negated);
-    float lowest = -max_of_lanes(negated);
-    for (int64_t i = row.size & -kLanes; i < row.size; ++i) lowest = std::min(lowest, row.x[i]);
-    // Below `low` nothing has a weight, `high` and above are `above`, less than is wanted.
-    float low = std::max({kept.least, lowest, row.greatest - 34 * scale}), high = INFINITY;
-    double above = 0;
-    for (int round = 0; round < kRounds; ++round) {
-      float bounds[kBounds];
-      const float top = std::min(high, row.greatest);
-      for (int k = 0; k < kBounds; ++k) bounds[k] = low + (top - low) * k / kBounds;
-      Sums amounts[kBounds];
-      for (int64_t block = 0; block < row.num_blocks(); ++block) {
-        if (row.work.greatest[block] < low) continue;
-        for (int64_t i = block * kBlock; i < row.end_of(block); i += kLanes) {
-          const Vec x = logits_at(row.x + i, row.size - i);
-          const Vec amount = by_weight ? weights_at(i) : splat(1);
-          for (int k = 0; k < kBounds; ++k) amounts[k].take(at_least(x, splat(bounds[k])), amount);
-        }
+  void add_all(Ranges* ranges, bool by_weight) const {
+    for (int64_t block = 0; block < row.num_blocks(); ++block) {
+      if (row.work.greatest[block] < ranges->low) continue;
+      for (int64_t i = block * kBlock; i < row.end_of(block); i += kLanes) {
+        int32_t places[kLanes];
+        float amounts[kLanes];
+        store_whole(places, ranges->place_of(logits_at(row.x + i, row.size - i)));
+        store(amounts, by_weight ? weights_at(i) : splat(1));
+        for (int lane = 0; lane < kLanes; ++lane)
+          ranges->amounts[lane % Ranges::kCopies][places[lane]] += amounts[lane];
       }
-      int at = kBounds - 1;
-      while (at >= 0 && amounts[at].total() < wanted) --at;
-      if (at < 0) return;  // Even all are fewer.
-      if (at + 1 < kBounds) high = bounds[at + 1], above = amounts[at + 1].total();
-      if (bounds[at] == low && at + 1 == kBounds) break;
-      low = bounds[at];
     }
-    row.collect(low);
+  }
+
+  // Keeps the fewest best of all kept tokens whose weights, or numbers, add up to `wanted`. The
+  // tokens are counted by ranges of logits; the range of the last one kept is divided again.
+  void keep_fewest(double wanted, bool by_weight) {
     std::vector<Token>& tokens = row.work.tokens;
-    tokens.erase(
-        std::remove_if(tokens.begin(), tokens.end(),
-                       [&](const Token& token) { return token.logit >= high || !keeps(token); }),
-        tokens.end());
-    const auto amount_of = [&](const Token& token) { return by_weight ? weights[token.id] : 1.0f; };
-    auto begin = tokens.begin(), end = tokens.end();
-    while (end - begin > kSorted) {
-      const auto middle = begin + (end - begin) / 2;
-      std::nth_element(begin, middle, end);
-      double sum = above;
-      for (auto token = begin; token < middle; ++token) sum += amount_of(*token);
-      if (sum >= wanted)
-        end = middle;
-      else
-        above = sum, begin = middle;
+    const std::vector<float>& weights = row.work.row_weights;
+    const auto amount_of = [&](int64_t id) { return by_weight ? weights[id] : 1.0f; };
+    // Below `low` nothing has a weight.
+    const float low = std::max({kept.least, row.lowest, row.greatest - 34 * scale});
+    double above = 0;
+    {
+      Ranges ranges(low, row.greatest);
+      add_all(&ranges, by_weight);
+      const int32_t last = ranges.last(wanted, &above);
+      if (last == 0) return;  // Even all are fewer.
+      row.collect(ranges, last);
     }
-    std::sort(begin, end);
-    for (auto token = begin; token < end; ++token) {
-      above += amount_of(*token);
+    const auto leave = [&](const auto& wants) {
+      tokens.erase(std::remove_if(tokens.begin(), tokens.end(),
+                                  [&](const Token& token) { return !wants(token); }),
+                   tokens.end());
+    };
+    leave([&](const Token& token) { return keeps(token); });
+    for (size_t before = 0; tokens.size() > kSorted && tokens.size() != before;) {
+      before = tokens.size();
+      const auto [least, most] =
+          std::minmax_element(tokens.begin(), tokens.end(),
+                              [](const Token& a, const Token& b) { return a.logit < b.logit; });
+      Ranges ranges(least->logit, most->logit);
+      for (const Token& token : tokens)
+        ranges.amounts[0][ranges.of(token.logit)] += amount_of(token.id);
+      const int32_t last = ranges.last(wanted, &above);
+      leave([&](const Token& token) { return ranges.of(token.logit) == last; });
+    }
+    std::sort(tokens.begin(), tokens.end());
+    for (const Token& token : tokens) {
+      above += amount_of(token.id);
       if (above < wanted) continue;
-      kept = {token->logit, token->id};
+      kept = {token.logit, token.id};
       return;
     }
   }
@@ -390,7 +466,7 @@ struct Draw {
 
 int64_t sample_row(const SampleArgs& args, int64_t index, Workspace& work) {
   Row row(args.logits + args.rows[index] * args.stride, args.num_columns, work);
-  if (!row.scan()) return -1;
+  if (!row.scan([](int64_t, int64_t) {})) return -1;
   const float temperature = args.temperature[index];
   const double uniform = args.uniform[index], top_p = args.top_p[index];
   const int64_t top_k = args.top_k[index];
@@ -403,66 +479,96 @@ int64_t sample_row(const SampleArgs& args, int64_t index, Workspace& work) {
   const bool limits_number = top_k > 0 && top_k < row.size;
   if (!limits_number && !(top_p < 1)) return draw.pick(uniform);
   const int64_t count = limits_number ? top_k : kNearest;
+  double total = limits_number ? 0 : draw.weigh();
   if (count <= row.num_blocks()) {
     row.collect(std::max(draw.kept.least, row.bound_of_best(count)));
     row.keep_best(limits_number ? count : work.tokens.size());
     bool is_settled = true;
     if (top_p < 1) {
-      double total = 0;
-      if (limits_number) {
-        draw.weigh_collected();
+      draw.weigh_collected();
+      if (limits_number)
         for (size_t i = 0; i < work.tokens.size(); ++i) total += work.weights[i];
-      } else {
-        draw.weigh();
-        total = draw.sum_blocks();
-      }
       is_settled = draw.keep_mass(top_p * total) || limits_number;
     }
     if (is_settled) return draw.pick_collected(uniform);
   }
-  if (!draw.is_weighed) draw.weigh();
-  if (limits_number) draw.keep_fewest(static_cast<double>(top_k), false);
-  if (top_p < 1) draw.keep_fewest(top_p * draw.sum_blocks(), true);
+  if (limits_number) {
+    draw.keep_fewest(static_cast<double>(top_k), false);
+    total = draw.weigh();
+  }
+  if (top_p < 1) draw.keep_fewest(top_p * total, true);
   return draw.pick(uniform);
 }
 
+typedef float Floats8 __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
-typedef int64_t Bits __attribute__((vector_size(64)));
+typedef int64_t Longs __attribute__((vector_size(64)));
 
-// e^x for x <= 0, wrong by 1e-15 of it at most.
-inline Doubles exp_of(Doubles x) {
-  x = x < -700.0 ? Doubles{} - 700.0 : x;
-  const Doubles shifted = x * 1.4426950408889634 + 0x1.8p52;  // rounds to a whole number
-  const Doubles whole = shifted - 0x1.8p52;
-  const Doubles r = (x - whole * 0x1.62e42fee00000p-1) - whole * 0x1.a39ef35793c76p-33;
-  Doubles p = Doubles{} + 1 / 479001600.0;
-  for (double factorial :
-       {39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
-    p = p * r + 1 / factorial;
-  return reinterpret_cast<Doubles>(reinterpret_cast<Bits>(p) +
-                                   (reinterpret_cast<Bits>(shifted) << 52));
+constexpr double kLog2E = 1.4426950408889634;
+// Coefficients of 2^x from -1/2 to 1/2, the highest power's first; wrong by 2e-14 of it.
+constexpr double kExp2[] = {0x1.b3de0fbddfd08p-24, 0x1.63e6985790645p-20,
+                            0x1.ffce2fe3b467bp-17, 0x1.430897f190e55p-13,
+                            0x1.5d87fd937fe30p-10, 0x1.3b2ab724130edp-7,
+                            0x1.c6b08d70c87f7p-5,  0x1.ebfbdff81bdfcp-3,
+                            0x1.62e42fefa37d2p-1,  1.0};
+
+// e^(x - base); e^-693 where it is less.
+inline Doubles exp_of(Floats8 x, double base) {
+#if defined(QUIRE_AVX512)
+  __m512d power = _mm512_sub_pd(_mm512_cvtps_pd(reinterpret_cast<__m256>(x)), _mm512_set1_pd(base));
+  power = _mm512_max_pd(_mm512_mul_pd(power, _mm512_set1_pd(kLog2E)), _mm512_set1_pd(-1000));
+  const __m512d whole = _mm512_roundscale_pd(power, 0x08), f = _mm512_sub_pd(power, whole);
+  __m512d p = _mm512_set1_pd(kExp2[0]);
+#pragma GCC unroll 9
+  for (int i = 1; i < 10; ++i) p = _mm512_fmadd_pd(p, f, _mm512_set1_pd(kExp2[i]));
+  return reinterpret_cast<Doubles>(_mm512_scalef_pd(p, whole));
+#else
+  Doubles power = (__builtin_convertvector(x, Doubles) - base) * kLog2E;
+  power = power < -1000.0 ? Doubles{} - 1000.0 : power;
+  const Doubles shifted = power + 0x1.8p52;  // rounds to a whole number
+  const Doubles f = power - (shifted - 0x1.8p52);
+  Doubles p = Doubles{} + kExp2[0];
+  for (int i = 1; i < 10; ++i) p = p * f + kExp2[i];
+  return reinterpret_cast<Doubles>(reinterpret_cast<Longs>(p) +
+                                   (reinterpret_cast<Longs>(shifted) << 52));
+#endif
 }
 
-// The logarithm of the sum of exponentials.
-double log_total_of(const Row& row) {
+// Adds e^(x - base) of some columns.
+inline void add_exponentials(const Row& row, int64_t begin, int64_t end, double base,
+                             Doubles* sums) {
+  int64_t i = begin;
+  for (; i + 8 <= end; i += 8) {
+    Floats8 x;
+    memcpy(&x, row.x + i, sizeof x);
+    *sums += exp_of(x, base);
+  }
+  if (i == end) return;
+  Floats8 x = Floats8{} - INFINITY;
+  memcpy(&x, row.x + i, (end - i) * sizeof(float));
+  *sums += exp_of(x, base);
+}
+
+// Scans the row. The logarithm of the sum of its exponentials, NaN where a logit is.
+double log_total_of(Row& row, float own) {
   Doubles sums = {};
-  for (int64_t i = 0; i < row.size; i += 8) {
-    Doubles x;
-    for (int lane = 0; lane < 8; ++lane)
-      x[lane] =
-          i + lane < row.size ? row.x[i + lane] - static_cast<double>(row.greatest) : -INFINITY;
-    const Doubles powers = exp_of(x);
-    sums += x < -700.0 ? Doubles{} : powers;
+  double base = own;
+  if (!row.scan(
+          [&](int64_t begin, int64_t end) { add_exponentials(row, begin, end, base, &sums); }))
+    return NAN;
+  if (!(row.greatest - base < 600)) {  // It is too far below the greatest one to be the base.
+    sums = Doubles{}, base = row.greatest;
+    add_exponentials(row, 0, row.size, base, &sums);
   }
   for (int width = 4; width > 0; width /= 2)
     for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
-  return row.greatest + std::log(sums[0]);
+  return base + std::log(sums[0]);
 }
 
 void score_row(const ScoreArgs& args, int64_t index, Workspace& work) {
   Row row(args.logits + args.rows[index] * args.stride, args.num_columns, work);
   const float own = row.x[args.token_ids[index]];
-  const double log_total = row.scan() ? log_total_of(row) : NAN;
+  const double log_total = log_total_of(row, own);
   args.log_totals[index] = log_total;
   args.logprobs[index] = own - log_total;
   int64_t num_greater = 0;

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Bans, Batch, KvCache, ProgramRunner
+from quire.kernels.ops import Batch, GreedyEdits, KvCache, ProgramRunner
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 
@@ -37,20 +37,20 @@ class Model:
 
     @torch.inference_mode()
     def forward_and_choose(
-        self, batch: Batch, kv: KvCache, *, num_greedy: int, bans: Bans | None = None
+        self, batch: Batch, kv: KvCache, *, num_greedy: int, edits: GreedyEdits | None = None
     ) -> tuple[Tensor, Longs] | None:
         """As `forward`, but the last ``num_greedy`` rows of S get no logits.
 
         Returns the others' logits and these rows' tokens: the first of the greatest, -1 where all
-        are NaN. ``bans``: tokens of these rows that are passed over. 128 rows of a vocabulary of
+        are NaN. ``edits``: changes to the logits of these rows. 128 rows of a vocabulary of
         32,000 would be 16 MB to write and to read again.
         """
         greatest_G2 = torch.empty(num_greedy, 2)
-        if bans is not None:  # The columns of this rank begin at 0.
+        if edits is not None:
             first = self._tp.rank * self._vocab_size // self._tp.size
-            bans = replace(bans, columns=bans.columns - first)
+            edits = replace(edits, first_column=first)
         logits = self._runner.forward(
-            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2, bans=bans
+            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2, edits=edits
         )
         token_ids = self._tp.gather_greatest(greatest_G2, num_columns=self._vocab_size)
         gathered = self._tp.gather_columns(logits, num_columns=self._vocab_size)

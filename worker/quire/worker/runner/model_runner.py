@@ -39,7 +39,7 @@ from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs,
 from quire.worker.runner.gpu_profile import graph_bytes, largest_steps, peak_bytes, warm_up_steps
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
-from quire.worker.sampling.greedy import MIN_GREEDY_ROWS, bans_of, greedy_rows, sample_beside
+from quire.worker.sampling.greedy import MIN_GREEDY_ROWS, edits_of, greedy_rows, sample_beside
 from quire.worker.step.late_tokens import Done, LateTokens, Pending
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.staging import Array, stage
@@ -215,7 +215,7 @@ class ModelRunner:
         greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
         batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
         return self._model.forward_and_choose(
-            batch, self._kv, num_greedy=int(greedy_S.sum()), bans=bans_of(step.sampling, greedy_S)
+            batch, self._kv, num_greedy=int(greedy_S.sum()), edits=edits_of(step.sampling, greedy_S)
         )
 
     def _late_tokens(self, step: StepInput) -> LateTokens | None:

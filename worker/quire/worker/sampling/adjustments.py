@@ -138,7 +138,8 @@ class RequestEdits:
 
 
 class _Seen:
-    """The distinct tokens that the penalties apply to, and how often the output holds each."""
+    """The distinct tokens that the penalties apply to, ascending, and how often the output holds
+    each."""
 
     def __init__(self, params: SamplingParams, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
         # Only the repetition penalty applies to tokens of the prompt.
@@ -148,7 +149,6 @@ class _Seen:
         self._ids: Longs = ids.astype(np.int64)
         self._counts: Ints = np.zeros(self._num, np.int32)
         np.add.at(self._counts, index[len(index) - len(output_ids) :], 1)
-        self._index_of = {token_id: index for index, token_id in enumerate(ids.tolist())}
 
     @property
     def ids_E(self) -> Longs:
@@ -159,11 +159,13 @@ class _Seen:
         return self._counts[: self._num]
 
     def add(self, token_id: int) -> None:
-        index = self._index_of.setdefault(token_id, self._num)
-        if index == self._num:
-            if index == len(self._ids):
-                self._ids = np.resize(self._ids, 2 * index + 16)
-                self._counts = np.resize(self._counts, 2 * index + 16)
+        index, num = int(self.ids_E.searchsorted(token_id)), self._num
+        if index == num or self._ids[index] != token_id:
+            if num == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * num + 16)
+                self._counts = np.resize(self._counts, 2 * num + 16)
+            for array in (self._ids, self._counts):
+                array[index + 1 : num + 1] = array[index:num]
             self._ids[index], self._counts[index] = token_id, 0
             self._num += 1
         self._counts[index] += 1

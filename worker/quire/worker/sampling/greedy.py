@@ -8,11 +8,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Bans
+from quire.kernels.ops import GreedyEdits
 from quire.worker.api.arrays import Longs
 from quire.worker.sampling.draw import sample
 from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import SamplingBatch
+from quire.worker.step.staging import stage
 
 # S samples   G of these that are greedy   L the others   V vocabulary
 
@@ -22,32 +23,39 @@ MIN_GREEDY_ROWS = 6
 """For fewer it does not pay: a row's logits stay in the cache until their argmax is taken."""
 
 
-_MAX_BANS = 8
-"""Of a row: each of its logits is compared with the greatest so far, and then with these."""
-
-
 def greedy_rows(batch: SamplingBatch) -> Mask:
-    """Which samples need no logits: temperature 0, no log-probabilities, and no adjustments but a
-    few banned tokens."""
-    greedy_S = (batch.temperature_S <= 0) & (batch.num_logprobs_S < 0)
-    if batch.adjustments is not None:
-        greedy_S[batch.adjustments.rows_beyond_bans(max_bans=_MAX_BANS)] = False
-    return greedy_S
+    """Which samples need no logits: temperature 0 and no log-probabilities."""
+    return (batch.temperature_S <= 0) & (batch.num_logprobs_S < 0)
 
 
-def bans_of(batch: SamplingBatch, greedy_S: Mask) -> Bans | None:
-    """The tokens that are banned for greedy samples, in the order of these."""
+def edits_of(batch: SamplingBatch, greedy_S: Mask) -> GreedyEdits | None:
+    """What is changed in the logits of greedy samples, in the order of these."""
     if batch.adjustments is None:
         return None
-    taken = batch.adjustments.take(np.flatnonzero(greedy_S))
-    if not len(taken.biased_rows_A):
+    num_greedy = int(greedy_S.sum())
+    taken = batch.adjustments
+    if num_greedy < len(greedy_S):
+        taken = taken.take(np.flatnonzero(greedy_S))
+    if not len(taken.rows):
         return None
-    order = np.argsort(taken.biased_rows_A, kind="stable")
-    counts = np.bincount(taken.biased_rows_A, minlength=int(greedy_S.sum()))
-    starts = np.concatenate([[0], counts.cumsum()])
-    return Bans(
-        starts=torch.from_numpy(starts), columns=torch.from_numpy(taken.biased_ids_A[order])
-    )
+    mask_of_G = np.full(num_greedy, -1, np.int32)
+    mask_of_G[taken.masked_rows_K] = np.arange(len(taken.masked_rows_K))
+    every = np.arange(num_greedy + 1)
+    arrays = {
+        "biased_starts_G1": np.searchsorted(taken.biased_rows_A, every),
+        "biased_ids_A": taken.biased_ids_A,
+        "bias_A": taken.bias_A,
+        "seen_starts_G1": np.searchsorted(taken.seen_rows_E, every),
+        "seen_ids_E": taken.seen_ids_E,
+        "seen_counts_E": taken.seen_counts_E,
+        "presence_G": taken.presence_S,
+        "frequency_G": taken.frequency_S,
+        "repetition_G": taken.repetition_S,
+        "mask_of_G": mask_of_G,
+        "mask_KW": taken.mask_KW,
+    }
+    tensors = stage(list(arrays.values()), torch.device("cpu"))
+    return GreedyEdits(**dict(zip(arrays, tensors, strict=True)))
 
 
 def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, greedy_S: Mask) -> StepOutput:

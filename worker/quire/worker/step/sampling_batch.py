@@ -24,7 +24,7 @@ MASK_BITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """Changes to the logits of one sample. Each list names distinct tokens."""
+    """Changes to the logits of one sample. The tokens of each list are distinct and ascend."""
 
     biased_ids_A: Longs = field(default_factory=lambda: _NO_LONGS)
     bias_A: Floats = field(default_factory=lambda: _NO_FLOATS)
@@ -42,7 +42,8 @@ class Edits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adjustments:
-    """The `Edits` of several samples as arrays, in the order in which they are applied."""
+    """The `Edits` of several samples as arrays, in the order in which they are applied. The rows
+    of each list ascend."""
 
     biased_rows_A: Ints
     biased_ids_A: Ints
@@ -58,7 +59,7 @@ class Adjustments:
 
     @classmethod
     def of(cls, edits: Sequence[tuple[int, Edits]], *, num_samples: int) -> "Adjustments":
-        """``edits``: samples and what is changed in their logits, at most once for each."""
+        """``edits``: samples, ascending, and what is changed in their logits."""
         penalties = np.zeros((3, num_samples), np.float32)
         penalties[2] = 1
         for row, each in edits:
@@ -80,13 +81,6 @@ class Adjustments:
             masked_rows_K=np.array([row for row, _ in masks], np.int32),
             mask_KW=mask_KW,
         )
-
-    def rows_beyond_bans(self, *, max_bans: int) -> Ints:
-        """The samples of which more is changed than that up to ``max_bans`` tokens are banned."""
-        biased = self.biased_rows_A[self.bias_A > -np.inf]
-        numbers = np.bincount(self.biased_rows_A, minlength=1)
-        many = np.flatnonzero(numbers > max_bans).astype(np.int32)
-        return np.unique(np.concatenate([biased, many, self.seen_rows_E, self.masked_rows_K]))
 
     @property
     def rows(self) -> Ints:

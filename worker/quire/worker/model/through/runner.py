@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.ops import Bans, Batch, KvCache
+from quire.kernels.ops import Batch, GreedyEdits, KvCache
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Attention
 from quire.worker.model.through.dry_run import Found
@@ -60,7 +60,7 @@ class ThroughTransformers:
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
-        bans: Bans | None = None,
+        edits: GreedyEdits | None = None,
     ) -> Tensor:
         assert greatest_G2 is None, "`chooses` says so"
         del all_reduce  # there is one rank
