@@ -76,7 +76,7 @@ def overloaded(stage: Stage) -> Outcome:
         [
             *(sys.executable, "-m", "bench.overload"),
             *("--address", cluster.gateways[0], "--output", str(output)),
-            *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "30"),
+            *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "60"),
         ],
         env=cluster.ray.environment,
         stdout=subprocess.DEVNULL,

@@ -308,6 +308,8 @@ def test_resumed_from_any_token_the_same_tokens_follow(
             assert all(delta.error is None for delta in deltas)
 
 
+PATTERNS = [{"pattern": f".*a.{{{n}}}b"} for n in range(18)]
+MISREAD = 0.9452706955539223
 HOSTILE: list[dict[str, str]] = [
     {"json": "{"},
     {"json": '{"type": "strin"}'},
@@ -319,6 +321,18 @@ HOSTILE: list[dict[str, str]] = [
     {"json": json.dumps({"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]})},
     {"json": json.dumps({"properties": {str(n): {"type": "integer"} for n in range(10_000)}})},
     {"json": json.dumps({"allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(30)]})},
+    {"json": json.dumps({"allOf": [{"allOf": PATTERNS[:9]}, {"allOf": PATTERNS[9:]}]})},
+    {
+        "json": json.dumps(
+            {
+                "allOf": [{"properties": {"a": {"$ref": f"#/$defs/{n}"}}} for n in range(3)],
+                "$defs": {n: {"allOf": PATTERNS[6 * n : 6 * n + 6]} for n in range(3)},
+            }
+        )
+    },
+    {"json": json.dumps({"const": [1, {"a": MISREAD}]})},
+    {"json": json.dumps({"enum": ["a", 2**53 + 1]})},
+    {"grammar": f'start: %json {{"enum": [{MISREAD}]}}'},
     {"grammar": 'start: %json {"type": "integer", "multipleOf": 62615533}'},
     {"json": json.dumps({"$ref": "https://example.com/x.json"})},
     {

@@ -8,7 +8,6 @@ limits here count work and not seconds: a grammar is refused on every machine or
 are made of a grammar and an output's tokens alone, wherever that output is continued.
 """
 
-import json
 import os
 import re
 import threading
@@ -23,7 +22,7 @@ from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
-from quire.worker.text.json_schema import check_embedded_work, check_work, place_of
+from quire.worker.text.json_schema import check_embedded_schemas, check_schema, place_of
 from quire.worker.text.lark import WHITESPACE, Lark
 from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
@@ -214,7 +213,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     if constraint.kind == "json_schema":
-        check_work(json.loads(constraint.text))
+        check_schema(constraint.text)
         return LLMatcher.grammar_from_json_schema(
             constraint.text,
             defaults={"whitespace_pattern": WHITESPACE},
@@ -232,7 +231,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
             lark = gbnf_to_lark(lark)
         except GbnfToLarkError as error:
             raise ValueError(str(error)) from None
-    check_embedded_work(lark)
+    check_embedded_schemas(lark)
     return LLMatcher.grammar_from_lark(lark)
 
 

@@ -1,14 +1,16 @@
-"""Reads JSON schemas: the place of which an error speaks, and what would take too long to compile.
+"""Reads JSON schemas: the place of which an error speaks, and what llguidance cannot do well.
 
 What takes llguidance long, and no limit of its own bounds, was measured with 1.9.1: an object's
 properties take 25 µs each and 0.06 µs for each pair of them, a ``multipleOf`` 4 µs for each unit of
 its digits, and patterns that must hold together many times as long for each more. The limits here
-are about half a second's work, and say so at once.
+are about half a second's work, and say so at once. It reads some fractions of 16 or more digits
+one unit in the last place off, and writes the digits of integers above 2**53 that a float has.
 """
 
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -19,11 +21,16 @@ _VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guid
 """Keywords whose values are no schemas."""
 _QUOTED = ("pattern", "format", "$ref", "type")
 """Keywords whose values errors quote."""
+_ALL_OF = re.compile(r"/allOf/\d+")
 _EMBEDDED = re.compile(r"%json\s*")
 _MAX_PROPERTY_WORK = 20_000
 _PAIRS_OF_A_PROPERTY = 400
 _MAX_MULTIPLE = 100_000
+_MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
+"""Of a number that is read exactly: greater powers of ten are no floats, 19 digits fit 64 bits."""
 _MAX_PATTERNS_TOGETHER = 12
+_MAX_REFERENCES = 8
+"""References behind references that are followed."""
 # Words of errors that also are keywords, where they name a type or say nothing.
 _USUAL = frozenset({"type", "schema", "items", "required", "format", "const", "enum", "properties"})
 
@@ -46,42 +53,100 @@ def place_of(schema: str, error: str) -> str:
     return f" at {found[0] or '/'}" if found else ""
 
 
-def check_embedded_work(grammar: str) -> None:
-    """`check_work` of every schema in a grammar in Lark's syntax."""
-    decoder = json.JSONDecoder()
+class _Misread(float):
+    """A number that llguidance reads as another one."""
+
+
+def _number(text: str) -> float:
+    """``text`` as a float. llguidance reads it as an integer times, or divided by, a power of ten,
+    each rounded (serde_json without its feature float_roundtrip)."""
+    value = float(text)
+    _, digits, exponent = Decimal(text).as_tuple()
+    if not isinstance(exponent, int) or abs(exponent) > _MAX_EXPONENT or len(digits) > _MAX_DIGITS:
+        return _Misread(value)
+    significand = int("".join(map(str, digits)))
+    power = 10.0 ** abs(exponent)
+    read = float(significand) * power if exponent > 0 else float(significand) / power
+    return value if read == abs(value) else _Misread(value)
+
+
+_DECODER = json.JSONDecoder(parse_float=_number)
+
+
+def check_schema(schema: str) -> None:
+    """Raises ValueError: a JSON text is no schema that is compiled soon and as it is meant."""
+    _check(_DECODER.decode(schema))
+
+
+def check_embedded_schemas(grammar: str) -> None:
+    """`check_schema` of every schema in a grammar in Lark's syntax."""
     for found in _EMBEDDED.finditer(grammar):
         try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
+            schema, _ = _DECODER.raw_decode(grammar, found.end())
         except (ValueError, RecursionError):
             continue  # It is refused for what it is.
-        check_work(schema)
+        _check(schema)
 
 
-def check_work(schema: Any) -> None:
-    """Raises ValueError: a JSON value, as a schema, takes too long to compile."""
+def _check(schema: Any) -> None:
     num_properties: list[int] = []
     multiples: list[int] = []
+    together = _Together()
     is_merged = False
-    for _, key, value in _keywords(schema):
+    for path, key, value in _keywords(schema):
         if key == "properties" and isinstance(value, dict):
             num_properties.append(len(value))
         elif key == "multipleOf" and isinstance(value, int | float) and math.isfinite(value):
             multiples.append(_digits(value))
             if sum(multiples) > _MAX_MULTIPLE:
                 raise ValueError(f"multipleOf={value}: {_TOO_LONG}")
-        elif key == "$ref":
+        elif key == "pattern":
+            together.patterns[_ALL_OF.sub("", path)] += 1
+        elif key == "$ref" and isinstance(value, str):
             is_merged = True
-        elif key == "allOf" and isinstance(value, list):
+            together.references[_ALL_OF.sub("", path)].append(value.removeprefix("#"))
+        elif key == "allOf":
             is_merged = True
-            together = sum(isinstance(each, dict) and "pattern" in each for each in value)
-            if together > _MAX_PATTERNS_TOGETHER:
-                raise ValueError(f"{together} patterns in allOf: {_TOO_LONG}")
+        elif key in ("const", "enum"):
+            _check_numbers(f"{path}/{key}", value)
+    most = max(map(together.number, together.patterns | together.references), default=0)
+    if most > _MAX_PATTERNS_TOGETHER:
+        raise ValueError(f"{most} patterns for one text, by allOf or $ref: {_TOO_LONG}")
     if is_merged and math.lcm(*filter(None, multiples)) > _MAX_MULTIPLE:
         raise ValueError(f"multipleOf of allOf or $ref have too large a multiple: {_TOO_LONG}")
     total = sum(num_properties)
     pairs = total**2 if is_merged else sum(number**2 for number in num_properties)
     if total + pairs / _PAIRS_OF_A_PROPERTY > _MAX_PROPERTY_WORK:
         raise ValueError(f"{total} properties: {_TOO_LONG}")
+
+
+class _Together:
+    """Patterns that one text must match, by the place of its schema without any ``allOf``."""
+
+    def __init__(self) -> None:
+        self.patterns: Counter[str] = Counter()
+        self.references: defaultdict[str, list[str]] = defaultdict(list)
+        self._known: dict[tuple[str, int], int] = {}
+
+    def number(self, path: str, depth: int = _MAX_REFERENCES) -> int:
+        """Those at ``path``, with those that it refers to."""
+        if (path, depth) not in self._known:
+            targets = self.references.get(path, ()) if depth else ()
+            referred = sum(self.number(target, depth - 1) for target in targets)
+            self._known[path, depth] = self.patterns[path] + referred
+        return self._known[path, depth]
+
+
+def _check_numbers(path: str, value: Any) -> None:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list | dict):
+            waiting += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, _Misread) or (
+            isinstance(each, int | float) and abs(each) > _MAX_WHOLE
+        ):
+            raise ValueError(f"{path}: {each!r} would not be written exactly: 15 digits are")
 
 
 _TOO_LONG = "compiling that takes too long"
