@@ -85,10 +85,8 @@ async def test_the_openai_client_gets_and_parses_json(start_cluster: Any) -> Non
         assert answer.choices[0].message.content.startswith("{")
 
 
-def _patterns(first: int) -> dict[str, Any]:
-    """Strings that match ten patterns."""
-    each = [f".*{'ab'[n % 2]}.{{{n}}}x.*" for n in range(first, first + 10)]
-    return {"allOf": [{"type": "string", "pattern": pattern} for pattern in each]}
+PATTERNS = [f".*{'ab'[n % 2]}.{{{n}}}x.*" for n in range(22)]
+TOGETHER = {"allOf": [{"allOf": [{"type": "string", "pattern": each}]} for each in PATTERNS]}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -103,7 +101,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"guided_json": {"type": "integer", "multipleOf": 62_615_533}},
         "guided_json=json_schema at /: multipleOf=62615533: compiling that takes too long",
     ),
-    ({"guided_json": {"allOf": [_patterns(0), _patterns(10)]}}, "takes more than 1 s: make it"),
+    ({"guided_json": TOGETHER}, "guided_json=json_schema at /: 22 patterns for one text"),
+    (
+        {"guided_grammar": "start: A\nA: " + " & ".join(f"/{each}/" for each in PATTERNS)},
+        "takes more than 1 s: make it",
+    ),
+    (
+        {"guided_json": {"properties": {"a": {"const": 0.9452706955539223}}}},
+        "/properties/a/const: 0.9452706955539223 would not be written exactly: 15 digits are",
+    ),
     ({"guided_choice": []}, "choice must be a list of texts"),
     ({"guided_choice": ["a"], "regex": "a"}, "guided_choice and regex are both given"),
     ({"structured_outputs": {}}, "exactly one of json, regex"),
