@@ -30,7 +30,8 @@ def adjust_logits(
     if native is None or not len(masked_rows_K) or logits_SV.stride(1) != 1:
         adjust_by_torch(logits_SV, masked_rows_K=masked_rows_K, mask_KW=mask_KW, **others)
         return
-    adjust_by_torch(logits_SV, masked_rows_K=masked_rows_K[:0], mask_KW=mask_KW[:0], **others)
+    if len(others["biased_rows_A"]) or len(others["seen_rows_E"]):
+        adjust_by_torch(logits_SV, masked_rows_K=masked_rows_K[:0], mask_KW=mask_KW[:0], **others)
     masked_rows_K, mask_KW = masked_rows_K.contiguous(), mask_KW.contiguous()
     arguments = native_abi.MaskArgs(
         logits=logits_SV.data_ptr(),

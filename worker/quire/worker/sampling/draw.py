@@ -39,7 +39,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -
     # Log-probabilities are the model's, so its logits are kept before they are adjusted.
     plain_RV = logits_SV
     if batch.adjustments is not None:
-        if in_place and np.isin(scored, batch.adjusted_rows).any():
+        if in_place and len(scored) and np.isin(scored, batch.adjusted_rows).any():
             plain_RV = logits_SV[torch.from_numpy(scored)]
         logits_SV = _adjust(logits_SV, batch, in_place=in_place)
     token_ids_S = _choose(logits_SV, batch)
