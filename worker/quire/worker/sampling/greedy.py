@@ -3,6 +3,8 @@
 That saves writing and reading a row's whole vocabulary. The other rows are sampled as usual.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,7 +15,7 @@ from quire.worker.api.arrays import Longs
 from quire.worker.sampling.draw import sample
 from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import SamplingBatch
-from quire.worker.step.staging import stage
+from quire.worker.step.staging import Array, stage
 
 # S samples   G of these that are greedy   L the others   V vocabulary
 
@@ -41,7 +43,7 @@ def edits_of(batch: SamplingBatch, greedy_S: Mask) -> GreedyEdits | None:
     mask_of_G = np.full(num_greedy, -1, np.int32)
     mask_of_G[taken.masked_rows_K] = np.arange(len(taken.masked_rows_K))
     every = np.arange(num_greedy + 1)
-    arrays = {
+    arrays: dict[str, Array] = {
         "biased_starts_G1": np.searchsorted(taken.biased_rows_A, every),
         "biased_ids_A": taken.biased_ids_A,
         "bias_A": taken.bias_A,
@@ -55,7 +57,8 @@ def edits_of(batch: SamplingBatch, greedy_S: Mask) -> GreedyEdits | None:
         "mask_KW": taken.mask_KW,
     }
     tensors = stage(list(arrays.values()), torch.device("cpu"))
-    return GreedyEdits(**dict(zip(arrays, tensors, strict=True)))
+    values: dict[str, Any] = dict(zip(arrays, tensors, strict=True))
+    return GreedyEdits(**values)
 
 
 def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, greedy_S: Mask) -> StepOutput:
