@@ -1,5 +1,8 @@
-"""OpenAI's client and Vercel's AI SDK for JavaScript, as they are, over chats and responses."""
+"""Clients that npm installs, as they are: OpenAI's and Vercel's AI SDK for JavaScript over chats
+and responses, `buf curl` over gRPC."""
 
+import asyncio
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -7,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.clients.conftest import CALL, FORM
+from tests.clients.conftest import CALL, FORM, SERVED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -143,3 +146,38 @@ async def test_ai_sdk_is_told_that_what_it_refers_to_is_not_kept(run: Callable[.
     told = await run("ai.mjs", "turns refused", "openai", says=[THOUGHT])
     assert told["statusCode"] == 400
     assert "store=False" in told["message"]
+
+
+async def test_buf_curl_finds_out_by_reflection_and_streams(
+    start_cluster: Any, converses: Callable[..., None]
+) -> None:
+    converses("that is that")
+    chat = {"messages": [{"role": "user", "content": "the cat"}]}
+    request = {"model": "hash", "chat": chat, "sampling": {"max_tokens": 20}}
+    async with start_cluster(**SERVED) as cluster:
+        url = f"http://{cluster.grpc_address}"
+        curl = ("curl", "--protocol", "grpc", "--http2-prior-knowledge")
+        listed = await _buf(*curl, "--list-services", url)
+        call = f"{url}/quire.v1.Inference/Generate"
+        streamed = await _buf(*curl, "--data", json.dumps(request), call)
+        refused = await _buf(
+            *curl, "--data", json.dumps(request | {"model": "x"}), call, fails=True
+        )
+    assert "quire.v1.Inference" in listed.split()
+    messages = json.loads("[" + streamed.replace("\n}\n{", "\n},{") + "]")
+    assert "".join(each.get("text", "") for each in messages) == "that is that"
+    assert messages[-1]["finishReason"] == "FINISH_REASON_STOP"
+    assert json.loads(refused)["code"] == "not_found"
+
+
+async def _buf(*arguments: str, fails: bool = False) -> str:
+    """What it prints, or with ``fails`` its error."""
+    process = await asyncio.create_subprocess_exec(
+        PROGRAMS / "node_modules" / ".bin" / "buf",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, error = await process.communicate()
+    assert bool(process.returncode) == fails, error.decode()
+    return (error if fails else told).decode()

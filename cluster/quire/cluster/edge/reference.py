@@ -34,6 +34,8 @@ class _Call(NamedTuple):
     streams: bool = False
     example: Json | None = None
     """A body that any model can answer."""
+    query: tuple[str, ...] = ()
+    media: str = "application/json"
 
 
 _QUESTION = "What is the capital of France?"
@@ -65,7 +67,9 @@ _CALLS = {
     "/v1/messages/count_tokens": _Call(
         "How many tokens that prompt has.", CountTokensBody, example={"messages": _MESSAGES}
     ),
-    "/v1/routing/decisions": _Call("Why requests went where they did (?request_id=, ?limit=)."),
+    "/v1/routing/decisions": _Call(
+        "Why requests went where they did (?request_id=, ?limit=).", query=("request_id", "limit")
+    ),
     "/tokenize": _Call(
         "A text or a chat as token ids.", TokenizeBody, example={"prompt": _QUESTION}
     ),
@@ -74,12 +78,13 @@ _CALLS = {
     "/load": _Call("Completions under way in this gateway."),
     "/health": _Call("200 while a group can serve, else 503. Needs no key."),
     "/ping": _Call("As /health."),
-    "/metrics": _Call("Prometheus metrics. Needs no key."),
+    "/metrics": _Call("Prometheus metrics. Needs no key.", media="text/plain"),
     "/openapi.json": _Call("This reference, for programs."),
-    "/docs": _Call("This reference, as a page."),
+    "/docs": _Call("This reference, as a page.", media="text/html"),
 }
 _BASE = "http://HOST/"
 """What a page is made with in place of the address that it is asked for at."""
+_TEXT = {"type": "string"}
 _ERROR: Json = {
     "type": "object",
     "properties": {
@@ -128,7 +133,8 @@ def _reference(routes: Iterable[Route]) -> Json:
     for route in routes:
         call = _CALLS[route.path]
         (method,) = (route.methods or set()) - {"HEAD"}
-        media = ["application/json", *(["text/event-stream"] if call.streams else [])]
+        media = [call.media, *(["text/event-stream"] if call.streams else [])]
+        parameters = [{"name": name, "in": "query", "schema": _TEXT} for name in call.query]
         operation: Json = {
             "summary": call.summary,
             "responses": {
@@ -149,8 +155,9 @@ def _reference(routes: Iterable[Route]) -> Json:
             }
         if "{" in route.path_format:
             name = route.path_format.partition("{")[2].partition("}")[0]
-            parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            operation["parameters"] = [parameter]
+            parameters.append({"name": name, "in": "path", "required": True, "schema": _TEXT})
+        if parameters:
+            operation["parameters"] = parameters
         paths[route.path_format] = {method.lower(): operation}
     return {
         "openapi": "3.1.0",
