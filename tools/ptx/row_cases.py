@@ -13,6 +13,12 @@ from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
 from quire.kernels.testing import adjustments, assert_near_twin
 from quire.kernels.testing_ranks import LocalRanks, RanksAtOnce
 from quire.kernels.triton_elementwise import silu_and_mul
+from quire.kernels.triton_experts import (
+    ExpertWeights,
+    SortedPairs,
+    multiply_down,
+    multiply_up,
+)
 
 
 def row_cases() -> Iterator[Case]:
@@ -39,6 +45,11 @@ def row_cases() -> Iterator[Case]:
             name=f"rotary {name}",
             kernels=("rotary_kernel",),
             check=partial(check_rotary, dtype=dtype),
+        )
+        yield Case(
+            name=f"experts {name}",
+            kernels=("experts_kernel",),
+            check=partial(check_experts, dtype=dtype),
         )
         for num_ranks in (2, 4, 8):
             yield Case(
@@ -114,6 +125,32 @@ def check_rotary(emulate: Emulate, *, dtype: torch.dtype) -> None:
     assert_near_twin(got, want)
     assert torch.equal(got == 7.0, want == 7.0)
     assert_near_twin(turned, reference.rotary_embedding(qkv[:, 1:4], *turns))
+
+
+def check_experts(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    """Rows of no, one and more than one tile; a token alone has the bits that it has in a batch."""
+    experts_Tk = torch.tensor([[0, 3]] * 66 + [[3, 1]])
+    for num_in, num_out in ((80, 72), (33, 64)):
+        weights = _randn(5, num_out, num_in, dtype=dtype)
+        biases = _randn(5, num_out, dtype=dtype)
+        products = ExpertWeights.of(tuple(weights), tuple(biases))
+        x = _randn(len(experts_Tk), num_in, dtype=dtype)
+        pairs = SortedPairs.of(experts_Tk, num_experts=5)
+        alone = SortedPairs.of(experts_Tk[-1:], num_experts=5)
+        with emulate(memory=(*products.weight_OIs, *(products.bias_Os or ()))):
+            up = multiply_up(x, products, pairs)
+            down = multiply_down(x[:, None].expand(-1, 2, -1).flatten(0, 1), products, pairs)
+            up_alone = multiply_up(x[-1:], products, alone)
+        order = pairs.order_N.long()
+        expert_N, rows_N = experts_Tk.flatten()[order], order // 2
+        want = torch.einsum("ni,noi->no", x[rows_N].float(), weights[expert_N].float())
+        want += biases[expert_N].float()
+        assert_near_twin(up, want.to(dtype))
+        in_order = x.repeat_interleave(2, 0).float()
+        want = torch.einsum("ni,noi->no", in_order, weights[expert_N].float())
+        want += biases[expert_N].float()
+        assert_near_twin(down[order], want)
+        assert torch.equal(up_alone, up[rows_N == len(x) - 1])
 
 
 def check_all_reduce(emulate: Emulate, *, num_ranks: int, dtype: torch.dtype) -> None:

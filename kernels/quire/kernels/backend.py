@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.shared_prefix import SharedSplits
 
@@ -134,6 +134,10 @@ class AttentionBackend(Protocol):
 
     def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
         """`Router.choose`."""
+
+    def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
+        """What its experts make of each token, ``[T * k, C]``, float32; of a program that this
+        backend prepared."""
 
     def prepare(self, program: Program) -> ProgramRunner:
         """A program over layers that this backend packed, in the fastest way that it has."""

@@ -49,6 +49,13 @@ from quire.kernels.triton_elementwise import (
     silu_and_mul_kernel,
     wide_norm_kernel,
 )
+from quire.kernels.triton_experts import (
+    ExpertWeights,
+    SortedPairs,
+    experts_kernel,
+    multiply_down,
+    multiply_up,
+)
 from quire.kernels.triton_kv_write import write_kernel
 from quire.kernels.triton_logits import adjust_kernel, bias_kernel, mask_kernel
 from quire.kernels.triton_prefill import prefill_attention, prefill_kernel
@@ -262,6 +269,15 @@ def _row_cases(dtype: torch.dtype) -> Iterator[Row]:
     gate_up = _meta(ROWS, 2 * 14336, dtype=dtype)
     silu = partial(triton_elementwise.silu_and_mul, gate_up)
     yield "silu_and_mul", silu_and_mul_kernel, silu, 14336
+    pairs = SortedPairs.of(_ints(ROWS, 2), num_experts=8)
+    for num_in, num_out in ((2048, 2880), (720, 2048)):
+        weight = _meta(num_out, num_in, dtype=dtype)
+        x = _meta(ROWS, num_in, dtype=dtype)
+        for name, bias in (("experts_bias", (weight[:, 0],) * 8), ("experts_up", ())):
+            weights = ExpertWeights.of((weight,) * 8, bias)
+            yield name, experts_kernel, partial(multiply_up, x, weights, pairs), num_in
+        rows = _meta(2 * ROWS, num_in, dtype=dtype)
+        yield "experts_down", experts_kernel, partial(multiply_down, rows, weights, pairs), num_in
 
 
 def _all_reduce_cases(dtype: torch.dtype) -> Iterator[Row]:

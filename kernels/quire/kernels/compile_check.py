@@ -32,6 +32,7 @@ from quire.kernels.captured import Launch
 from quire.kernels.compile_cases import KernelCase, portable_cases, shipped_cases
 from quire.kernels.launch import AMD_CAPABILITY
 from quire.kernels.triton_decode import decode_kernel
+from quire.kernels.triton_experts import experts_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 from quire.kernels.triton_shared import shared_kernel
 
@@ -39,7 +40,7 @@ _SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes that a block may have, of the GPUs whose kernels are judged."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DECODE_KERNELS = (decode_kernel, shared_kernel)
-_MATRIX_KERNELS = (*_DECODE_KERNELS, prefill_kernel)
+_MATRIX_KERNELS = (*_DECODE_KERNELS, prefill_kernel, experts_kernel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Compiled:
         if halves and case.kernel is prefill_kernel and case.capability == 90:
             if not self.wgmma:
                 faults.append("no wgmma: block_m must be a multiple of 64")
-        elif halves and case.kernel in _MATRIX_KERNELS and not self.mma:
+        elif halves and case.kernel in _MATRIX_KERNELS and not (self.mma or self.wgmma):
             faults.append("no tensor-core instructions")
         if halves and not self.is_pipelined:
             faults.append("one buffer for K and V: every load is waited for, use more stages")

@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.experts import Router
+from quire.kernels.experts import Router, multiply_one_by_one
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
@@ -205,6 +205,9 @@ class CpuBackend:
 
     def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
         return router.choose(score_TX)
+
+    def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
+        return multiply_one_by_one(op, x_TC, experts_Tk)
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

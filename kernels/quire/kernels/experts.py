@@ -103,14 +103,14 @@ def mix_experts(
     x_TC: Tensor,
     *,
     choose: Callable[[Router, Tensor], tuple[Tensor, Tensor]],
+    multiply: Callable[[MixExperts, Tensor, Tensor], Tensor],
     all_reduce: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The operation's result. ``choose`` is a backend's `choose_experts`."""
+    """The operation's result. ``choose`` and ``multiply`` are a backend's `choose_experts` and
+    `multiply_experts`."""
     experts_Tk, weights_TS = choose(op.router, op.router.scores(x_TC))
     (num_tokens, top_k), num_channels = experts_Tk.shape, x_TC.shape[1]
-    out_TkC = x_TC.new_empty(num_tokens * top_k, num_channels, dtype=torch.float32)
-    for expert, rows_N in rows_by_expert(experts_Tk, len(op.experts)):
-        out_TkC[rows_N] = op.experts[expert](x_TC[rows_N // top_k])
+    out_TkC = multiply(op, x_TC, experts_Tk)
     out_STC = out_TkC.view(num_tokens, top_k, -1).transpose(0, 1)
     if op.shared is not None:
         out_STC = torch.cat([out_STC, op.shared(x_TC)[None]])
@@ -122,6 +122,15 @@ def mix_experts(
             out_TC = out_TC + op.bias_EC[experts_Tk[:, place]]
         total_TC += out_TC * weights_TS[:, place, None]
     return total_TC.to(x_TC.dtype)
+
+
+def multiply_one_by_one(op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
+    """What its experts make of each token, ``[T * k, C]`` in float32, expert by expert."""
+    num_tokens, top_k = experts_Tk.shape
+    out_TkC = x_TC.new_empty(num_tokens * top_k, x_TC.shape[1], dtype=torch.float32)
+    for expert, rows_N in rows_by_expert(experts_Tk, len(op.experts)):
+        out_TkC[rows_N] = op.experts[expert](x_TC[rows_N // top_k])
+    return out_TkC
 
 
 def _best(score_TE: Tensor, num: int) -> Tensor:

@@ -149,6 +149,12 @@ def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | 
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
+def experts_options(dtype: torch.dtype) -> dict[str, int | bool]:
+    """How the products of experts are launched, but for the rows and outputs of a tile."""
+    num_warps, block_k, num_stages = (4, 32, 3) if dtype == torch.float32 else (4, 64, 4)
+    return {"BLOCK_K": block_k, **compiler_options(num_warps=num_warps, num_stages=num_stages)}
+
+
 def capped_scales(scale: float, *, soft_cap: float | None) -> tuple[float, float]:
     """``scale_log2`` and ``cap_scale`` of `triton_tile.attend_tile`."""
     if soft_cap is None:
@@ -250,6 +256,9 @@ MERGE_BLOCK = 16
 WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
+EXPERTS_BLOCK = 64
+"""Rows and outputs of a tile of experts' products: one shape for any number of rows, as another may
+be summed in another order."""
 ACTIVATION_BLOCK = 1024
 SAMPLE_BLOCK = 2048
 SAMPLE_PARTS = 32

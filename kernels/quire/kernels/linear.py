@@ -74,7 +74,10 @@ class PlainGatedLinear:
     activation: GateActivation = "silu"
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        gate_up_TG, activation = self.gate_up(x_TI), self.activation
+        return self.activate(self.gate_up(x_TI))
+
+    def activate(self, gate_up_TG: Tensor) -> Tensor:
+        activation = self.activation
         if isinstance(activation, Clamped):
             alpha, limit = activation.alpha, activation.limit
             return reference.clamped_silu_and_mul(gate_up_TG, alpha=alpha, limit=limit)

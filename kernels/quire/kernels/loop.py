@@ -107,7 +107,11 @@ class Loop:
                     values[op.out] = attended_THD.flatten(1)
                 case MixExperts():
                     values[op.out] = mix_experts(
-                        op, values[op.x], choose=backend.choose_experts, all_reduce=all_reduce
+                        op,
+                        values[op.x],
+                        choose=backend.choose_experts,
+                        multiply=backend.multiply_experts,
+                        all_reduce=all_reduce,
                     )
                 case AllReduce():
                     summed = all_reduce(values[op.x])

@@ -4,6 +4,7 @@ Decodes go to the split-context kernel, everything else to the prefill kernel. N
 the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,16 @@ from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import GateActivation, LinearLayer, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_decode import decode_attention
+from quire.kernels.triton_experts import (
+    ExpertWeights,
+    SortedPairs,
+    multiply_down,
+    multiply_up,
+)
 from quire.kernels.triton_prefill import prefill_attention
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -30,6 +37,10 @@ class TritonBackend:
     """`quire.kernels.backend.AttentionBackend` for CUDA devices."""
 
     name = "triton"
+
+    def __init__(self) -> None:
+        self._experts: dict[int, tuple[ExpertWeights, ExpertWeights]] = {}
+        """What the experts multiply with, first and last, by their operation's id."""
 
     def write_kv(
         self,
@@ -152,7 +163,21 @@ class TritonBackend:
     def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
         return router.choose(score_TX)
 
+    def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
+        up, down = self._experts[id(op)]
+        pairs = SortedPairs.of(experts_Tk, num_experts=len(op.experts))
+        gate_up_NG = multiply_up(x_TC, up, pairs)
+        layer = op.experts[0].up
+        assert isinstance(layer, GatedLinear | PlainGatedLinear)
+        return multiply_down(layer.activate(gate_up_NG), down, pairs)
+
     def prepare(self, program: Program) -> ProgramRunner:
+        for op in program:
+            if isinstance(op, MixExperts):
+                self._experts[id(op)] = (
+                    _weights([each.up for each in op.experts]),
+                    _weights([each.down for each in op.experts]),
+                )
         return Loop(self, fuse_add_norm(gather_before_add(program)))
 
 
@@ -163,4 +188,21 @@ class GatedLinear:
     gate_up: LinearLayer
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return triton_elementwise.silu_and_mul(self.gate_up(x_TI))
+        return self.activate(self.gate_up(x_TI))
+
+    def activate(self, gate_up_TG: Tensor) -> Tensor:
+        return triton_elementwise.silu_and_mul(gate_up_TG)
+
+
+def _weights(layers: Sequence[LinearLayer]) -> ExpertWeights:
+    """Those of layers that this backend packed."""
+    products = [
+        each.gate_up if isinstance(each, GatedLinear | PlainGatedLinear) else each
+        for each in layers
+    ]
+    plain = [each for each in products if isinstance(each, PlainLinear)]
+    assert len(plain) == len(layers)
+    return ExpertWeights.of(
+        tuple(each.weight_OI for each in plain),
+        tuple(each.bias_O for each in plain if each.bias_O is not None),
+    )

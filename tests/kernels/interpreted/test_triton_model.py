@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -64,6 +66,23 @@ def test_a_model_generates_what_it_does_on_a_cpu(
     expected = generate(path)
     monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     assert generate(path) == expected
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_generates_what_it_does_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=48, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    expected = generate(tmp_path)
+    monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
+    assert generate(tmp_path) == expected
 
 
 @pytest.mark.slow

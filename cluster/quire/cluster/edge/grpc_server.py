@@ -34,8 +34,6 @@ _PIECE_TOKENS = 2**16
 _MAX_JSON_CHARS = 2**16
 """Longest JSON of a chat template's variables, or of a message's other fields."""
 _MAX_TOOLS_CHARS = 2**20
-_LAST_STATUS_S = 0.5
-"""How long a watch of the health goes on after it said that the gateway drains."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _OPEN = (health.SERVICE_NAME, V1, V1ALPHA)
@@ -187,9 +185,8 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
             if status != shown:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 shown = status
+                continue  # It may have changed while that was written.
             if self._gateway.is_draining:
-                # A call that has ended can hide the message that came just before its end.
-                await asyncio.sleep(_LAST_STATUS_S)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
             await changed.wait()
 

@@ -84,7 +84,7 @@ _CALLS = {
 }
 _BASE = "http://HOST/"
 """What a page is made with in place of the address that it is asked for at."""
-_TEXT = {"type": "string"}
+_TEXT: Json = {"type": "string"}
 _ERROR: Json = {
     "type": "object",
     "properties": {
@@ -134,7 +134,7 @@ def _reference(routes: Iterable[Route]) -> Json:
         call = _CALLS[route.path]
         (method,) = (route.methods or set()) - {"HEAD"}
         media = [call.media, *(["text/event-stream"] if call.streams else [])]
-        parameters = [{"name": name, "in": "query", "schema": _TEXT} for name in call.query]
+        parameters: list[Json] = [{"name": name, "in": "query", "schema": _TEXT} for name in call.query]
         operation: Json = {
             "summary": call.summary,
             "responses": {

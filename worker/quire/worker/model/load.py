@@ -9,11 +9,10 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.loader import Shard, Weights
 from quire.worker.model.program import attention_options, make_program
-from quire.worker.model.spec import Attention, Experts, ModelSpec
+from quire.worker.model.spec import Attention, ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +45,6 @@ def load_model(
     if spec.through_transformers is not None:
         return _through_transformers(
             config, dtype=dtype, device=device, max_model_len=max_model_len, spec=spec
-        )
-    has_experts = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
-    if has_experts and device.type == "cuda":
-        raise ConfigError(
-            "device='cuda': mixtures of experts do not run on GPUs yet; use device='cpu', or "
-            "model_impl='transformers', which runs them call by call"
         )
     _log.info("%s: computed by quire, which describes this family", config.model)
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
