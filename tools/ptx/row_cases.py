@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
 from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
-from quire.kernels.testing import adjustments, assert_near_twin
+from quire.kernels.testing import adjustments, assert_near_twin, grouped_weight
 from quire.kernels.testing_ranks import LocalRanks, RanksAtOnce
 from quire.kernels.triton_elementwise import silu_and_mul
 from quire.kernels.triton_experts import (
@@ -19,6 +19,7 @@ from quire.kernels.triton_experts import (
     multiply_down,
     multiply_up,
 )
+from quire.kernels.triton_grouped import GroupedLinear
 
 
 def row_cases() -> Iterator[Case]:
@@ -50,6 +51,11 @@ def row_cases() -> Iterator[Case]:
             name=f"experts {name}",
             kernels=("experts_kernel",),
             check=partial(check_experts, dtype=dtype),
+        )
+        yield Case(
+            name=f"w4 {name}",
+            kernels=("grouped_kernel",),
+            check=partial(check_grouped, dtype=dtype),
         )
         for num_ranks in (2, 4, 8):
             yield Case(
@@ -151,6 +157,21 @@ def check_experts(emulate: Emulate, *, dtype: torch.dtype) -> None:
         want += biases[expert_N].float()
         assert_near_twin(down[order], want)
         assert torch.equal(up_alone, up[rows_N == len(x) - 1])
+
+
+def check_grouped(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    """Half a step of inputs at the end, a tile of outputs and some, with zeros and without; a row
+    alone has the bits that it has beside others."""
+    for num_in, group, has_zeros in ((160, 32, False), (72, 8, True)):
+        weight = grouped_weight(40, num_in, group=group, has_zeros=has_zeros, dtype=dtype)
+        bias = _randn(40, dtype=dtype) if has_zeros else None
+        x = _randn(66, num_in, dtype=dtype)
+        layer = GroupedLinear.of(weight, bias)
+        with emulate():
+            got, alone = layer(x), layer(x[-1:])
+        want = x.float() @ weight.decode().float().T
+        assert_near_twin(got, (want if bias is None else want + bias.float()).to(dtype))
+        assert torch.equal(alone, got[-1:])
 
 
 def check_all_reduce(emulate: Emulate, *, num_ranks: int, dtype: torch.dtype) -> None:

@@ -27,6 +27,7 @@ from quire.kernels import (
 )
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.captured import Launch, captured
+from quire.kernels.grouped import GroupedWeight
 from quire.kernels.launch import (
     AMD_CAPABILITY,
     DTYPES,
@@ -56,6 +57,7 @@ from quire.kernels.triton_experts import (
     multiply_down,
     multiply_up,
 )
+from quire.kernels.triton_grouped import GroupedLinear, grouped_kernel
 from quire.kernels.triton_kv_write import write_kernel
 from quire.kernels.triton_logits import adjust_kernel, bias_kernel, mask_kernel
 from quire.kernels.triton_prefill import prefill_attention, prefill_kernel
@@ -109,7 +111,11 @@ def shipped_cases(
         for name, kernel, start in _head_cases(dtype, head_size):
             yield _case(name, kernel, start, dtype, head_size, capability)
     for dtype, capability in itertools.product(dtypes, capabilities):
-        for name, kernel, start, size in (*_row_cases(dtype), *_all_reduce_cases(dtype)):
+        for name, kernel, start, size in (
+            *_row_cases(dtype),
+            *_grouped_cases(dtype),
+            *_all_reduce_cases(dtype),
+        ):
             yield _case(name, kernel, start, dtype, size, capability)
     for capability in capabilities:
         for name, kernel, start, size in _sample_cases():
@@ -278,6 +284,18 @@ def _row_cases(dtype: torch.dtype) -> Iterator[Row]:
             yield name, experts_kernel, partial(multiply_up, x, weights, pairs), num_in
         rows = _meta(2 * ROWS, num_in, dtype=dtype)
         yield "experts_down", experts_kernel, partial(multiply_down, rows, weights, pairs), num_in
+
+
+def _grouped_cases(dtype: torch.dtype) -> Iterator[Row]:
+    for name, group, has_zeros in (("w4", 128, False), ("w4_zeros", 32, True), ("w4_odd", 8, True)):
+        weight = GroupedWeight(
+            code_OI=_meta(4096, 1024, dtype=torch.uint8),
+            scale_OG=_meta(4096, 1024 // group),
+            zero_OG=_meta(4096, 1024 // group, dtype=torch.uint8) if has_zeros else None,
+            dtype=dtype,
+        )
+        layer = GroupedLinear.of(weight, _meta(4096, dtype=dtype) if has_zeros else None)
+        yield name, grouped_kernel, partial(layer, _meta(ROWS, 1024, dtype=dtype)), 1024
 
 
 def _all_reduce_cases(dtype: torch.dtype) -> Iterator[Row]:

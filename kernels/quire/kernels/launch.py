@@ -155,6 +155,11 @@ def experts_options(dtype: torch.dtype) -> dict[str, int | bool]:
     return {"BLOCK_K": block_k, **compiler_options(num_warps=num_warps, num_stages=num_stages)}
 
 
+def grouped_options(dtype: torch.dtype) -> dict[str, int | bool]:
+    """How products with weights of 4 bits are compiled."""
+    return compiler_options(num_warps=4, num_stages=1 if dtype == torch.float32 else 3)
+
+
 def capped_scales(scale: float, *, soft_cap: float | None) -> tuple[float, float]:
     """``scale_log2`` and ``cap_scale`` of `triton_tile.attend_tile`."""
     if soft_cap is None:
@@ -256,6 +261,8 @@ MERGE_BLOCK = 16
 WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
+GROUPED_TILE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64}
+"""Of products with weights of 4 bits."""
 EXPERTS_BLOCK = 64
 """Rows and outputs of a tile of experts' products: one shape for any number of rows, as another may
 be summed in another order."""

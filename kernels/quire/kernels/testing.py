@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.grouped import GroupedWeight
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.shared_prefix import SharedSplits, find_shared
 
@@ -256,3 +257,19 @@ def adjustments(
             generator=generator,
         ),
     }
+
+
+def grouped_weight(
+    num_out: int, num_in: int, *, group: int, has_zeros: bool, dtype: torch.dtype
+) -> GroupedWeight:
+    """Weights of 4 bits, the same at every call."""
+    generator = torch.Generator().manual_seed(num_in)
+    scale_OG = torch.rand(num_out, num_in // group, generator=generator) / num_in**0.5
+    code_OI = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)
+    zero_OG = torch.randint(0, 17, scale_OG.shape, dtype=torch.uint8, generator=generator)
+    return GroupedWeight(
+        code_OI=code_OI,
+        scale_OG=scale_OG,
+        zero_OG=zero_OG if has_zeros else None,
+        dtype=dtype,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.experts import Router
-from quire.kernels.grouped import GroupedWeight, decoded
+from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
@@ -26,6 +26,7 @@ from quire.kernels.triton_experts import (
     multiply_down,
     multiply_up,
 )
+from quire.kernels.triton_grouped import GroupedLinear
 from quire.kernels.triton_prefill import prefill_attention
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -143,7 +144,9 @@ class TritonBackend:
         is_lm_head: bool = False,
     ) -> LinearLayer:
         del num_parts, is_lm_head
-        return PlainLinear(decoded(weight_OI), bias_O)
+        if isinstance(weight_OI, GroupedWeight):
+            return GroupedLinear.of(weight_OI, bias_O)
+        return PlainLinear(weight_OI, bias_O)
 
     def pack_gated_linear(
         self,
@@ -152,7 +155,7 @@ class TritonBackend:
         *,
         activation: GateActivation = "silu",
     ) -> LinearLayer:
-        gate_up = PlainLinear(decoded(weight_OI), bias_O)
+        gate_up = self.pack_linear(weight_OI, bias_O)
         if activation == "silu":
             return GatedLinear(gate_up)
         return PlainGatedLinear(gate_up, activation)
@@ -196,12 +199,13 @@ class GatedLinear:
 
 def _weights(layers: Sequence[LinearLayer]) -> ExpertWeights:
     """Those of layers that this backend packed."""
-    products = [
-        each.gate_up if isinstance(each, GatedLinear | PlainGatedLinear) else each
-        for each in layers
-    ]
-    plain = [each for each in products if isinstance(each, PlainLinear)]
-    assert len(plain) == len(layers)
+    plain: list[PlainLinear] = []
+    for layer in layers:
+        product = layer.gate_up if isinstance(layer, GatedLinear | PlainGatedLinear) else layer
+        if isinstance(product, GroupedLinear):
+            product = PlainLinear(product.decode(), product.bias_O)
+        assert isinstance(product, PlainLinear)
+        plain.append(product)
     return ExpertWeights.of(
         tuple(each.weight_OI for each in plain),
         tuple(each.bias_O for each in plain if each.bias_O is not None),

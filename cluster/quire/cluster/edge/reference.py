@@ -134,7 +134,9 @@ def _reference(routes: Iterable[Route]) -> Json:
         call = _CALLS[route.path]
         (method,) = (route.methods or set()) - {"HEAD"}
         media = [call.media, *(["text/event-stream"] if call.streams else [])]
-        parameters: list[Json] = [{"name": name, "in": "query", "schema": _TEXT} for name in call.query]
+        parameters: list[Json] = [
+            {"name": name, "in": "query", "schema": _TEXT} for name in call.query
+        ]
         operation: Json = {
             "summary": call.summary,
             "responses": {
