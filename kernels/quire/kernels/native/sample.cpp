@@ -393,8 +393,7 @@ struct Draw {
   }
 
   // Leaves the fewest best of the collected and weighed tokens, best first, whose weights add up
-  // to `wanted`.
-  // Whether they do; else it leaves all.
+  // to `wanted`. Whether they do; else it leaves all.
   bool keep_mass(double wanted) const {
     double before = 0;
     for (size_t i = 0; i < row.work.tokens.size(); ++i) {
@@ -407,6 +406,7 @@ struct Draw {
     return before >= wanted;
   }
 
+  // Adds what the kept tokens weigh, or their numbers, to the ranges of their logits.
   void add_all(Ranges* ranges, bool by_weight) const {
     for (int64_t block = 0; block < row.num_blocks(); ++block) {
       if (row.work.greatest[block] < ranges->low) continue;
