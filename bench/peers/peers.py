@@ -81,7 +81,7 @@ PEERS = {
             # There is no wheel for every Python; compiled here it uses all that this CPU has.
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
             export=("python", str(HERE / "to_gguf.py"), "{checkpoint}", "{dtype}", "{target}"),
-            dtypes=(*DTYPES, "int8"),
+            dtypes=(*DTYPES, "int8", "w4"),
         ),
     )
 }
@@ -113,7 +113,7 @@ def install(name: str, folder: Path) -> Engine:
             name=name,
             command=(sys.executable, *arguments),
             environment={},
-            dtypes=(*DTYPES, "int8") if has_int8 else DTYPES,
+            dtypes=(*DTYPES, "int8", "w4") if has_int8 else DTYPES,
         )
     peer, venv = PEERS[name], folder / name
     python = str(venv / "bin" / "python")

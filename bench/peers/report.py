@@ -165,13 +165,17 @@ def _prose(about: About, measured: Measured, settings: Settings) -> str:
 
 
 def _against_own_bf16(measured: Measured) -> list[str]:
-    """Ours in int8 beside ours in bfloat16, on the same prompts."""
-    ratios = []
-    for shape in SHAPES.values():
-        int8, bf16 = (measured.median(shape, WORKLOADS[name], OURS) for name in ("int8", "decode"))
-        if int8 and bf16:
-            ratios.append(f"{shape.name} {int8 / bf16:.2f}")
-    return ["", f"Ours in int8 / ours in bfloat16: {', '.join(ratios)}."] if ratios else []
+    """Ours quantized beside ours in bfloat16, on the same prompts."""
+    lines = []
+    for name, other in (("int8", "decode"), ("w4", "decode"), ("w4-stream", "stream")):
+        ratios = []
+        for shape in SHAPES.values():
+            figures = [measured.median(shape, WORKLOADS[each], OURS) for each in (name, other)]
+            if figures[0] and figures[1]:
+                ratios.append(f"{shape.name} {figures[0] / figures[1]:.2f}")
+        if ratios:
+            lines += ["", f"Ours, {name} / {other} in bfloat16: {', '.join(ratios)}."]
+    return lines
 
 
 def _disturbances(measured: Measured) -> str:

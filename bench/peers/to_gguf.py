@@ -1,10 +1,10 @@
 """Writes a checkpoint of ours as the GGUF file that llama.cpp reads.
 
-    python to_gguf.py CHECKPOINT bfloat16|float32|int8 TARGET    -> TARGET/model.gguf
+    python to_gguf.py CHECKPOINT bfloat16|float32|int8|w4 TARGET    -> TARGET/model.gguf
 
 Runs in the environment of the peer `llamacpp`. llama.cpp rotates neighbouring channels of a head
 where Hugging Face rotates channel i with channel i + D / 2: rows of Q and K change their order.
-Norms are float32, as everywhere in GGUF; int8 is Q8_0, a scale for every 32 weights.
+Norms are float32, as everywhere in GGUF; int8 is Q8_0 and w4 is Q4_0, a scale for every 32 weights.
 """
 
 import json
@@ -35,6 +35,9 @@ NAMES = {
 }
 
 
+_QUANTIZED = {"int8": types.Q8_0, "w4": types.Q4_0}
+
+
 def main() -> None:
     checkpoint, dtype, target = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     target.mkdir(parents=True, exist_ok=True)
@@ -50,8 +53,9 @@ def main() -> None:
         values = (bits.astype(np.uint32) << 16).view(np.float32)
         if dtype == "float32" or bits.ndim == 1:
             writer.add_tensor(renamed, values)
-        elif dtype == "int8":
-            writer.add_tensor(renamed, quants.quantize(values, types.Q8_0), raw_dtype=types.Q8_0)
+        elif dtype in _QUANTIZED:
+            kind = _QUANTIZED[dtype]
+            writer.add_tensor(renamed, quants.quantize(values, kind), raw_dtype=kind)
         else:
             # With a type of its own the writer takes bytes, and makes the shape from theirs.
             writer.add_tensor(renamed, bits.view(np.uint8), raw_dtype=types.BF16)

@@ -35,7 +35,8 @@ class Workload:
     cached: bool = False
     """A prompt with the same beginning ran before; otherwise the prefix cache is empty."""
     dtype: str = "bfloat16"
-    """"int8": weights and activations of the linear layers, the rest in bfloat16."""
+    """"int8": weights and activations of the linear layers, the rest in bfloat16; "w4": weights of
+    4 bits."""
     models: tuple[str, ...] = tuple(SHAPES)
     """The shapes that it is measured on."""
     fewer_requests: Mapping[str, int] = field(default_factory=dict)
@@ -121,6 +122,21 @@ WORKLOADS = {
             shared=0,
             own=SHORT,
             dtype="int8",
+        ),
+        Workload(
+            name="w4-stream",
+            title="4 bits, one stream",
+            shared=0,
+            own=SHORT,
+            alone=True,
+            dtype="w4",
+        ),
+        Workload(
+            name="w4",
+            title="4 bits, decode batch, 16-token prompts",
+            shared=0,
+            own=SHORT,
+            dtype="w4",
         ),
     )
 }

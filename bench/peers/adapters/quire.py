@@ -10,7 +10,7 @@ PACKAGES = ("torch",)
 
 class Engine:
     def __init__(self, checkpoint: str, *, dtype: str, threads: int) -> None:
-        options: Any = {"quantization": "int8"} if dtype == "int8" else {}
+        options: Any = {"quantization": dtype} if dtype in ("int8", "w4") else {}
         # Random weights repeat themselves, which no real model's text does. Older checkouts do not
         # guess.
         if "speculation" in signature(LLM).parameters:
