@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.worker.model.packers import quantized_copy
 from torch import Tensor
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 pytest.importorskip("triton", reason="the kernels need triton to be launched")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -251,7 +253,33 @@ def test_nothing_is_compiled_while_it_serves(
     serve(model(make_llama, **shape), **settings)
     assert launches.late == []
     if case == "in graphs":
-        assert launches.served == ALL_KERNELS - {"write_kernel", "wide_norm_kernel", *ALL_REDUCES}
+        others = {"write_kernel", "wide_norm_kernel", "experts_kernel", "grouped_kernel"}
+        assert launches.served == ALL_KERNELS - others - ALL_REDUCES
+
+
+@pytest.mark.slow
+def test_products_of_experts_are_compiled_before_they_are_served(
+    launches: Launches, tmp_path: Path
+) -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=48,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    serve(tmp_path)
+    assert launches.late == []
+    assert "experts_kernel" in launches.served
+
+
+@pytest.mark.slow
+def test_products_of_4_bits_are_compiled_before_they_are_served(
+    launches: Launches, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    packed, _ = quantized_copy(model(make_llama), tmp_path, "packed-asym")
+    serve(packed)
+    assert launches.late == []
+    assert "grouped_kernel" in launches.served
 
 
 @pytest.mark.slow
