@@ -77,7 +77,7 @@ def serving(engine: Engine, checkpoint: Path, *, num_threads: int, log: Path) ->
         addresses: dict[str, str] = {}
         ready = re.compile(r"gRPC\s+(?P<grpc>\S+)[\s\S]*http://(?P<http>[^/\s]+)/")
     else:
-        at = f"127.0.0.1:{_free_port()}"
+        at = f"127.0.0.1:{free_port()}"
         command = [str(Path(engine.command[0]).with_name("vllm")), "serve", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", at.rpartition(":")[2], "--dtype", "bfloat16"]
         environment = environment_of(engine, num_threads=num_threads) | _VLLM_ENVIRONMENT
@@ -152,7 +152,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
         return port
