@@ -5,29 +5,36 @@
 The model has random weights, and what it draws is replaced by a given text, so that time and
 guesses are those of a model that writes that text:
 
-    rewritten   a file of this project with some names changed, behind the file itself
-    json        records by a schema that stands before them
-    prose       the design document, behind nothing alike
+    rewritten    a file of this project with some names changed, behind the file itself
+    json         records by a schema that stands before them
+    constrained  records behind nothing alike, which must be of a schema
+    again        records behind nothing alike, but another request had others
+    prose        the design document, behind nothing alike
 """
 
 import argparse
+import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
+from quire.worker.api.structured import json_constraint
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 NUM_TOKENS = 400
+_NUMBERS = itertools.count()
 
 
 def main() -> None:
@@ -35,18 +42,27 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=_texts(), default=[*_texts()])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quantization", choices=("int8", "w4"))
     arguments = parser.parse_args()
-    encode = Tokenizer.load(demo_model.PATH).encode
-    texts = {name: [encode(part) for part in parts] for name, parts in _texts().items()}
+    tokenizer = Tokenizer.load(demo_model.PATH)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    cases = [
+        _Case(name, encode(prompt), encode(output)[:NUM_TOKENS], form, encode(before)[:NUM_TOKENS])
+        for name, (prompt, output, form, before) in _texts().items()
+        if name in arguments.cases
+    ]
     print(f"| {arguments.shape} | sequences | tokens/s, without | with | ratio | accepted |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(SHAPES[arguments.shape], Path(folder))
+        shutil.copy(demo_model.PATH / "tokenizer.json", path)  # Constraints are of its tokens.
         llms = {
             speculation: LLM(
                 path,
                 dtype="bfloat16",
+                quantization=arguments.quantization,
                 num_threads=arguments.threads,
                 speculation=speculation,
                 kv_cache_memory_bytes=2**30,
@@ -54,18 +70,26 @@ def main() -> None:
             for speculation in (False, True)
         }
         for count in (1, arguments.batch):
-            for name, (prompt, output) in texts.items():
-                _compare(llms, name, prompt, output[:NUM_TOKENS], count, arguments.rounds)
+            for case in cases:
+                _compare(llms, case, count, arguments.rounds)
 
 
-def _compare(
-    llms: dict[bool, LLM], name: str, prompt: list[int], output: list[int], count: int, rounds: int
-) -> None:
+class _Case(NamedTuple):
+    name: str
+    prompt: list[int]
+    output: list[int]
+    form: dict[str, Any] | None
+    """The schema that the output must have."""
+    before: list[int]
+    """The output of a request before."""
+
+
+def _compare(llms: dict[bool, LLM], case: _Case, count: int, rounds: int) -> None:
     speeds: dict[bool, list[float]] = {False: [], True: []}
     before = llms[True].engine.stats()
     for _ in range(rounds):
         for speculation, llm in llms.items():
-            speeds[speculation].append(_speed(llm, prompt, output, count))
+            speeds[speculation].append(_speed(llm, case, count))
     after = llms[True].engine.stats()
     drafted = after.num_drafted_tokens - before.num_drafted_tokens
     accepted = (after.num_accepted_tokens - before.num_accepted_tokens) / max(drafted, 1)
@@ -74,13 +98,29 @@ def _compare(
         one / other for one, other in zip(speeds[True], speeds[False], strict=True)
     )
     print(
-        f"| {name} | {count} | {without:.0f} | {using:.0f} | {ratio:.2f} | {accepted:.0%} |",
+        f"| {case.name} | {count} | {without:.0f} | {using:.0f} | {ratio:.2f} | {accepted:.0%} |",
         flush=True,
     )
 
 
-def _speed(llm: LLM, prompt: list[int], output: list[int], count: int) -> float:
+def _speed(llm: LLM, case: _Case, count: int) -> float:
     """Tokens per second behind the first ones."""
+    salt = str(next(_NUMBERS))  # What another round has written is not known.
+    if case.before:
+        _run(llm, case.prompt, case.before, None, 1, salt)
+    ends = _run(llm, case.prompt, case.output, case.form, count, salt)
+    return count * (len(case.output) - 1) / (ends[-1] - ends[0])
+
+
+def _run(
+    llm: LLM,
+    prompt: list[int],
+    output: list[int],
+    form: dict[str, Any] | None,
+    count: int,
+    salt: str,
+) -> list[float]:
+    """Has the model write ``output``; when each step with a sample ended."""
     executor: Any = llm.engine._executor
     given = np.array([*prompt, *output, 0])
     result, submit = executor.result, executor.submit
@@ -100,28 +140,51 @@ def _speed(llm: LLM, prompt: list[int], output: list[int], count: int) -> float:
 
     executor.submit, executor.result = submitted, scripted
     try:
-        params = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt}] * count
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=len(output),
+            ignore_eos=True,
+            structured_outputs=json_constraint(form) if form else None,
+        )
+        prompts: list[Any] = [{"prompt_token_ids": prompt, "cache_salt": salt}] * count
         outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
         executor.submit, executor.result = submit, result
     assert all(each.outputs[0].token_ids == output for each in outputs)
-    return count * (len(output) - 1) / (ends[-1] - ends[0])
+    return ends
 
 
-def _texts() -> dict[str, tuple[str, str]]:
-    """Prompts and what follows them."""
+def _texts() -> dict[str, tuple[str, str, dict[str, Any] | None, str]]:
+    """Prompts, what follows them, its schema and what another request's output was before."""
     code = (ROOT / "worker/quire/worker/schedule/tables.py").read_text()[:2500]
     schema = {"name": {"type": "string"}, "price": {"type": "number"}, "tags": {"type": "array"}}
-    records = [
-        {"name": f"item {number * 37 % 101}", "price": number * 7.25 % 50, "tags": ["new", "blue"]}
-        for number in range(40)
-    ]
+    records, others = (
+        [
+            {
+                "name": f"item {number * factor % 101}",
+                "price": number * 7.25 % 50,
+                "tags": ["new", "blue"],
+            }
+            for number in range(40)
+        ]
+        for factor in (37, 53)
+    )
+    form = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": schema,
+            "required": [*schema],
+            "additionalProperties": False,
+        },
+    }
     design = (ROOT / "docs/design.md").read_text()
     return {
-        "rewritten": (code, code.replace("seq", "request").replace("pool", "blocks")),
-        "json": (json.dumps(schema), json.dumps(records)),
-        "prose": (design[:2000], design[2000:6000]),
+        "rewritten": (code, code.replace("seq", "request").replace("pool", "blocks"), None, ""),
+        "json": (json.dumps(schema), json.dumps(records), None, ""),
+        "constrained": (design[:500], json.dumps(records), form, ""),
+        "again": (design[:500], json.dumps(records), None, json.dumps(others)),
+        "prose": (design[:2000], design[2000:6000], None, ""),
     }
 
 

@@ -1,6 +1,7 @@
 """Guessed tokens change how many steps a request takes, and nothing else."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,16 @@ from quire import demo_model
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.schedule.draft import MAX_STEP_ROWS, Drafter, guess
+from quire.worker.api.hashing import BlockHash, as_token_ids
+from quire.worker.api.structured import json_constraint
+from quire.worker.schedule.draft import MAX_STEP_ROWS, RECENT_MATCH, Drafter, RecentOutputs, guess
 
+ANSWER = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 40}, "is_sure": {"type": "boolean"}},
+    "required": ["answer", "is_sure"],
+    "additionalProperties": False,
+}
 QUESTIONS = ["What is Quire?", "How does prefix caching work?", "What is a block?"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2),
@@ -62,15 +70,77 @@ def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[st
 
 
 @needs_native
-def test_what_is_drawn_by_what_came_before_is_not_guessed(chats: list[Chat]) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.05, min_tokens=3)
-    answers = []
+def test_what_follows_the_output_so_far_is_guessed_too(chats: list[Chat]) -> None:
+    base = SamplingParams(temperature=0, max_tokens=40)
+    asked = [
+        replace(base, repetition_penalty=1.02, min_tokens=3, logprobs=1),
+        replace(base, temperature=0.3, seed=1, presence_penalty=0.2, frequency_penalty=0.1),
+        replace(base, bad_words=["prefix caching", "the block"], logit_bias={300: 2.0}),
+        replace(base, structured_outputs=json_constraint(ANSWER), max_tokens=60),
+        replace(base, structured_outputs=json_constraint(ANSWER), repetition_penalty=1.1),
+    ]
+    answers: dict[bool, list[object]] = {}
     for speculation in (False, True):
         with _llm(speculation=speculation) as llm:
-            outputs = [llm.chat(chat, params, use_tqdm=False)[0] for chat in chats]
-            answers.append([output.outputs[0].token_ids for output in outputs])
-            assert llm.engine.stats().num_drafted_tokens == 0
-    assert answers[0] == answers[1]
+            answers[speculation] = [
+                [
+                    (output.token_ids, output.logprobs)
+                    for output in llm.chat(chat, params, use_tqdm=False)[0].outputs
+                ]
+                for params in asked
+                for chat in chats
+            ]
+            assert (llm.engine.stats().num_accepted_tokens > 50) == speculation
+    assert answers[False] == answers[True]
+
+
+@needs_native
+def test_outputs_of_others_are_guessed_from_within_one_salt() -> None:
+    question: Chat = [{"role": "user", "content": QUESTIONS[0]}]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    with _llm(speculation=True) as llm:
+        accepted, outputs = [], []
+        for salt in ("a", "a", "b", "a"):
+            if len(accepted) == 3:
+                assert llm.reset_prefix_cache()
+            before = llm.engine.stats().num_accepted_tokens
+            prompts = [{"prompt_token_ids": _tokens(llm, question), "cache_salt": salt}]
+            outputs.append(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
+            accepted.append(llm.engine.stats().num_accepted_tokens - before)
+    assert outputs == [outputs[0]] * 4
+    assert accepted[0] == accepted[2] == accepted[3] < accepted[1]
+    assert accepted[1] > len(outputs[0]) / 2
+
+
+RUNS = st.lists(
+    st.tuples(st.sampled_from([b"a", b"b"]), st.lists(st.integers(0, 1), max_size=12)), max_size=6
+)
+
+
+@given(outputs=RUNS, last=st.lists(st.integers(0, 1), max_size=6), max_tokens=st.integers(0, 5))
+def test_recent_outputs_tell_what_followed_the_last_tokens_most_recently(
+    outputs: list[tuple[bytes, list[int]]], last: list[int], max_tokens: int
+) -> None:
+    recent = RecentOutputs()
+    expected: list[int] = []
+    for root, output in outputs:
+        recent.add(BlockHash(root), as_token_ids(output))
+        for end in range(RECENT_MATCH, len(output)):
+            if root == b"a" and output[end - RECENT_MATCH : end] == last[-RECENT_MATCH:]:
+                expected = output[end:]
+    found = recent.guess(BlockHash(b"a"), as_token_ids(last), max_tokens=max_tokens)
+    assert found == expected[:max_tokens]
+
+
+def test_recent_outputs_are_forgotten_in_two_generations() -> None:
+    recent = RecentOutputs(max_tokens=20)
+    root = BlockHash(b"a")
+    found = []
+    for first in (0, 10, 20, 30, 40):
+        recent.add(root, as_token_ids(range(first, first + 10)))
+        kept = [recent.guess(root, as_token_ids(range(n, n + 4)), max_tokens=1) for n in (0, 10)]
+        found.append(kept)
+    assert found == [[[4], []], [[4], [14]], [[4], [14]], [[4], [14]], [[], []]]
 
 
 @given(token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=40), max_tokens=st.integers(0, 9))
@@ -108,6 +178,12 @@ def test_pauses_double_while_guesses_fail() -> None:
     assert sizes == [4, 8, 8]
 
 
+def test_what_is_forced_comes_first_even_in_a_pause() -> None:
+    drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
+    drafter.learn(num_drafted=1, num_accepted=0)
+    assert drafter.draft(repeated, max_tokens=8, forced=[1, 2])[:2] == [1, 2]  # In a pause too.
+
+
 def test_guesses_and_steps_ahead_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="speculation=True: async_scheduling asks for steps"):
         _llm(speculation=True, async_scheduling=True)
@@ -116,6 +192,13 @@ def test_guesses_and_steps_ahead_exclude_each_other() -> None:
 def _llm(**settings: object) -> LLM:
     options = {"num_blocks": 512, "num_threads": 1, **settings}
     return LLM(demo_model.PATH, **options)  # type: ignore[arg-type]
+
+
+def _tokens(llm: LLM, chat: Chat) -> list[int]:
+    token_ids: list[int] = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False)[
+        0
+    ].prompt_token_ids
+    return token_ids
 
 
 def _ask(llm: LLM, chats: list[Chat], numbers: Iterable[int]) -> list[tuple[object, ...]]:

@@ -261,13 +261,18 @@ VARIANTS: list[dict[str, Any]] = [
     {**SMALL, "max_num_batched_tokens": 40},
     {**SMALL, "async_scheduling": True},
     {"tensor_parallel_size": 2},
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 3, "tensor_parallel_size": 2},
 ]
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path, ending: dict[int, float]) -> list[list[int]]:
-    with LLM(checkpoint, num_blocks=512, num_threads=1, enable_prefix_caching=False) as llm:
-        return [structured(llm, [params])[0].token_ids for params in mixed_params(ending)]
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "speculation": False}
+    with LLM(checkpoint, num_blocks=512, num_threads=1, **settings) as llm:
+        found = [structured(llm, [params])[0].token_ids for params in mixed_params(ending)]
+        assert llm.engine.stats().num_drafted_tokens == 0
+        return found
 
 
 @needs_native
@@ -279,6 +284,8 @@ def test_tokens_are_the_same_in_any_batch(
         for _ in range(2):  # Then from the cache.
             found = structured(llm, mixed_params(ending))
             assert [output.token_ids for output in found] == alone
+        if settings.get("max_num_seqs", 99) <= 3:  # Guesses, of which many are right.
+            assert llm.engine.stats().num_accepted_tokens > 50
         is_small = "max_model_len" in settings
         assert (llm.engine.stats().num_preemptions > 0) == is_small
 

@@ -225,9 +225,13 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix. Refused (false) while a running request holds blocks."""
+        """Forgets every cached prefix, and outputs that guesses come from. Refused (false) while a
+        running request holds blocks."""
         self._settle()
-        return self._pool.reset()
+        if not self._pool.reset():
+            return False
+        self._scheduler.forget_outputs()
+        return True
 
     def close(self) -> None:
         """Stops the executor; requests at hand are lost. Can be called again."""

@@ -1,6 +1,8 @@
 """One request's changes to its logits, updated token by token."""
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,34 @@ class RequestEdits:
         self._next_mask_W = mask_W
         return bool(mask_W.any())
 
+    def behind(
+        self, token_ids: Sequence[int], *, num_output: int, masks: Sequence[Ints] | None
+    ) -> list[Edits | None]:
+        """The changes behind each of ``token_ids``, if these came behind ``num_output`` others.
+
+        ``masks`` are what a constraint allows behind each of the first of them; the changes end
+        where there is none, or where other parameters leave nothing of it.
+        """
+        ahead = copy(self)
+        ahead._seen = copy(self._seen)
+        ahead._bad_words = copy(self._bad_words)
+        ahead._thinking = copy(self._thinking)
+        found = []
+        for number, token_id in enumerate(token_ids[: None if masks is None else len(masks)]):
+            ahead.add_output(token_id)
+            num_output += 1
+            if masks is not None and not ahead.allow(masks[number], num_output=num_output):
+                break
+            each = ahead.at(num_output)
+            if each is not None and ahead._seen is not None:
+                each = replace(
+                    each,
+                    seen_ids_E=each.seen_ids_E.copy(),
+                    seen_counts_E=each.seen_counts_E.copy(),
+                )
+            found.append(each)
+        return found
+
     def add_output(self, token_id: int) -> None:
         """The output's next token is known."""
         if self._seen is not None:
@@ -150,6 +180,11 @@ class _Seen:
         self._counts: Ints = np.zeros(self._num, np.int32)
         np.add.at(self._counts, index[len(index) - len(output_ids) :], 1)
 
+    def __copy__(self) -> "_Seen":
+        other = object.__new__(_Seen)
+        other._num, other._ids, other._counts = self._num, self._ids.copy(), self._counts.copy()
+        return other
+
     @property
     def ids_E(self) -> Longs:
         return self._ids[: self._num]
@@ -182,6 +217,11 @@ class _BadWords:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append(word)
         self._output: list[int] = output_ids.tolist()
+
+    def __copy__(self) -> "_BadWords":
+        other = object.__new__(_BadWords)
+        other._always, other._after, other._output = self._always, self._after, [*self._output]
+        return other
 
     @property
     def follows_output(self) -> bool:

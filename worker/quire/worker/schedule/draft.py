@@ -1,26 +1,35 @@
-"""Guesses a sequence's next tokens from where its last ones stood before, in prompt or output.
+"""Guesses a sequence's next tokens, which changes how many tokens a step brings and no token.
 
 A step computes guessed tokens beside a sequence's last one, and draws the token behind each of them
-as it always would: from the logits there, the seed and the position. The first token that is drawn
-otherwise than it was guessed ends what counts. So guesses change how many tokens a step brings and
-no token.
+as it always would: from the logits there, the parameters, the seed and the position. The first
+token that is drawn otherwise than it was guessed ends what counts.
+
+Guesses are, in this order: the tokens that the form of the output leaves no choice about; those
+that followed where the last tokens stood before, in the sequence itself; those that followed them
+in an output of another request.
 
 A few rows more cost a step nearly nothing, as long as it mainly reads the weights. Sequences whose
 guesses fail make pauses, which double.
 """
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.api.hashing import TokenIds
+from quire.worker.api.hashing import BlockHash, TokenIds
 
 MAX_STEP_ROWS = 9
 """Rows of a step up to which more of them cost little: a single sequence has 8 tokens guessed."""
 _FIRST_DRAFT = 4
 _MIN_MATCH = 3
-"""Last tokens that must have stood together before."""
+"""Last tokens that must have stood together before in the sequence."""
 _MAX_MATCH = 16
 _MAX_PAUSE = 64
+RECENT_MATCH = 4
+"""The same in outputs of others."""
+_MAX_RECENT = 2**16
+"""Tokens of a generation of recent outputs: about 10 MiB."""
 
 
 class Drafter:
@@ -33,12 +42,30 @@ class Drafter:
         self._num_misses = 0
         self._pause = 0
 
-    def draft(self, token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-        """At most ``max_tokens`` that may follow ``token_ids``; often none."""
-        if self._pause:
+    def draft(
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        forced: Items[int] = (),
+        recent: "RecentOutputs | None" = None,
+        root: BlockHash | None = None,
+    ) -> list[int]:
+        """At most ``max_tokens`` that may follow ``token_ids``; often none. ``forced`` follow in
+        any case, if the model cuts them into tokens as the tokenizer does. Blocks that begin at
+        ``root`` are shared with the requests whose ``recent`` outputs may be looked at.
+        """
+        found = list(forced[:max_tokens])
+        if self._pause and not found:
             self._pause -= 1
             return []
-        return guess(token_ids, max_tokens=min(max_tokens, self._size))
+        if found:
+            token_ids = np.concatenate([token_ids, np.array(found, token_ids.dtype)])
+        num_left = min(max_tokens - len(found), self._size)
+        more = guess(token_ids, max_tokens=num_left)
+        if not more and recent is not None and root is not None:
+            more = recent.guess(root, token_ids, max_tokens=num_left)
+        return found + more
 
     def learn(self, *, num_drafted: int, num_accepted: int) -> None:
         """What became of a draft."""
@@ -72,3 +99,51 @@ def guess(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
     start = int(ends[-1]) + 1
     found: list[int] = token_ids[start : start + max_tokens].tolist()
     return [found[index % len(found)] for index in range(max_tokens)]
+
+
+class RecentOutputs:
+    """Outputs of requests that have ended, and where each run of four tokens stood last.
+
+    A request sees those of requests with the same root of block hashes alone: of the same tenant
+    and salt. There are two generations: once the younger one is full, the older one is forgotten.
+    """
+
+    def __init__(self, *, max_tokens: int = _MAX_RECENT) -> None:
+        self._max_tokens = max_tokens
+        self._young, self._old = _Generation(), _Generation()
+
+    def add(self, root: BlockHash, token_ids: TokenIds) -> None:
+        """An output, and the tokens right before it if there are any."""
+        if len(token_ids) <= RECENT_MATCH:
+            return
+        if self._young.num_tokens + len(token_ids) > self._max_tokens:
+            self._young, self._old = _Generation(), self._young
+        self._young.add(root, token_ids[-self._max_tokens :].tolist())
+
+    def guess(self, root: BlockHash, token_ids: TokenIds, *, max_tokens: int) -> list[int]:
+        """What followed the last four of ``token_ids`` there; often nothing."""
+        last = tuple(token_ids[-RECENT_MATCH:].tolist())
+        if len(last) < RECENT_MATCH or max_tokens <= 0:
+            return []
+        return self._young.after(root, last, max_tokens) or self._old.after(root, last, max_tokens)
+
+
+class _Generation:
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._outputs: list[list[int]] = []
+        self._places: dict[tuple[BlockHash, tuple[int, ...]], tuple[int, int]] = {}
+        """The output and the index in it behind each run of tokens."""
+
+    def add(self, root: BlockHash, token_ids: list[int]) -> None:
+        self.num_tokens += len(token_ids)
+        number = len(self._outputs)
+        self._outputs.append(token_ids)
+        runs = zip(*(token_ids[first:] for first in range(RECENT_MATCH)), strict=False)
+        for end, run in enumerate(runs, RECENT_MATCH):
+            if end < len(token_ids):
+                self._places[root, run] = number, end
+
+    def after(self, root: BlockHash, run: tuple[int, ...], max_tokens: int) -> list[int]:
+        number, begin = self._places.get((root, run), (0, 0))
+        return self._outputs[number][begin : begin + max_tokens] if begin else []

@@ -13,7 +13,7 @@ from bisect import insort
 from quire.worker.api.config import SchedulingPolicy
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.schedule.draft import MAX_STEP_ROWS, Drafter
+from quire.worker.schedule.draft import MAX_STEP_ROWS, RecentOutputs
 from quire.worker.schedule.pending import PendingPrefill
 from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.schedule.sequence import Sequence, Status
@@ -44,6 +44,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._speculates = speculates
+        self._recent = RecentOutputs()
         self.running: list[Sequence] = []
         """By rank."""
         self.waiting = WaitingQueue()
@@ -80,6 +81,8 @@ class Scheduler:
             self.running.remove(seq)
         self._release(seq)
         seq.status = Status.FINISHED
+        if self._speculates and seq.root is not None:
+            self._recent.add(seq.root, seq.output_to_recall)
 
     def schedule(self) -> Schedule:
         """Chooses the next step and takes its blocks; `submitted` must follow.
@@ -109,12 +112,13 @@ class Scheduler:
             if seq.is_held_back:
                 continue
             if num_drafts:
-                self._draft(seq, num_drafts)
+                seq.take_draft(seq.guess(num_drafts, self._recent))
             num_tokens = 1 + len(seq.draft)
             # Most decodes neither need a block nor fill one.
             if seq.num_slots - seq.num_computed <= num_tokens:
                 if self._tables.are_lacking(seq, num_tokens):
-                    seq.draft, num_tokens = [], 1
+                    num_tokens = 1
+                    seq.drop_draft()
                 if self._tables.are_lacking(seq, 1):
                     enough_blocks = False
                     if not self._make_room(seq, 1, chosen):
@@ -155,6 +159,10 @@ class Scheduler:
     def finished(self) -> None:
         """The oldest step under way has run: blocks that only it still used can be let go."""
         self._tables.finished()
+
+    def forget_outputs(self) -> None:
+        """No token is guessed from the outputs of requests that have ended so far."""
+        self._recent = RecentOutputs()
 
     def settle_draft(self, seq: Sequence, drawn: list[int]) -> int:
         """How many of the tokens drawn for ``seq``, which has a draft, count: those behind right
@@ -229,14 +237,6 @@ class Scheduler:
             return 0
         rows = min(MAX_STEP_ROWS, self._max_num_batched_tokens)
         return max(0, rows - num_ready) // num_ready
-
-    def _draft(self, seq: Sequence, max_tokens: int) -> None:
-        if seq.drafter is None:
-            if not seq.can_draft:
-                return
-            seq.drafter = Drafter()
-        max_tokens = min(max_tokens, seq.num_to_draft)
-        seq.draft = seq.drafter.draft(seq.token_ids, max_tokens=max_tokens)
 
     def _turn(self, seq: Sequence) -> Turn:
         lacks = self._first_missing(seq, seq.num_registered)

@@ -23,7 +23,7 @@ from quire.worker.api.outputs import FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
-from quire.worker.schedule.draft import Drafter
+from quire.worker.schedule.draft import RECENT_MATCH, Drafter, RecentOutputs
 from quire.worker.step.sampling_batch import Edits
 from quire.worker.text.grammar import Matcher
 
@@ -68,10 +68,12 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
-        self.drafter: Drafter | None = None
-        """Guesses its next tokens; ``None`` where that is not done."""
+        self.root = root
+        self.drafter = Drafter()
         self.draft: list[int] = []
         """Guessed tokens that the next step computes, or the one under way."""
+        self._draft_edits: Items[Edits | None] = ()
+        """Changes to the logits of the token behind each of them."""
         self.num_scored = 0
         """Tokens of the prompt whose log-probabilities are known or under way."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -187,15 +189,38 @@ class Sequence:
         """Whether no token may follow those in flight."""
         return self.num_tokens + self.num_in_flight >= self._last_end
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether each token behind a guessed one can be drawn as it would be without."""
-        return self._edits is None
+    def guess(self, max_tokens: int, recent: RecentOutputs) -> list[int]:
+        """At most ``max_tokens`` that may come next; none of them can be the request's last."""
+        max_tokens = min(max_tokens, self._last_end - self.num_tokens - 2)
+        if max_tokens <= 0:
+            return []
+        found = self.drafter.draft(
+            self.token_ids,
+            max_tokens=max_tokens,
+            forced=() if self.matcher is None else self.matcher.forced(),
+            recent=recent,
+            root=self.root,
+        )
+        ends = [place for place, token_id in enumerate(found) if token_id in self._end_ids]
+        return found[: ends[0]] if ends else found
+
+    def take_draft(self, token_ids: list[int]) -> None:
+        """Has the next step compute ``token_ids``, as far as they may be the next ones."""
+        self.draft = token_ids
+        if self._edits is not None and token_ids:
+            masks = None if self.matcher is None else self.matcher.masks_behind(token_ids)
+            self._draft_edits = self._edits.behind(
+                token_ids, num_output=self.num_output_tokens, masks=masks
+            )
+            self.draft = token_ids[: len(self._draft_edits)]
+
+    def drop_draft(self) -> None:
+        self.draft, self._draft_edits = [], ()
 
     @property
-    def num_to_draft(self) -> int:
-        """How many may be guessed, so that the request's last token is none of those drawn."""
-        return self._last_end - self.num_tokens - 2
+    def output_to_recall(self) -> TokenIds:
+        """The output, and the prompt's last tokens before it."""
+        return self._tokens[max(0, self.num_prompt_tokens - RECENT_MATCH) : self.num_tokens]
 
     @property
     def token_ids(self) -> TokenIds:
@@ -211,11 +236,12 @@ class Sequence:
         """Whether its tokens in flight must be known before its next one can be asked for."""
         return self._needs_tokens and self.num_in_flight > 0
 
-    @property
-    def edits(self) -> Edits | None:
-        """Changes to the logits of the token that follows those in flight."""
+    def edits(self, num_guessed: int = 0) -> Edits | None:
+        """Changes to the logits of the token that follows those in flight and so many guesses."""
         if self._edits is None:
             return None
+        if num_guessed:
+            return self._draft_edits[num_guessed - 1]
         return self._edits.at(self.num_output_tokens + self.num_in_flight)
 
     def token_at(self, position: int) -> int:
@@ -230,12 +256,11 @@ class Sequence:
         num = 1
         while num <= len(self.draft) and self.draft[num - 1] == drawn[num - 1]:
             num += 1
-        if self.drafter is not None:
-            self.drafter.learn(num_drafted=len(self.draft), num_accepted=num - 1)
+        self.drafter.learn(num_drafted=len(self.draft), num_accepted=num - 1)
         num_wrong = len(self.draft) + 1 - num
         self.num_in_flight -= num_wrong
         self.num_computed -= num_wrong
-        self.draft = []
+        self.drop_draft()
         return num
 
     def append_token(self, token_id: int) -> None:

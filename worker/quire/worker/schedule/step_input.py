@@ -14,7 +14,7 @@ from quire.worker.api.arrays import Ints, Longs
 from quire.worker.schedule.schedule import Schedule
 from quire.worker.schedule.sequence import Sequence
 from quire.worker.step.messages import StepInput
-from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
 # S samples                      L tokens that are not known yet   R rows that are kept
@@ -117,11 +117,7 @@ class StepInputs:
             for _ in range(num_samples)
         ]
         given_S = _given(schedule)
-        edits = [
-            (sample, each)
-            for sample, seq in enumerate(sampled)
-            if (given_S is None or given_S[sample] < 0) and (each := seq.edits)
-        ]
+        edits = _edits(schedule)
         rows_S = np.array([seq.row for seq in sampled], dtype=np.int64)
         columns = {name: values_R.take(rows_S) for name, values_R in self._params_R.items()}
         columns["position_S"] = positions_S + 1
@@ -162,6 +158,21 @@ def _given(schedule: Schedule) -> Longs | None:
         given.append(seq.token_ids[first : first + num_scored].astype(np.int64))
         given.append(np.full(num_samples - num_scored, -1, np.int64))
     return np.concatenate(given)
+
+
+def _edits(schedule: Schedule) -> list[tuple[int, Edits]]:
+    """What is changed in the logits of the tokens to draw, by sample."""
+    found = []
+    end = 0
+    for seq, num_samples, num_scored in zip(
+        schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
+    ):
+        begin, end = end + num_scored, end + num_samples
+        for sample in range(begin, end):
+            each = seq.edits(sample - begin)
+            if each is not None:
+                found.append((sample, each))
+    return found
 
 
 def _token_ids(schedule: Schedule) -> Longs:

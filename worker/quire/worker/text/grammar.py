@@ -47,6 +47,8 @@ _MAX_KEPT_BYTES = 8 * 2**20
 """Of grammars' texts; what is made of them takes some times as much."""
 _MAX_ERROR_CHARS = 400
 _MAX_THREADS = 8
+_MAX_FORCED_WORDS = 16
+"""Of a mask whose text may be forced: tokens that are beginnings of one text are few."""
 _LLAMA_CPP = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -82,6 +84,27 @@ class Matcher:
         if self.error is None and not self._state.consume_tokens([int(each) for each in token_ids]):
             self.error = _cut(self._state.get_error())
 
+    def forced(self) -> list[int]:
+        """Tokens that must come next, as far as the tokenizer alone decides how their text is cut
+        into tokens: a model may cut it otherwise. Often none."""
+        if self.error is not None or np.count_nonzero(self.mask_W) > _MAX_FORCED_WORDS:
+            return []
+        forced: list[int] = self._state.deep_copy().compute_ff_tokens()
+        return forced
+
+    def masks_behind(self, token_ids: Sequence[int]) -> list[Ints]:
+        """What is allowed behind each of ``token_ids``, as far as these are allowed themselves.
+        This place stays where it is."""
+        ahead = Matcher(self._state.deep_copy(), self.mask_W)
+        masks = []
+        for token_id in token_ids:
+            ahead.consume((token_id,))
+            fill_masks([ahead])
+            if ahead.error is not None:
+                break
+            masks.append(ahead.mask_W)
+        return masks
+
     def _fill(self, mask_W: Ints) -> None:
         self.mask_W = mask_W
         if self._state.is_error():
@@ -94,10 +117,12 @@ def fill_masks(matchers: Sequence[Matcher]) -> None:
     if not alive:
         return
     mask_KW = np.zeros((len(alive), len(alive[0].mask_W)), np.int32)
-    states = [(matcher._state, row) for row, matcher in enumerate(alive)]
-    _executor().unsafe_compute_mask_ptr(
-        states, mask_KW.ctypes.data, mask_KW.shape[1] * mask_KW.itemsize, len(alive)
-    )
+    row_bytes = mask_KW.shape[1] * mask_KW.itemsize
+    if len(alive) == 1:
+        alive[0]._state.unsafe_compute_mask_ptr(mask_KW.ctypes.data, row_bytes)
+    else:
+        states = [(matcher._state, row) for row, matcher in enumerate(alive)]
+        _executor().unsafe_compute_mask_ptr(states, mask_KW.ctypes.data, row_bytes, len(alive))
     for matcher, mask_W in zip(alive, mask_KW, strict=True):
         matcher._fill(mask_W)
 
