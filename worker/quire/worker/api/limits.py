@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy.typing as npt
 
 from quire.worker.api.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.worker.api.hashing import TokenIds
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.sampling_params import MAX_SEED, PARAMETERS, SamplingParams
 from quire.worker.api.spelling import check_spelled_out
 
 if TYPE_CHECKING:  # A gateway has neither.
@@ -76,15 +75,10 @@ def check_request(
     _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     if resumed_token_ids is not None:
         _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
-    for name in (
-        *("stop_token_ids", "allowed_token_ids", "logit_bias"),
-        *("logprob_token_ids", "thinking_token_ids"),
-    ):
-        token_ids = np.array(list(getattr(sampling, name) or ()))
-        _check_token_ids(name, token_ids, limits.vocab_size)
+    for name, rule in PARAMETERS.items():
+        if token_ids := [*rule.token_ids(getattr(sampling, name))]:
+            _check_token_ids(name, np.array(token_ids), limits.vocab_size)
     check_spelled_out(sampling)
-    bad = sampling.bad_words_token_ids or ()
-    _check_token_ids("bad_words_token_ids", np.array([*chain(*bad)]), limits.vocab_size)
     if len({each[-1] for each in sampling.bad_words_token_ids or ()}) >= limits.vocab_size:
         raise InvalidRequest(
             f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer"
