@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quire import demo_model
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.spelling import spell_out
+from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -35,6 +38,15 @@ def spelled(words: list[str]) -> list[list[int]]:
         behind = tokenizer.encode(" " + word, add_special_tokens=False)
         found += [bare] if behind[-len(bare) :] == bare else [bare, behind]
     return found
+
+
+def spelled_out(params: SamplingParams) -> SamplingParams:
+    """``params`` as the offline API hands them to its engine."""
+    tokenizer = Tokenizer.load(demo_model.PATH)
+    prompt = as_token_ids([5])
+    return spell_out(
+        params, prompt, tokenizer=lambda: tokenizer, reasoning=reasoning_of, max_model_len=9
+    )[0]
 
 
 def test_the_tokens_are_those_of_transformers(demo: LLM) -> None:
@@ -79,8 +91,7 @@ def test_a_token_that_is_banned_is_passed_over_in_any_batch(demo: LLM, ranks: in
 
 
 def test_words_are_spelled_with_and_without_a_space() -> None:
-    tokenizer = Tokenizer.load(demo_model.PATH)
-    params = tokenizer.spell_out(SamplingParams(bad_words=[*WORDS, " page"]))
+    params = spelled_out(SamplingParams(bad_words=[*WORDS, " page"]))
     assert params.bad_words == ()
     assert sorted(map(list, params.bad_words_token_ids or ())) == sorted(spelled(WORDS))
 
@@ -113,7 +124,7 @@ def test_in_a_batch_and_when_preempted(demo: LLM, is_async: bool) -> None:
 
 
 def test_a_resumed_request_goes_on_with_the_same_tokens(demo: LLM) -> None:
-    params = demo.get_tokenizer().spell_out(replace(sampled(3, WORDS), temperature=0.0))
+    params = spelled_out(replace(sampled(3, WORDS), temperature=0.0))
     prompt = demo.get_tokenizer().encode("The sea")
     values: dict[str, Any] = {"bad_words_token_ids": params.bad_words_token_ids, "temperature": 0.0}
     whole = run(demo.engine, request("whole", prompt, max_tokens=24, **values))["whole"].token_ids

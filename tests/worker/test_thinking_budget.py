@@ -11,8 +11,8 @@ from quire import demo_model
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import as_token_ids
+from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import Constraint
-from quire.worker.text import reasoning
 from quire.worker.text.reasoning import ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -134,13 +134,16 @@ def test_a_form_is_kept_and_comes_behind_the_end(demo: LLM) -> None:
 def test_marks_are_spelled_by_what_the_prompt_has_said() -> None:
     tokenizer = Tokenizer.load(demo_model.PATH)
 
-    def spelled(prompt: str, form: ReasoningFormat | None = MARKS) -> SamplingParams:
-        return reasoning.spell_out(
-            SamplingParams(thinking_token_budget=9),
-            form,
-            tokenizer=tokenizer,
-            prompt_token_ids=ids_of(tokenizer, prompt),
-        )
+    def spelled(
+        prompt: str, form: ReasoningFormat | None = MARKS, ids: Sequence[int] = ()
+    ) -> SamplingParams:
+        return spell_out(
+            SamplingParams(thinking_token_budget=9, thinking_token_ids=ids),
+            ids_of(tokenizer, prompt),
+            tokenizer=lambda: tokenizer,
+            reasoning=lambda _: form,
+            max_model_len=9,
+        )[0]
 
     assert spelled("The sea").thinking_token_ids == (BEGIN, END)
     assert spelled("The sea<|user|>\n").thinking_token_ids == (END,)
@@ -152,9 +155,7 @@ def test_marks_are_spelled_by_what_the_prompt_has_said() -> None:
     with pytest.raises(InvalidRequest, match="</think> is more than one token"):
         spelled("The sea", several)
     given = SamplingParams(thinking_token_budget=9, thinking_token_ids=[7])
-    ids = ids_of(tokenizer, "a")
-    kept = reasoning.spell_out(given, None, tokenizer=tokenizer, prompt_token_ids=ids)
-    assert kept == given
+    assert spelled("a", None, [7]) == given
 
 
 def ids_of(tokenizer: Tokenizer, prompt: str) -> Any:

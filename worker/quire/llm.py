@@ -22,16 +22,17 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
-from quire.worker.api.limits import derive_seed, truncate
+from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
+from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
-from quire.worker.text import reasoning
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
+from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
 
 __all__ = [
@@ -255,18 +256,13 @@ class LLM:
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
             text, token_ids, cache_salt = self._read_prompt(prompt)
-            if params.bad_words:
-                params = self.get_tokenizer().spell_out(params)
-            max_model_len = self._engine.max_model_len
-            token_ids, params = truncate(token_ids, params, max_model_len=max_model_len)
-            if params.thinking_token_budget is not None:
-                tokenizer = self.get_tokenizer()
-                params = reasoning.spell_out(
-                    params,
-                    reasoning.reasoning_of(tokenizer),
-                    tokenizer=tokenizer,
-                    prompt_token_ids=token_ids,
-                )
+            params, token_ids = spell_out(
+                params,
+                token_ids,
+                tokenizer=self.get_tokenizer,
+                reasoning=reasoning_of,
+                max_model_len=self._engine.max_model_len,
+            )
             request = Prepared(
                 request_id=str(number),
                 prompt_token_ids=token_ids,

@@ -15,6 +15,7 @@ from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, Str
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.request import Text
+from quire.worker.api.spelling import takes_any_length
 from quire.worker.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -53,7 +54,7 @@ class Echo:
             return None
         spans = [span for (span,) in body.prompts()]
         # Of a truncated prompt the tokens that are left are shown.
-        is_whole = body.truncate_prompt_tokens is None
+        is_whole = not takes_any_length(body.params())
         texts = [span.text if isinstance(span, Text) and is_whole else None for span in spans]
         return cls(texts, is_all=body.shows_only_prompt)
 

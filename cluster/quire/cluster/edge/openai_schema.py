@@ -8,25 +8,31 @@ call, or a setting whose name was misspelt, is worse than none.
 import difflib
 import reprlib
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import fields
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.openai_messages import MANY, ChatTurn
 from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
-from quire.worker.api.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _MAX_NAME = 64
 """Characters of an unknown field's name that are compared with those of known ones."""
 Texts = Annotated[list[str], MANY]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
+_JSON: Mapping[object, Any] = {
+    Sequence[int]: TokenIds,
+    Sequence[str]: Texts,
+    Mapping[int, float]: dict[str, Any],
+}
+"""What bodies have for types of sampling parameters; others they have as they are."""
 
 
 class Body(BaseModel):
@@ -77,9 +83,21 @@ class StreamOptions(Body):
     """vLLM's: each event has the usage so far."""
 
 
+def _with_parameters(body: type["GenerationBody"]) -> type["GenerationBody"]:
+    """``body`` with the sampling parameters that neither it nor each endpoint declares."""
+    declared = {*body.model_fields, "max_tokens", "logprobs"}
+    fields: dict[str, Any] = {
+        name: (reduce(or_, [_JSON.get(each, each) for each in (*rule.types, None)]), None)
+        for name, rule in PARAMETERS.items()
+        if rule.over_http and name not in declared
+    }
+    return create_model(body.__name__, __base__=body, **fields)
+
+
+@_with_parameters
 class GenerationBody(Body):
-    """Fields that the two endpoints have in common. The second half is vLLM's extension of the API,
-    but for ``timeout``: seconds from the request's arrival to its last token."""
+    """Fields that all endpoints have in common. Many are vLLM's extension of the API; ``timeout``
+    is ours: seconds from the request's arrival to its last token."""
 
     accepted = frozenset(
         {
@@ -89,30 +107,8 @@ class GenerationBody(Body):
     )
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[str, Any] | None = None
-    stop: str | Texts | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Texts | None = None
-    thinking_token_budget: int | None = None
-    logprob_token_ids: TokenIds | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
@@ -170,10 +166,8 @@ class GenerationBody(Body):
         return SamplingParams(**{"max_tokens": None, **given})
 
 
-_SHARED = {field.name for field in fields(SamplingParams)} & GenerationBody.model_fields.keys()
-"""The sampling parameters that both endpoints call alike."""
-
-
+_SHARED = PARAMETERS.keys() & GenerationBody.model_fields.keys()
+"""The sampling parameters that all endpoints call alike."""
 # Any value but ``None``, which is as good as absent, is refused where it is not among these.
 NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
@@ -336,10 +330,7 @@ class ChatBody(ChatFields, GenerationBody):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"top_logprobs={self.top_logprobs} is out of range: 0 to {MAX_LOGPROBS}"
-            )
+        PARAMETERS["logprobs"].kept("top_logprobs", self.top_logprobs)
 
     def prompts(self) -> list[Prompt]:
         """All messages are one prompt."""

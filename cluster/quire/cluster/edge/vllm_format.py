@@ -14,21 +14,9 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prepared, Prompt, Text, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 from quire.worker.api.structured import StructuredOutputsParams
 
-_AS_SENT = (
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "skip_special_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
-_UNLESS_ZERO = ("top_p", "repetition_penalty", "n")
-_OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
 _CONSTRAINTS = {"json_schema": "json"}
 """Where our name is another."""
 _REFUSED = {
@@ -67,17 +55,11 @@ def prompt_of(request: vllm.GenerateRequest) -> Prompt:
 
 def sampling_of(params: vllm.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest: a value is out of its range."""
-    given = {name: getattr(params, name) for name in _AS_SENT}
-    given |= {name: value for name in _UNLESS_ZERO if (value := getattr(params, name))}
-    given |= {name: getattr(params, name) for name in _OPTIONAL if params.HasField(name)}
-    return SamplingParams(
-        **given,
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-        stop=list(params.stop),
-        stop_token_ids=list(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias) or None,
-        structured_outputs=_constraint(params),
-    )
+    given = {field.name: value for field, value in params.ListFields() if field.name in PARAMETERS}
+    # Absent, a proto3 bool is false: this one is true in ours.
+    given["skip_special_tokens"] = params.skip_special_tokens
+    given["structured_outputs"] = _constraint(params)
+    return SamplingParams(**{"max_tokens": None, **given})
 
 
 def _constraint(params: vllm.SamplingParams) -> StructuredOutputsParams | None:

@@ -31,7 +31,6 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_prompt_length
 from quire.worker.api.request import Chat, Prompt, Span, Text, Tokens
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.template_process import TemplateLimits, TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -102,24 +101,22 @@ class Prompts:
         spans = [await self._tokens_of(span, limits, deadline_s) for span in prompt]
         return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
 
-    async def spell_out(self, params: SamplingParams) -> SamplingParams:
-        """`Tokenizer.spell_out`; in a thread where the words are many."""
-        num_chars = sum(map(len, params.bad_words or ()))
-        spell_out = partial(self._tokenizer.spell_out, params)
-        if num_chars < _LONG_TEXT_CHARS:
-            return spell_out()
-        with self._waits():
-            return await self._in_turn(8 * num_chars, spell_out, deadline_s=inf)
+    async def spell_out(self, num_chars: int, work: Callable[[], T]) -> T:
+        """``work``, which tokenizes ``num_chars`` characters; in a thread where they are many."""
+        return await self._at_once_or_in_turn(num_chars, 8 * num_chars, work)
 
     async def detokenize(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``, all of them in the vocabulary."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        if len(token_ids) < _LONG_TEXT_CHARS:
-            return decode(token_ids.tolist())
+        return await self._at_once_or_in_turn(
+            len(token_ids), token_ids.nbytes, lambda: decode(token_ids.tolist())
+        )
+
+    async def _at_once_or_in_turn(self, size: int, num_bytes: int, work: Callable[[], T]) -> T:
+        if size < _LONG_TEXT_CHARS:
+            return work()
         with self._waits():
-            return await self._in_turn(
-                token_ids.nbytes, lambda: decode(token_ids.tolist()), deadline_s=inf
-            )
+            return await self._in_turn(num_bytes, work, deadline_s=inf)
 
     async def _tokens_of(
         self, span: Span, limits: RequestLimits | None, deadline_s: float
@@ -147,7 +144,7 @@ class Prompts:
             return
         # Where it is more than a division it is a walk through the text.
         num_steps = len(text) if bound.swallows_space else 0
-        least = await off_loop(num_steps, partial(bound.min_tokens, text))
+        least = await off_loop(num_steps, partial(bound.fewest_tokens, text))
         known_as = f"{len(text)} characters, {least} tokens or more"
         check_prompt_length(least, limits, known_as=known_as)
 

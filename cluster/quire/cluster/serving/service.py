@@ -36,11 +36,11 @@ from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
-from quire.worker.api.limits import RequestLimits, check_request, truncate
+from quire.worker.api.limits import RequestLimits, check_request
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED
-from quire.worker.text import reasoning
+from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -196,19 +196,19 @@ class ModelService:
             max_model_len=card.max_model_len,
             reason="the groups' limit",
         )
-        # A prompt of any length can be truncated.
-        bounds = limits if request.sampling.truncate_prompt_tokens is None else None
+        bounds = None if takes_any_length(request.sampling) else limits
         token_ids = await as_ids(
             await self.prompts.tokenize(request.prompt, limits=bounds, deadline_s=deadline_s)
         )
-        sampling = await self.prompts.spell_out(request.sampling)
-        token_ids, sampling = truncate(token_ids, sampling, max_model_len=card.max_model_len)
-        sampling = reasoning.spell_out(
-            sampling,
-            self.dialect.reasoning,
-            tokenizer=self.tokenizer,
-            prompt_token_ids=token_ids,
+        spelled = partial(
+            spell_out,
+            request.sampling,
+            token_ids,
+            tokenizer=lambda: self.tokenizer,
+            reasoning=lambda _: self.dialect.reasoning,
+            max_model_len=card.max_model_len,
         )
+        sampling, token_ids = await self.prompts.spell_out(num_chars(request.sampling), spelled)
         max_tokens = check_request(token_ids, sampling, limits)
         if tool_use is not None:
             reasons = self.dialect.reasons(self.tokenizer, token_ids)

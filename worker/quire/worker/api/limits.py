@@ -1,8 +1,7 @@
 """Limits on the requests that an engine can serve."""
 
 import hashlib
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import numpy.typing as npt
 
 from quire.worker.api.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.worker.api.hashing import TokenIds
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.sampling_params import MAX_SEED, PARAMETERS, SamplingParams
+from quire.worker.api.spelling import check_spelled_out
 
 if TYPE_CHECKING:  # A gateway has neither.
     from quire.worker.api.config import EngineConfig
@@ -75,27 +75,11 @@ def check_request(
     _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     if resumed_token_ids is not None:
         _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
-    for name in (
-        *("stop_token_ids", "allowed_token_ids", "logit_bias"),
-        *("logprob_token_ids", "thinking_token_ids"),
-    ):
-        token_ids = np.array(list(getattr(sampling, name) or ()))
-        _check_token_ids(name, token_ids, limits.vocab_size)
-    if sampling.bad_words:
-        raise InvalidRequest(
-            "bad_words are not tokens yet: Tokenizer.spell_out writes them as bad_words_token_ids"
-        )
-    if sampling.thinking_token_budget is not None and not sampling.thinking_token_ids:
-        raise InvalidRequest(
-            "thinking_token_budget is without thinking_token_ids: `reasoning.spell_out` finds them"
-        )
-    if sampling.truncate_prompt_tokens is not None:
-        raise InvalidRequest(
-            "truncate_prompt_tokens is still to be done: `limits.truncate` does it"
-        )
-    bad = sampling.bad_words_token_ids or ()
-    _check_token_ids("bad_words_token_ids", np.array([*chain(*bad)]), limits.vocab_size)
-    if len({each[-1] for each in bad}) >= limits.vocab_size:
+    for name, rule in PARAMETERS.items():
+        if token_ids := [*rule.token_ids(getattr(sampling, name))]:
+            _check_token_ids(name, np.array(token_ids), limits.vocab_size)
+    check_spelled_out(sampling)
+    if len({each[-1] for each in sampling.bad_words_token_ids or ()}) >= limits.vocab_size:
         raise InvalidRequest(
             f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer"
         )
@@ -123,28 +107,6 @@ def check_request(
             "have: resume with the max_tokens that it began with"
         )
     return max_tokens
-
-
-def truncate(
-    prompt_token_ids: TokenIds, sampling: SamplingParams, *, max_model_len: int
-) -> tuple[TokenIds, SamplingParams]:
-    """The tokens that ``sampling.truncate_prompt_tokens`` keeps, and the parameters without it.
-
-    Raises:
-        InvalidRequest: It is more than the context.
-    """
-    num_kept = sampling.truncate_prompt_tokens
-    if num_kept is None:
-        return prompt_token_ids, sampling
-    if num_kept > max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens={num_kept} is out of range: at most max_model_len, which is "
-            f"{max_model_len}"
-        )
-    if num_kept == -1:
-        # What has no room at all is refused with the whole request's numbers.
-        num_kept = max(max_model_len - (sampling.max_tokens or 1), 1)
-    return prompt_token_ids[-num_kept:], replace(sampling, truncate_prompt_tokens=None)
 
 
 def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str = "") -> None:

@@ -50,7 +50,7 @@ class Logprob:
     logprob: float
     rank: int | None
     """1 for the most probable token of the vocabulary; ``None`` for one that is there only because
-    ``logprob_token_ids`` names it."""
+    the request names it."""
     decoded_token: str
 
 

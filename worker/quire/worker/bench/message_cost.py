@@ -45,7 +45,6 @@ def time_messages(
 def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
     """A step of the shape of ``num_rows`` decodes, of zeros."""
     longs, ints = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
-    floats = np.zeros(num_rows, np.float32)
     return StepInput(
         token_ids_T=longs,
         positions_T=longs,
@@ -55,13 +54,5 @@ def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
         query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
         num_decodes=num_rows,
         samples_S=ints,
-        sampling=SamplingBatch(
-            temperature_S=floats,
-            top_p_S=floats,
-            top_k_S=ints,
-            min_p_S=floats,
-            seed_S=longs,
-            position_S=longs,
-            num_logprobs_S=ints,
-        ),
+        sampling=SamplingBatch.filled(num_rows, whole=0, real=0),
     )

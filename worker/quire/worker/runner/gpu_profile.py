@@ -137,8 +137,6 @@ def _step(
     """``num_scored``: samples beside each row's last token."""
     rows = len(seq_lens_B)
     samples = np.concatenate([np.arange(num_scored), starts_B1[1:] - 1])
-    halves = np.full(len(samples), 0.5, np.float32)
-    ones = np.ones(len(samples), np.int32)
     return StepInput(
         token_ids_T=np.zeros(num_tokens, np.int64),
         positions_T=np.zeros(num_tokens, np.int64),
@@ -148,13 +146,5 @@ def _step(
         query_starts_B1=starts_B1.astype(np.int32),
         num_decodes=num_decodes,
         samples_S=np.sort(samples).astype(np.int32),
-        sampling=SamplingBatch(
-            temperature_S=halves,
-            top_p_S=halves,
-            top_k_S=ones,
-            min_p_S=halves,
-            seed_S=ones.astype(np.int64),
-            position_S=ones.astype(np.int64),
-            num_logprobs_S=ones,
-        ),
+        sampling=SamplingBatch.filled(len(samples), whole=1, real=0.5),
     )

@@ -123,6 +123,16 @@ class SamplingBatch:
     """Tokens whose log-probabilities are wanted besides, by sample; these all have
     ``num_logprobs`` of 0 or more."""
 
+    @classmethod
+    def filled(cls, num_samples: int, *, whole: int, real: float) -> "SamplingBatch":
+        """The same number in every array of its kind, for measurements."""
+        numbers = {"i": whole, "f": real}
+        columns: dict[str, Any] = {
+            name: np.full(num_samples, numbers[dtype.kind], dtype)
+            for name, dtype in SAMPLE_TYPES.items()
+        }
+        return cls(**columns)
+
     @property
     def adjusted_rows(self) -> Ints:
         """The samples whose logits are changed before a token is drawn."""

@@ -33,7 +33,7 @@ class TextBound(NamedTuple):
     swallows_space: bool
     """Whitespace does not count: any amount of it may go with a token."""
 
-    def min_tokens(self, text: str) -> int:
+    def fewest_tokens(self, text: str) -> int:
         """``text`` has at least as many tokens."""
         num_chars = len(text)
         if self.swallows_space:  # In pieces, since each word is an object.

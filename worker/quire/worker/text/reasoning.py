@@ -1,14 +1,11 @@
-"""How models mark the part of an answer that is reasoning, and where a bound on it is spelled."""
+"""How models mark the part of an answer that is reasoning."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from quire.worker.api.errors import InvalidRequest
 
 if TYPE_CHECKING:  # The command line reads the names of formats, and needs no NumPy for that.
     from quire.worker.api.hashing import TokenIds
-    from quire.worker.api.sampling_params import SamplingParams
     from quire.worker.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 8
@@ -104,39 +101,3 @@ def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
     """What the chat template shows, if any."""
     source = tokenizer.template.source if tokenizer.template is not None else ""
     return next((each for each in REASONING_FORMATS if sign_in(source, each.signs)), None)
-
-
-def spell_out(
-    params: "SamplingParams",
-    reasoning: ReasoningFormat | None,
-    *,
-    tokenizer: "Tokenizer",
-    prompt_token_ids: "TokenIds",
-) -> "SamplingParams":
-    """``params`` with the tokens that ``thinking_token_budget`` needs; without a budget where the
-    prompt has ended the reasoning.
-
-    Raises:
-        InvalidRequest: The model's marks are not known, or are not one token each.
-    """
-    if params.thinking_token_budget is None or params.thinking_token_ids:
-        return params
-    if reasoning is None:
-        raise InvalidRequest(
-            f"thinking_token_budget={params.thinking_token_budget} is not supported: it is not "
-            "known how this model marks its reasoning (its chat template shows no known format), "
-            "leave it out"
-        )
-    has_begun = reasoning.begun(tokenizer, prompt_token_ids)
-    if has_begun is False:
-        return replace(params, thinking_token_budget=None)
-    token_ids = []
-    for mark in [reasoning.closes] if has_begun else [reasoning.opens, reasoning.closes]:
-        token_id = tokenizer.token_id(mark)
-        if token_id is None:
-            raise InvalidRequest(
-                f"thinking_token_budget={params.thinking_token_budget} is not supported: {mark} "
-                "is more than one token for this model, leave it out"
-            )
-        token_ids.append(token_id)
-    return replace(params, thinking_token_ids=token_ids)

@@ -9,7 +9,6 @@ import json
 import reprlib
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.model.checkpoint import read_json
 from quire.worker.text.bounds import TextBound, text_bound
 
@@ -135,25 +133,6 @@ class Tokenizer:
         # not. This one does not, and is faster, since it notes no places in the text.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
-
-    def spell_out(self, params: SamplingParams) -> SamplingParams:
-        """``params`` with tokens in place of ``bad_words``: of each word as it stands, and as it
-        stands behind a space where that is not the same tokens behind others. Other threads run
-        meanwhile.
-        """
-        if not params.bad_words:
-            return params
-        words = [word.lstrip() for word in params.bad_words]
-        texts = [*words, *(f" {word}" for word in words)]
-        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        bare, spaced = encoded[: len(words)], encoded[len(words) :]
-        spelled = [tuple(each.ids) for each in bare if each.ids]
-        for word, behind in zip(bare, spaced, strict=True):
-            if behind.ids[-len(word.ids) :] != word.ids:
-                spelled.append(tuple(behind.ids))
-        given = params.bad_words_token_ids or ()
-        sequences = tuple(dict.fromkeys([*given, *spelled]))
-        return replace(params, bad_words=None, bad_words_token_ids=sequences)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``. Other threads run meanwhile where there are many."""

@@ -1,0 +1,116 @@
+"""Parameters that need the tokenizer or the prompt, spelled out as the numbers that engines take.
+
+Gateways and the offline API do it before they check a request, and engines refuse what is left.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds
+from quire.worker.api.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # An engine has neither.
+    from quire.worker.text.reasoning import ReasoningFormat
+    from quire.worker.text.tokenizer import Tokenizer
+
+
+def spell_out(
+    params: SamplingParams,
+    prompt_token_ids: TokenIds,
+    *,
+    tokenizer: Callable[[], "Tokenizer"],
+    reasoning: Callable[["Tokenizer"], "ReasoningFormat | None"],
+    max_model_len: int,
+) -> tuple[SamplingParams, TokenIds]:
+    """``params``, spelled out, and the tokens of the prompt that they keep.
+
+    ``tokenizer`` is called where one is needed; ``reasoning`` says how its model marks reasoning.
+
+    Raises:
+        InvalidRequest: The model cannot do what they ask for.
+    """
+    if params.bad_words:
+        params = _spell_bad_words(params, tokenizer())
+    if params.truncate_prompt_tokens is not None:
+        num_kept = _num_kept(params.truncate_prompt_tokens, params.max_tokens, max_model_len)
+        prompt_token_ids = prompt_token_ids[-num_kept:]
+        params = replace(params, truncate_prompt_tokens=None)
+    if params.thinking_token_budget is not None and not params.thinking_token_ids:
+        known = tokenizer()
+        params = _spell_thinking(params, prompt_token_ids, known, reasoning(known))
+    return params, prompt_token_ids
+
+
+def num_chars(params: SamplingParams) -> int:
+    """Characters that `spell_out` tokenizes."""
+    return sum(map(len, params.bad_words or ()))
+
+
+def takes_any_length(params: SamplingParams) -> bool:
+    """Whether a prompt may be longer than the context, since `spell_out` shortens it."""
+    return params.truncate_prompt_tokens is not None
+
+
+def check_spelled_out(params: SamplingParams) -> None:
+    """Raises InvalidRequest: `spell_out` has not been called."""
+    first = "call `spelling.spell_out` first"
+    if params.bad_words:
+        raise InvalidRequest(f"bad_words are not tokens yet: {first}")
+    if params.thinking_token_budget is not None and not params.thinking_token_ids:
+        raise InvalidRequest(f"thinking_token_budget is without thinking_token_ids: {first}")
+    if takes_any_length(params):
+        raise InvalidRequest(f"truncate_prompt_tokens is still to be done: {first}")
+
+
+def _spell_bad_words(params: SamplingParams, tokenizer: "Tokenizer") -> SamplingParams:
+    """Each word as it stands, and as it stands behind a space where that is not the same tokens
+    behind others."""
+    spelled = list(params.bad_words_token_ids or ())
+    spaced = []
+    for word in params.bad_words or ():
+        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        behind = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
+        spelled.append(bare)
+        if behind[-len(bare) :] != bare:
+            spaced.append(behind)
+    ids = dict.fromkeys(tuple(each) for each in [*spelled, *spaced] if each)
+    return replace(params, bad_words=None, bad_words_token_ids=tuple(ids))
+
+
+def _num_kept(asked: int, max_tokens: int | None, max_model_len: int) -> int:
+    if asked > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens={asked} is out of range: at most max_model_len, which is "
+            f"{max_model_len}"
+        )
+    # What has no room at all is refused with the whole request's numbers.
+    return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
+
+
+def _spell_thinking(
+    params: SamplingParams,
+    prompt_token_ids: TokenIds,
+    tokenizer: "Tokenizer",
+    reasoning: "ReasoningFormat | None",
+) -> SamplingParams:
+    """Without a budget where the prompt has ended the reasoning."""
+    refused = f"thinking_token_budget={params.thinking_token_budget} is not supported"
+    if reasoning is None:
+        raise InvalidRequest(
+            f"{refused}: it is not known how this model marks its reasoning (its chat template "
+            "shows no known format), leave it out"
+        )
+    has_begun = reasoning.begun(tokenizer, prompt_token_ids)
+    if has_begun is False:
+        return replace(params, thinking_token_budget=None)
+    token_ids = []
+    for mark in [reasoning.closes] if has_begun else [reasoning.opens, reasoning.closes]:
+        token_id = tokenizer.token_id(mark)
+        if token_id is None:
+            raise InvalidRequest(
+                f"{refused}: {mark} is more than one token for this model, leave it out"
+            )
+        token_ids.append(token_id)
+    return replace(params, thinking_token_ids=token_ids)
