@@ -99,10 +99,11 @@ def test_outputs_of_others_are_guessed_from_within_one_salt() -> None:
     question: Chat = [{"role": "user", "content": QUESTIONS[0]}]
     params = SamplingParams(temperature=0, max_tokens=60)
     with _llm(speculation=True) as llm:
-        accepted, outputs = [], []
+        accepted: list[int] = []
+        outputs: list[list[int]] = []
         for salt in ("a", "a", "b", "a"):
             if len(accepted) == 3:
-                assert llm.reset_prefix_cache()
+                llm.reset_prefix_cache()
             before = llm.engine.stats().num_accepted_tokens
             prompts = [{"prompt_token_ids": _tokens(llm, question), "cache_salt": salt}]
             outputs.append(llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids)
