@@ -56,7 +56,13 @@ def test_tokens_are_those_of_one_rank(
 ) -> None:
     """Sampled in bfloat16, so that all logits must have had equal bits."""
     params = SamplingParams(
-        temperature=1.2, seed=11, max_tokens=40, ignore_eos=True, min_tokens=4, logprobs=1
+        temperature=1.2,
+        seed=11,
+        max_tokens=40,
+        ignore_eos=True,
+        min_tokens=4,
+        logprobs=1,
+        frequency_penalty=0.4,
     )
     options: dict[str, Any] = {"num_blocks": 256, "num_threads": 1} | settings
     options["max_num_batched_tokens"] = 128

@@ -1,11 +1,13 @@
 """What is special where the next step is prepared while one runs; the rest is in the machine."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from tests.prepared import prepared
 from tests.steps import banned_ids
 
+from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
 from quire.worker.step.messages import StepInput
@@ -91,9 +93,7 @@ def test_a_reset_waits_for_what_nobody_wants_any_more(make_engine: MakeEngine) -
     assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
 
 
-def test_a_request_with_penalties_is_not_scheduled_before_its_tokens_are_known(
-    make_engine: MakeEngine,
-) -> None:
+def test_penalties_follow_when_the_tokens_before_are_known(make_engine: MakeEngine) -> None:
     engine, executor = make_engine(num_ahead=1)
     seen: list[list[int]] = []
 
@@ -104,11 +104,43 @@ def test_a_request_with_penalties_is_not_scheduled_before_its_tokens_are_known(
     executor.on_execute = note
     engine.add_request(request("a", presence_penalty=0.5, max_tokens=4))
     run(engine)
-    assert late_tokens(executor) == [0, 0, 0, 0]
+    assert late_tokens(executor) == [0, 1, 1, 1]
+    assert [step.edits_follow for step in executor.steps] == [False, True, True, True]
     assert [sum(counts) for counts in seen] == [0, 1, 2, 3]
 
 
-def test_a_request_with_penalties_holds_back_no_other(
+def test_what_follows_belongs_to_the_requests_that_go_on(
+    make_engine: MakeEngine, generate: Generate
+) -> None:
+    """Some end and some begin in the steps whose adjustments follow."""
+    engine, executor = make_engine(num_blocks=64, num_ahead=1)
+    counts: dict[int, list[int]] = {}
+
+    def note(step: StepInput) -> None:
+        adjustments = step.sampling.adjustments
+        assert adjustments is not None
+        for sample, seed in enumerate(step.sampling.seed_S.tolist()):
+            rows = adjustments.seen_rows_E == sample
+            counts.setdefault(seed, []).append(int(adjustments.seen_counts_E[rows].sum()))
+
+    executor.on_execute = note
+    deltas: list[TokenDelta] = []
+    prompts = {seed: [seed + 2, *PROMPT] for seed in range(5)}
+    for seed, prompt in prompts.items():
+        engine.add_request(
+            request(str(seed), prompt, seed=seed, presence_penalty=0.5, max_tokens=2 + 2 * seed)
+        )
+        deltas += engine.step()
+    while engine.has_work:
+        deltas += engine.step()
+    for seed, prompt in prompts.items():
+        expected = generate(prompt, seed=seed, max_tokens=2 + 2 * seed, stop=())[0]
+        found = [delta.token_ids for delta in deltas if delta.request_id == str(seed)]
+        assert [*chain(*found)] == expected
+        assert counts[seed] == [*range(2 + 2 * seed)]
+
+
+def test_a_request_with_penalties_has_a_token_in_every_step(
     make_engine: MakeEngine, generate: Generate
 ) -> None:
     engine, executor = make_engine(num_ahead=1)
@@ -117,9 +149,8 @@ def test_a_request_with_penalties_holds_back_no_other(
     tokens = run(engine)
     assert tokens["penalised"] == generate(PROMPT, max_tokens=4, stop=())[0]
     assert tokens["plain"] == generate(PROMPT[::-1], max_tokens=8, stop=())[0]
-    # The plain one has a token in every step, mostly behind one that is still in flight.
     assert len(executor.steps) == 8
-    assert sum(late_tokens(executor)) == 7
+    assert late_tokens(executor) == [0, 2, 2, 2, 1, 1, 1, 1]
 
 
 def test_min_tokens_counts_what_is_in_flight(make_engine: MakeEngine) -> None:

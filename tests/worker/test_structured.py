@@ -261,6 +261,7 @@ VARIANTS: list[dict[str, Any]] = [
     {**SMALL, "max_num_batched_tokens": 40},
     {**SMALL, "async_scheduling": True},
     {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "async_scheduling": True},
     {"max_num_seqs": 1},
     {"max_num_seqs": 3, "tensor_parallel_size": 2},
 ]
@@ -284,10 +285,13 @@ def test_tokens_are_the_same_in_any_batch(
         for _ in range(2):  # Then from the cache.
             found = structured(llm, mixed_params(ending))
             assert [output.token_ids for output in found] == alone
-        if settings.get("max_num_seqs", 99) <= 3:  # Guesses, of which many are right.
-            assert llm.engine.stats().num_accepted_tokens > 50
+        stats = llm.engine.stats()
         is_small = "max_model_len" in settings
-        assert (llm.engine.stats().num_preemptions > 0) == is_small
+        assert (stats.num_preemptions > 0) == is_small
+        if settings.get("max_num_seqs", 99) <= 3:
+            assert stats.num_accepted_tokens > 50
+        elif not is_small:  # Nobody sits a step out, whatever its next token depends on.
+            assert stats.num_steps <= 2 * (max(map(len, alone)) + 4)
 
 
 def drain(engine: Engine) -> dict[str, list[TokenDelta]]:

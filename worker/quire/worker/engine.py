@@ -5,9 +5,10 @@ Used from one thread. A request that was added is there until an output with a f
 
 If the executor takes steps ahead (`Executor.num_ahead`), one step is under way between two calls:
 `Engine.step` prepares and submits the next step before it waits for that one's tokens. A request's
-newest token is then in flight, and the ranks insert it themselves. A request that turns out to have
-ended takes part in one step too many, whose token is dropped. Without steps ahead, no step is under
-way between two calls, and every held block belongs to a running request.
+newest token is then in flight, and the ranks insert it themselves. Penalties, and masks of
+constraints, which follow from it, are computed and sent while that step's model runs. A request
+that turns out to have ended takes part in one step too many, whose token is dropped. Without steps
+ahead, no step is under way between two calls, and every held block belongs to a running request.
 """
 
 import time
@@ -179,13 +180,19 @@ class Engine:
             outputs += self._take_compiled()
         schedule = self._scheduler.schedule()
         num_prefilled = schedule.num_prefilled
+        edits_follow = False
         if schedule.sequences:
+            step = self._inputs.build(schedule)
+            edits_follow = step.edits_follow
             with self._failing():
-                self._executor.submit(self._inputs.build(schedule))
+                self._executor.submit(step)
             self._scheduler.submitted(schedule)
             self._under_way.append(schedule)
         if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
             outputs += self._take_tokens()
+        if edits_follow:
+            with self._failing():
+                self._executor.send_edits(self._inputs.edits_that_follow(schedule))
         self._settle()
         if num_prefilled:
             self._num_prefilled_tokens += num_prefilled

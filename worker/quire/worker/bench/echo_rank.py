@@ -24,7 +24,7 @@ class EchoRunner:
     def allocate(self, num_blocks: int) -> None:
         """Nothing is kept."""
 
-    def launch(self, step: StepInput) -> Pending | None:
+    def launch(self, step: StepInput, **_: object) -> Pending | None:
         if self._rank:
             return None
         return Done(StepOutput(np.zeros(len(step.samples_S), np.int64)))

@@ -19,6 +19,7 @@ from quire.worker.bench.workload import Workload
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 
 class StepSample(NamedTuple):
@@ -80,6 +81,9 @@ class ExecutorView:
         self.num_prefill_tokens = len(positions)
         self.num_attended = int(positions.sum()) + len(positions)
         self._executor.submit(step)
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        self._executor.send_edits(adjustments)
 
     def result(self) -> StepOutput:
         return self._executor.result()

@@ -41,7 +41,7 @@ ENGINE_PARTS = (SCHEDULE, PREPARE, WRITE, SEND, WAIT, RECEIVE, TOKENS, REST)
 RANK_PARTS = (IDLE, TO_DEVICE, FORWARD, SAMPLE, RANK_REST)
 """Both in the order in which a step goes through them."""
 
-Launch = Callable[[ModelRunner, StepInput], "Pending | None"]
+Launch = Callable[..., "Pending | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ def profiled(launch: Launch, stopwatch: Stopwatch) -> Launch:
     """``launch``, whose parts ``stopwatch`` times, with the times in the step's output."""
     ended_ns = time.perf_counter_ns()
 
-    def profiled_launch(runner: ModelRunner, step: StepInput) -> "Pending | None":
+    def profiled_launch(runner: ModelRunner, step: StepInput, **options: Any) -> "Pending | None":
         nonlocal ended_ns
         idle_ns = time.perf_counter_ns() - ended_ns
-        pending = launch(runner, step)
+        pending = launch(runner, step, **options)
         times_ns = {IDLE: idle_ns, **stopwatch.take()}
         ended_ns = time.perf_counter_ns()
         return None if pending is None else ProfiledPending(pending, times_ns)

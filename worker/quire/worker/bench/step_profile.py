@@ -39,6 +39,7 @@ from quire.worker.ranks import process_executor
 from quire.worker.ranks.executor import make_executor
 from quire.worker.runner.model_runner import ModelRunner
 from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 _WARM_UP_STEPS = 5
 _DECODES_PER_CHUNK = 5
@@ -178,6 +179,9 @@ class _Listening:
 
     def submit(self, step: StepInput) -> None:
         self._executor.submit(step)
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        self._executor.send_edits(adjustments)
 
     def result(self) -> StepOutput:
         output = self._executor.result()

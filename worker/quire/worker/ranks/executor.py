@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from quire.worker.api.config import EngineConfig
@@ -13,6 +15,7 @@ from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.ranks.process_executor import ProcessExecutor
 from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 if TYPE_CHECKING:
     from quire.worker.step.late_tokens import Pending
@@ -47,6 +50,11 @@ class DirectExecutor(ABC):
 
     def submit(self, step: StepInput) -> None:
         self._submitted.append(step)
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        step = self._submitted.pop()
+        sampling = replace(step.sampling, adjustments=adjustments)
+        self._submitted.append(replace(step, sampling=sampling))
 
     def result(self) -> StepOutput:
         return self.execute(self._submitted.popleft())
@@ -85,6 +93,7 @@ class InProcessExecutor:
                 1, "quire-rank", torch.set_num_threads, (torch.get_num_threads(),)
             )
         self._results: deque[Callable[[], StepOutput | None]] = deque()
+        self._edits: SimpleQueue[Adjustments | None] = SimpleQueue()
 
     @property
     def num_blocks(self) -> int:
@@ -98,8 +107,11 @@ class InProcessExecutor:
             return
         # The thread launches the next step while the device runs this one; who takes the result
         # waits for it.
-        launched = self._thread.submit(self._runner.launch, step)
+        launched = self._thread.submit(self._runner.launch, step, edits=self._edits.get)
         self._results.append(lambda: _output(launched))
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        self._edits.put(adjustments)
 
     def result(self) -> StepOutput:
         if self._runner is None:
@@ -116,6 +128,7 @@ class InProcessExecutor:
         self._runner = None
         self._results.clear()
         if self._thread is not None:
+            self._edits.put(None)  # For a step that waits for some, and whose tokens nobody wants.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
 

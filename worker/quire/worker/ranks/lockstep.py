@@ -17,6 +17,7 @@ from quire.worker.api.errors import CheckpointError, ConfigError, RankFailure
 from quire.worker.ranks.messages import Failed, Loaded, Ready
 from quire.worker.step.codec import pack, unpack
 from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 START_TIMEOUT_S = 1800.0
 """Loading from slow storage takes minutes; a rank that dies meanwhile is noticed at once."""
@@ -84,6 +85,14 @@ class LockstepExecutor(ABC):
                 self._send(rank, message)
             self._num_submitted += 1
         except BaseException:  # after a KeyboardInterrupt too: some ranks may have the step
+            self.close()
+            raise
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        self._check_open()
+        try:
+            self._send(self._ranks[0], pack(adjustments))
+        except BaseException:  # as in `submit`
             self.close()
             raise
 

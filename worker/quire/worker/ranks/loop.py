@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.ranks.messages import Failed, Loaded, Ready
+from quire.worker.step.codec import unpack
 from quire.worker.step.messages import StepInput, StepOutput
 
 if TYPE_CHECKING:  # Slow to import, and a rank first sees to it that it does not outlive others.
@@ -48,7 +49,8 @@ def run_steps(
 
     answers = Answers(connection, write, in_thread=is_gpu)
     for number in itertools.count():
-        pending = runner.launch(read(number, connection.recv_bytes()))
+        step = read(number, connection.recv_bytes())
+        pending = runner.launch(step, edits=lambda: unpack(connection.recv_bytes()))
         if pending is not None:
             answers.add(number, pending)
     raise AssertionError("numbers do not end")

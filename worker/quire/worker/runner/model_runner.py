@@ -4,6 +4,7 @@ Made in two steps, as the number of blocks must be agreed on in between: first t
 show how much memory is left, then the KV cache.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +43,7 @@ from quire.worker.sampling.draw import sample
 from quire.worker.sampling.greedy import MIN_GREEDY_ROWS, edits_of, greedy_rows, sample_beside
 from quire.worker.step.late_tokens import Done, LateTokens, Pending
 from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 from quire.worker.step.staging import Array, stage
 
 
@@ -164,13 +166,17 @@ class ModelRunner:
         if shared is not None:
             self._model.forward(self._to_device(decodes, shared), self._kv)
 
-    def launch(self, step: StepInput) -> Pending | None:
+    def launch(
+        self, step: StepInput, edits: Callable[[], Adjustments | None] | None = None
+    ) -> Pending | None:
         """Runs the model once. Rank 0 returns the tokens to come, the others ``None``.
+
+        ``edits`` waits for the adjustments of a step whose ``edits_follow``.
 
         On a GPU this returns while the device works; the next step may be launched before this
         one's tokens are waited for. On a CPU they are there.
         """
-        pending = self._launch(step)
+        pending = self._launch(step, edits)
         if pending is None:
             count = len(step.samples_S)
             self._sampled_S = torch.zeros(count, dtype=torch.int64, device=self._device)
@@ -195,17 +201,24 @@ class ModelRunner:
                 return self._graphs.run(step, bucket, late)
         return self._model.forward(self._to_device(step, shared, late), self._kv)
 
-    def _launch(self, step: StepInput) -> Pending | None:
+    def _launch(
+        self, step: StepInput, edits: Callable[[], Adjustments | None] | None
+    ) -> Pending | None:
         greedy_S = greedy_rows(step.sampling)
-        if self._model.chooses and greedy_S.sum() >= MIN_GREEDY_ROWS:
+        can_choose = self._model.chooses and not step.edits_follow
+        if can_choose and greedy_S.sum() >= MIN_GREEDY_ROWS:
             chosen = self._forward_and_choose(step, greedy_S)
             return None if chosen is None else Done(sample_beside(chosen, step.sampling, greedy_S))
         logits_SV = self.forward(step)
         if logits_SV is None:
             return None
+        sampling = step.sampling
+        if step.edits_follow:
+            assert edits is not None, "whoever sets edits_follow sends them"
+            sampling = replace(sampling, adjustments=edits())
         if self._device_sampler is not None:
-            return self._device_sampler.sample(logits_SV, step.sampling)
-        return Done(sample(logits_SV, step.sampling, in_place=True))
+            return self._device_sampler.sample(logits_SV, sampling)
+        return Done(sample(logits_SV, sampling, in_place=True))
 
     def _forward_and_choose(
         self, step: StepInput, greedy_S: npt.NDArray[np.bool_]

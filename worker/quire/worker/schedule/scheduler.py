@@ -92,14 +92,13 @@ class Scheduler:
         The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its blocks.
 
         While steps are under way nobody is preempted. Where that would be necessary, nothing is
-        chosen: take a step's tokens and try again. A sequence whose tokens in flight must be known
-        before its next one sits the step out.
+        chosen: take a step's tokens and try again.
         """
         if self._tables.num_finished < self._tables.num_submitted and self._must_wait():
             return NOTHING
         chosen: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
-        num_ready = sum([seq.num_uncomputed == 1 and not seq.is_held_back for seq in self.running])
+        num_ready = sum([seq.num_uncomputed == 1 for seq in self.running])
         budget = self._max_num_batched_tokens - num_ready
         enough_blocks = True
         num_drafts = self._num_drafts(num_ready)
@@ -108,8 +107,6 @@ class Scheduler:
                 break  # Preempted by one before it, as is every sequence behind it.
             if seq.num_uncomputed > 1:
                 begun.append(seq)
-                continue
-            if seq.is_held_back:
                 continue
             if num_drafts:
                 seq.take_draft(seq.guess(num_drafts, self._recent))

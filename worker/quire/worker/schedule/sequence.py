@@ -232,8 +232,8 @@ class Sequence:
         return self._blocks[: self.num_blocks]
 
     @property
-    def is_held_back(self) -> bool:
-        """Whether its tokens in flight must be known before its next one can be asked for."""
+    def lacks_edits(self) -> bool:
+        """Whether its tokens in flight decide how the logits of the next one are changed."""
         return self._needs_tokens and self.num_in_flight > 0
 
     def edits(self, num_guessed: int = 0) -> Edits | None:
@@ -243,6 +243,10 @@ class Sequence:
         if num_guessed:
             return self._draft_edits[num_guessed - 1]
         return self._edits.at(self.num_output_tokens + self.num_in_flight)
+
+    def edits_in_flight(self) -> Edits | None:
+        """Changes to the logits of the newest token in flight, the only one."""
+        return None if self._edits is None else self._edits.at(self.num_output_tokens)
 
     def token_at(self, position: int) -> int:
         """A token that is known."""

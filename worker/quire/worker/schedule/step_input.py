@@ -4,6 +4,7 @@ A sequence's slowly changing parts, its block table and its sampling parameters,
 of arrays as long as the sequence runs: a step writes only the new entries and picks its rows.
 """
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -67,6 +68,10 @@ class StepInputs:
             if seq.num_computed == seq.num_tokens
         ]
         late_2L = np.array(late, dtype=np.int32).reshape(-1, 2).T.copy()
+        edits_follow = any(
+            num_samples and seq.lacks_edits
+            for seq, num_samples in zip(sequences, schedule.num_samples, strict=True)
+        )
         return StepInput(
             token_ids_T=_token_ids(schedule),
             positions_T=positions_T,
@@ -76,10 +81,15 @@ class StepInputs:
             query_starts_B1=query_starts_B1.astype(np.int32),
             num_decodes=num_decodes,
             samples_S=samples_S,
-            sampling=self._sampling(schedule, positions_T[samples_S]),
+            sampling=self._sampling(schedule, positions_T[samples_S], edits_follow=edits_follow),
             late_tokens_L=late_2L[0],
             late_rows_L=late_2L[1],
+            edits_follow=edits_follow,
         )
+
+    def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
+        """The adjustments of a step that was submitted without, once those before it are over."""
+        return _adjustments(schedule, lambda seq, _: seq.edits_in_flight())
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended: another one can have its row."""
@@ -109,7 +119,9 @@ class StepInputs:
         for name, value_of in _PARAMS.items():
             self._params_R[name][row] = value_of(seq)
 
-    def _sampling(self, schedule: Schedule, positions_S: Longs) -> SamplingBatch:
+    def _sampling(
+        self, schedule: Schedule, positions_S: Longs, *, edits_follow: bool
+    ) -> SamplingBatch:
         """``positions_S``: of the tokens behind which one is sampled."""
         sampled = [
             seq
@@ -117,7 +129,6 @@ class StepInputs:
             for _ in range(num_samples)
         ]
         given_S = _given(schedule)
-        edits = _edits(schedule)
         rows_S = np.array([seq.row for seq in sampled], dtype=np.int64)
         columns = {name: values_R.take(rows_S) for name, values_R in self._params_R.items()}
         columns["position_S"] = positions_S + 1
@@ -127,7 +138,7 @@ class StepInputs:
             columns["num_logprobs_S"][scored_S] = [
                 sampled[sample].request.sampling.prompt_logprobs for sample in scored_S
             ]
-        adjustments = Adjustments.of(edits, num_samples=len(sampled)) if edits else None
+        adjustments = None if edits_follow else _adjustments(schedule, Sequence.edits)
         asked = {
             sample: token_ids
             for sample in np.flatnonzero(columns["num_logprobs_S"] >= 0).tolist()
@@ -160,8 +171,11 @@ def _given(schedule: Schedule) -> Longs | None:
     return np.concatenate(given)
 
 
-def _edits(schedule: Schedule) -> list[tuple[int, Edits]]:
-    """What is changed in the logits of the tokens to draw, by sample."""
+def _adjustments(
+    schedule: Schedule, edits_of: Callable[[Sequence, int], Edits | None]
+) -> Adjustments | None:
+    """What is changed in the logits of the tokens that a step draws. ``edits_of`` tells it of a
+    sequence and the number of a draw among the sequence's own."""
     found = []
     end = 0
     for seq, num_samples, num_scored in zip(
@@ -169,10 +183,10 @@ def _edits(schedule: Schedule) -> list[tuple[int, Edits]]:
     ):
         begin, end = end + num_scored, end + num_samples
         for sample in range(begin, end):
-            each = seq.edits(sample - begin)
+            each = edits_of(seq, sample - begin)
             if each is not None:
                 found.append((sample, each))
-    return found
+    return Adjustments.of(found, num_samples=end) if found else None
 
 
 def _token_ids(schedule: Schedule) -> Longs:

@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 # T tokens   B sequences   Q = B + 1   M blocks   S samples   L late tokens
 
 _ALIGNMENT = 64
-_COUNTS = ("T", "B", "Q", "M", "S", "L", "decodes")
+_COUNTS = ("T", "B", "Q", "M", "S", "L", "decodes", "edits_follow")
 
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
@@ -148,7 +148,7 @@ def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
     num_rows, num_blocks = step.block_tables_BM.shape
     counts = (
         *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
-        *(len(step.samples_S), len(step.late_tokens_L), step.num_decodes),
+        *(len(step.samples_S), len(step.late_tokens_L), step.num_decodes, step.edits_follow),
     )
     slot[: 8 * len(counts)].view(np.int64)[:] = counts
     offset = _ALIGNMENT
@@ -168,7 +168,12 @@ def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
     step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
     sampling, offset = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
     sampling.update(zip(_RARE, message_behind(offset) or [None] * len(_RARE), strict=True))
-    return StepInput(**step, num_decodes=counts["decodes"], sampling=SamplingBatch(**sampling))
+    return StepInput(
+        **step,
+        num_decodes=counts["decodes"],
+        sampling=SamplingBatch(**sampling),
+        edits_follow=bool(counts["edits_follow"]),
+    )
 
 
 def _read_arrays(

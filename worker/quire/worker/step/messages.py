@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.worker.api.arrays import Ints, Longs
 from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.step.sampling_batch import SamplingBatch
+from quire.worker.step.sampling_batch import Adjustments, SamplingBatch
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
 # S samples                      L tokens that are not known yet
@@ -51,6 +51,9 @@ class StepInput:
     """Where T has tokens that the step before this one samples: ranks put them in."""
     late_rows_L: Ints = field(default_factory=_no_rows)
     """Which of that step's S samples is each."""
+    edits_follow: bool = False
+    """Logits are changed by what the step before this one samples. Rank 0 gets the adjustments
+    apart, while the model runs: see `Executor.send_edits`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,14 @@ class Executor(Protocol):
 
         Raises:
             RankFailure: A rank died or does not take it. The executor is closed.
+        """
+
+    def send_edits(self, adjustments: Adjustments | None) -> None:
+        """Gives rank 0 all adjustments of the step that was submitted last, whose ``edits_follow``
+        is set. The results of those before it must have been taken.
+
+        Raises:
+            RankFailure: As `submit`.
         """
 
     def result(self) -> StepOutput:
