@@ -236,6 +236,12 @@ ODD = {
         "<start_function_call>call:weather{city}<end_function_call>",
         f"<start_function_call>call:any{{x:{'[' * 50}",
     ],
+    "gemma4": [
+        "<|tool_call>call:now{}<tool_call|><|tool_response>",
+        'a <|tool_call>call:any{x:[{a:<|"|>{b}<|"|>}],y:null}<tool_call|><|tool_call> b',
+        '<|tool_call>call:any{<|"|>x<|"|>:{<|"|>y<|"|>:-1.5e3}}<tool_call|>.',
+        '<|tool_call>call:weather{city:<|"|>Par<|"',
+    ],
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"],
 }
 
@@ -366,7 +372,7 @@ def marked() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
-    special |= {"<escape>", "<start_function_call>"}
+    special |= {"<escape>", "<start_function_call>", "<|tool_call>", "<tool_call|>", '<|"|>'}
     special |= {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
     for form in FORMATS.values():
         special |= {
@@ -604,35 +610,49 @@ def test_a_schema_that_a_format_cannot_keep_is_refused_by_name(marked: Tokenizer
         constrain(dialect, use, None, reasons=False)
 
 
-def test_braces_hold_values_of_any_depth(marked: Tokenizer, grammars: Grammars) -> None:
+@pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
+def test_braces_hold_values_of_any_depth(form: str, marked: Tokenizer, grammars: Grammars) -> None:
     properties = {
         "at": {
             "type": "object",
             "properties": {"city": {"$ref": "#/$defs/city"}, "zip": {"type": ["integer", "null"]}},
             "required": ["city"],
         },
-        "days": {"type": "array", "items": {"enum": ["Mo", "Tu"]}},
+        "Days": {"type": "array", "items": {"enum": ["Mo", "Tu"]}},
         "more": {},
     }
     told = tool("f", properties)
     told["function"]["parameters"] |= {"$defs": {"city": {"type": "string"}}, "required": ["at"]}
     use = required([told])
-    dialect = choose_dialect(marked, tool_call_parser="functiongemma")
+    dialect = choose_dialect(marked, tool_call_parser=form)
     constraint = constrain(dialect, use, None, reasons=False)
     for arguments, is_good in (
         (
-            {"at": {"city": "a,}b", "zip": None}, "days": ["Mo", "Tu"], "more": {"a": [1, ["x"]]}},
+            {"at": {"city": "a,}b", "zip": None}, "Days": ["Mo", "Tu"], "more": {"a": [1, ["x"]]}},
             True,
         ),
-        ({"at": {"city": ""}, "days": [], "more": "<"}, True),
+        ({"at": {"city": ""}, "Days": [], "more": "<"}, True),
         ({"at": {"zip": 1}}, False),
         ({"at": {"city": "a", "zip": "b"}}, False),
-        ({"at": {"city": "a"}, "days": ["We"]}, False),
-        ({"days": ["Mo"]}, False),
+        ({"at": {"city": "a"}, "Days": ["We"]}, False),
+        ({"Days": ["Mo"]}, False),
     ):
-        text = written("functiongemma", [("f", arguments)])
+        text = written(form, [("f", arguments)])
         assert allows(grammars, marked, constraint, text) == is_good
-        assert calls_of(parse("functiongemma", [text], use.tools)) == [("f", arguments)]
+        assert calls_of(parse(form, [text], use.tools)) == [("f", arguments)]
     free = tool("f", {"a": {"type": "array", "items": {"type": "string", "pattern": "x+"}}})
     with pytest.raises(InvalidRequest, match=r"tools: pattern, of the argument 'a\[\]' of 'f'"):
         constrain(dialect, required([free]), None, reasons=False)
+
+
+def test_gemma_thinks_in_a_channel_and_then_calls() -> None:
+    gemma4 = next(each for each in REASONING_FORMATS if each.name == "gemma4")
+    called = '<|tool_call>call:weather{city:<|"|>Ulm<|"|>}<tool_call|>'
+    events = [CallBegun(0, "weather"), CallArguments(0, '{"city": "Ulm"}'), CallEnded(0)]
+    for text, is_reasoning in (
+        (f"<|channel>thought\nHm.\n<channel|>{called}", False),
+        (f"Hm.\n<channel|>{called}", True),
+    ):
+        for pieces in cuts(text):
+            told = parse("gemma4", pieces, TOOLS, reasoning=gemma4, is_reasoning=is_reasoning)
+            assert told == [Reasoning("Hm."), *events]

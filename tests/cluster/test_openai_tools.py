@@ -273,6 +273,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
         ("[func_name1(params_name1=params_value1", "pythonic", None),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
         ("<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("'<|tool_call>call:' '<|\"|>' part.split('<channel|>') '<|channel>'", "gemma4", "gemma4"),
         ("respond only with <|tool_call|> followed by a JSON list", "granite", None),
         ("{{ messages[0].content }}", None, None),
     ],

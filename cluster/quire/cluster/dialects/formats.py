@@ -262,7 +262,20 @@ TOOL_FORMATS = (
         signs=(("<start_function_call>",),),
     ),
     ToolFormat(
-        name="pythonic",  # Llama 3.2 and 4 where prompted so, ToolACE.
+        name="gemma4",  # Gemma 4, DiffusionGemma.
+        opens=("<|tool_call>",),
+        shapes=(
+            Shape(
+                call=(Literal("call:"), Name(), Braces('<|"|>')),
+                end="<tool_call|>",
+                gap="",
+            ),
+        ),
+        closes=("<|tool_response>",),  # As that of functiongemma.
+        signs=(("<|tool_call>",),),
+    ),
+    ToolFormat(
+        name="pythonic",  # Llama 3.2 and 4, Gemma 3 and 3n where prompted so, ToolACE.
         opens=("<|python_start|>",),
         is_bare=True,
         shapes=(Shape(begin="[", call=(Name(), Literal("("), Keywords()), between=", ", end="]"),),
@@ -270,7 +283,7 @@ TOOL_FORMATS = (
         signs=(("[func_name1(",),),
     ),
     ToolFormat(
-        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4.
+        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4; Gemma 3 where prompted so.
         opens=("<|python_tag|>", "<|python_start|>"),
         is_bare=True,
         shapes=(Shape(call=(CallObject("parameters"),), between="; "),),

@@ -229,11 +229,12 @@ class _Braced:
     def object_of(
         self, schema: Mapping[str, Any], *, at: str = "", num_left: int = _MAX_DEPTH
     ) -> str:
-        # Models write names in the order of the alphabet.
+        # Models write names in the order of the alphabet, as Jinja's `dictsort` has it.
         properties = schema.get("properties")
         required = schema.get("required")
         values = []
-        for name, each in sorted((properties if isinstance(properties, dict) else {}).items()):
+        listed = (properties if isinstance(properties, dict) else {}).items()
+        for name, each in sorted(listed, key=lambda item: item[0].lower()):
             value = self._value(each, at=f"{at}{name}", num_left=num_left)
             is_required = isinstance(required, list) and name in required
             values.append((f"{self._grammar.text(f'{name}:')} {value}", is_required))

@@ -49,6 +49,8 @@ class ReasoningFormat:
     """A chat template that contains all texts of one entry belongs to models that write this."""
     frame: Frame | None = None
     """Where there is one, the parser reads by it."""
+    opens_token: str = ""
+    """The first token of ``opens``, where it is several and this one begins nothing else."""
 
     def begun(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool | None:
         """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
@@ -82,6 +84,13 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat(
         name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
+    ),
+    ReasoningFormat(
+        name="gemma4",
+        opens="<|channel>thought",
+        closes="<channel|>",
+        signs=(("<|channel>", "<channel|>"),),
+        opens_token="<|channel>",
     ),
     # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
     ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
@@ -131,7 +140,8 @@ def spell_out(
     if has_begun is False:
         return replace(params, thinking_token_budget=None)
     token_ids = []
-    for mark in [reasoning.closes] if has_begun else [reasoning.opens, reasoning.closes]:
+    opens = reasoning.opens_token or reasoning.opens
+    for mark in [reasoning.closes] if has_begun else [opens, reasoning.closes]:
         token_id = tokenizer.token_id(mark)
         if token_id is None:
             raise InvalidRequest(
