@@ -3,73 +3,47 @@
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.allowed import allows
 from tests.call_templates import TAKE_TEXT, TEMPLATES
+from tests.dialects import (
+    FORMATS,
+    Call,
+    calls_of,
+    conversations,
+    cuts,
+    grammars_of,
+    marked_tokenizer,
+    parse,
+    required,
+    tool,
+    walk,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.cluster.dialects.dialect import choose_dialect
-from quire.cluster.dialects.formats import (
-    TOOL_FORMATS,
-    markers_of,
-)
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.parser import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
-    Event,
     OutputParser,
     Reasoning,
 )
-from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use, check_tools
+from quire.cluster.dialects.tools import ToolUse, check_tools
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint
-from quire.worker.text.grammar import Grammars, fill_masks
-from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.worker.text.grammar import Grammars
+from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
-
-FORMATS = {each.name: each for each in TOOL_FORMATS}
-THINK = next(each for each in REASONING_FORMATS if each.name == "think")
-
-TYPES = {
-    "string": st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12),
-    "integer": st.integers(-(10**12), 10**12),
-    "number": st.floats(allow_nan=False, allow_infinity=False, width=32),
-    "boolean": st.booleans(),
-    "array": st.lists(st.integers() | st.text("ab]\"'\\,é", max_size=4), max_size=3),
-    "object": st.dictionaries(st.text("ab", max_size=3), st.none() | st.booleans(), max_size=2),
-    "null": st.none(),
-}
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
-Call = tuple[str, dict[str, Any]]
-
-
-def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Call]]:
-    """Tools, and calls that their schemas allow."""
-    tools, calls = [], []
-    for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
-        types = draw(st.dictionaries(names, st.sampled_from(sorted(TYPES)), max_size=4))
-        tools.append(tool(name, {key: {"type": kind} for key, kind in types.items()}))
-        calls.append((name, {key: draw(TYPES[kind]) for key, kind in types.items()}))
-    return tools, calls
 
 
 def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
@@ -96,58 +70,6 @@ def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
     message = {"role": "assistant", "content": content or None, "tool_calls": said}
     rendered: Any = render_jinja_template([[message]], chat_template=TEMPLATES[form])
     return str(rendered[0][0])
-
-
-def parse(
-    form: str | None,
-    pieces: Sequence[str],
-    tools: Sequence[Tool],
-    *,
-    reasoning: ReasoningFormat | None = THINK,
-    is_reasoning: bool = False,
-) -> list[Event]:
-    """The events, where text that follows on is one event."""
-    parser = OutputParser(
-        calls=FORMATS[form] if form else None,
-        tools=tools,
-        reasoning=reasoning,
-        is_reasoning=is_reasoning,
-    )
-    events: list[Event] = []
-    told = [event for piece in pieces for event in parser.feed(piece)]
-    for event in (*told, *parser.finish()):
-        last = events[-1] if events else None
-        if not isinstance(event, CallBegun | CallEnded) and type(last) is type(event):
-            assert not isinstance(last, CallBegun | CallEnded | None)
-            events[-1] = replace(last, text=last.text + event.text)
-        else:
-            events.append(event)
-    return events
-
-
-def calls_of(events: Sequence[Event]) -> list[Call]:
-    """Checks also that begin and end are where they have to be."""
-    calls: list[Call] = []
-    inner = [event for event in events if not isinstance(event, Content | Reasoning)]
-    for number in range(0, len(inner), 3):
-        begun, arguments, ended = inner[number : number + 3]
-        assert isinstance(begun, CallBegun)
-        assert isinstance(arguments, CallArguments)
-        assert begun.index == arguments.index == number // 3
-        assert ended == CallEnded(begun.index)
-        calls.append((begun.name, json.loads(arguments.text)))
-    return calls
-
-
-def cuts(text: str) -> Iterator[list[str]]:
-    """Every cut in two, single characters, and a few others."""
-    yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
-    yield list(text)
-    chance = random.Random(text)
-    for _ in range(20):
-        places = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(1, 9)))
-        ends = [*places, len(text)]
-        yield [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -367,63 +289,12 @@ def test_a_tagged_argument_is_what_its_schema_says() -> None:
 
 @pytest.fixture(scope="module")
 def marked() -> Tokenizer:
-    """Its special tokens are the markers that are such in known models."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
-    special |= {"<escape>", "<start_function_call>", "<|tool_call>", "<tool_call|>", '<|"|>'}
-    special |= {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
-    for form in FORMATS.values():
-        special |= {
-            token for text in markers_of(form) for token in re.findall("<｜[^｜]*｜>", text)
-        }
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<|end|>", *sorted(special - {"<|end|>"})],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["the weather"], trainer)
-    return Tokenizer(backend)
+    return marked_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def grammars(marked: Tokenizer) -> Grammars:
-    return Grammars(lambda: marked, vocab_size=marked.vocab_size, eos_token_ids=[0])
-
-
-def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUse:
-    return check_tool_use(tools, choice, is_parallel=True)
-
-
-def walk(
-    grammars: Grammars, marked: Tokenizer, constraint: Constraint | None, chance: random.Random
-) -> str:
-    """A text that the grammar allows, drawn token by token."""
-    assert constraint is not None
-    matcher = grammars.compile(constraint).matcher()
-    token_ids: list[int] = []
-    ahead: list[int] = []  # What ends texts that have any characters, and would not come by chance.
-    ends_of_texts = [
-        marked.encode(text) for text in ("</arg_value>", "\n</parameter>", "<escape>", '<|"|>')
-    ]
-    while True:
-        allowed = np.flatnonzero(np.unpackbits(matcher.mask_W.view(np.uint8), bitorder="little"))
-        # Texts of some length, not of any.
-        ends = [each for each in allowed if each == 0 or chr(34) in marked.token_text(int(each))]
-        if not ahead or ahead[0] not in allowed:
-            ahead = list(chance.choice(ends_of_texts)) if chance.random() < 0.2 else []
-        if ahead and ahead[0] in allowed:
-            token_id = ahead.pop(0)
-        else:
-            token_id = int(chance.choice(ends if ends and len(token_ids) > 60 else list(allowed)))
-        if token_id == 0:
-            return marked.decode(token_ids, skip_special_tokens=False)
-        token_ids.append(token_id)
-        assert len(token_ids) < 3000
-        matcher.consume([token_id])
-        fill_masks([matcher])
-        assert matcher.error is None
+    return grammars_of(marked)
 
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

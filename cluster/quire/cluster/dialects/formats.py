@@ -19,6 +19,11 @@ class Literal:
 
 
 @dataclass(frozen=True)
+class Spaces:
+    """Whitespace where it is not known which models write: a little of it, or none."""
+
+
+@dataclass(frozen=True)
 class Name:
     """The name of the function."""
 
@@ -30,9 +35,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class CallObject:
-    """A JSON object with name and arguments, under this key."""
+    """A JSON object with name and arguments, under these keys."""
 
     arguments: str
+    name: str = "name"
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Number:
     """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
 
 
-Part = Literal | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
+Part = Literal | Spaces | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
 
 
 @dataclass(frozen=True, kw_only=True)

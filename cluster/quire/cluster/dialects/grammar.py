@@ -21,6 +21,7 @@ from quire.cluster.dialects.formats import (
     Number,
     Part,
     Shape,
+    Spaces,
     ToolFormat,
 )
 from quire.cluster.dialects.tools import Tool, ToolUse
@@ -158,14 +159,17 @@ def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
     match part:
         case Literal(text):
             return grammar.text(text)
+        case Spaces():
+            return "/[ \\n]{0,2}/"
         case Name():
             return grammar.text(tool.name)
         case Number():
             return "/[0-9]{1,4}/"
         case Arguments():
             return grammar.json(schema)
-        case CallObject(key):
-            head = grammar.text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        case CallObject(arguments, name):
+            keys = json.dumps(name), json.dumps(arguments)
+            head = grammar.text(f"{{{keys[0]}: {json.dumps(tool.name)}, {keys[1]}: ")
             return f"{head} {grammar.json(schema)} {grammar.text('}')}"
         case Fields():
             return _fields(grammar, part, tool)
