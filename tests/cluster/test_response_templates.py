@@ -188,6 +188,8 @@ REFUSED: list[tuple[object, str]] = [
     (changed(JSON, CALLED), "it has no field tool_calls"),
     (changed(JSON, "version", 2), "version=2 cannot"),
     (changed(JSON, "vars", {}), "vars={} cannot"),
+    (changed(JSON, f"fields.{'a' * 200}", 5), "^a{128}=5 cannot"),
+    (changed(JSON, "fields.a\nb", 5), r"^a\\nb=5 cannot"),
     (changed(JSON, f"{CALLED}.vars", {}), "tool_calls.vars={} cannot"),
     (changed(JSON, "defaults", {"x": "y" * 40_000}), "it has 4.... characters: at most 32768"),
     (changed(JSON, "fields.citation", {"open": "["}), "the field 'citation' is not known"),
@@ -204,6 +206,10 @@ REFUSED: list[tuple[object, str]] = [
     (changed(JSON, f"{CALLED}.open_pattern", r"\s*"), "tool_calls.open=.* cannot"),
     (changed(JSON, f"{CALLED}.open_pattern", "a" * 600), "tool_calls.open_pattern=.* cannot"),
     (changed(JSON, f"{CALLED}.open_pattern", "<(?P<id>.*)>"), "tool_calls.open_pattern=.* cannot"),
+    (
+        changed(XML, f"{CALLED}.open_pattern", r"<f>(?P<name>\w+)-f"),  # Where does it end?
+        "tool_calls.open_pattern=.* cannot",
+    ),
     (changed(JSON, f"{CALLED}.open_pattern"), "nothing opens tool_calls"),
     (changed(JSON, CALLED, LLAMA), "tool_calls.open=.* cannot"),
     (changed(JSON, f"{CALLED}.repeats"), "tool_calls is no list"),

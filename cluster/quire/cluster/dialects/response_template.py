@@ -5,6 +5,7 @@ that models write, which a template leaves open. Else the template makes an entr
 way our parser reads the calls and our grammar writes them.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from quire.cluster.dialects.formats import (
     Spaces,
     ToolFormat,
 )
+from quire.cluster.dialects.tools import NAME_CHARS
 from quire.worker.api.errors import UnreadableTemplate
 from quire.worker.text.reasoning import reasoning_from
 from quire.worker.text.response_template import (
@@ -124,6 +126,8 @@ def _parts(field: Field, sequence: Iterable[str | Gap | Group]) -> list[Part]:
     for part in sequence:
         match part:
             case str():
+                if parts[-1:] == [Name()] and re.match(f"[{NAME_CHARS}]", part):
+                    raise field.refused("open_pattern", field.given.get("open_pattern"))
                 parts.append(Literal(part))
             case Gap():
                 parts.append(Spaces())

@@ -108,7 +108,8 @@ class Field:
 
 
 def refused(place: str, value: object) -> UnreadableTemplate:
-    return UnreadableTemplate(f"{place}={reprlib.repr(value)} cannot be expressed")
+    shown = place.encode("unicode_escape").decode()[:_MAX_TEXT_CHARS]
+    return UnreadableTemplate(f"{shown}={reprlib.repr(value)} cannot be expressed")
 
 
 def fields_of(template: object) -> dict[str, Field]:
