@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 from hypothesis import strategies as st
+from tests.call_templates import TAKE_TEXT, TEMPLATES
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.cluster.dialects.formats import TOOL_FORMATS, ToolFormat, markers_of
 from quire.cluster.dialects.parser import (
@@ -61,6 +63,32 @@ def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Call]]:
     return tools, calls
 
 
+def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
+    """What the family's own chat template makes of the calls."""
+    if form == "pythonic":
+        shown = [
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            for name, arguments in calls
+        ]
+        return f"[{', '.join(shown)}]"
+    said = [
+        {
+            "type": "function",
+            "id": f"functions.{name}:{number}" if form == "kimi_k2" else f"{number:09}",
+            "function": {
+                "name": name,
+                "arguments": json.dumps(arguments, ensure_ascii=False)
+                if form in TAKE_TEXT
+                else arguments,
+            },
+        }
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content or None, "tool_calls": said}
+    rendered: Any = render_jinja_template([[message]], chat_template=TEMPLATES[form])
+    return str(rendered[0][0])
+
+
 def parse(
     form: ToolFormat | str | None,
     pieces: Sequence[str],
@@ -68,6 +96,7 @@ def parse(
     *,
     reasoning: ReasoningFormat | None = THINK,
     is_reasoning: bool = False,
+    has_form: bool = False,
 ) -> list[Event]:
     """The events, where text that follows on is one event."""
     parser = OutputParser(
@@ -75,6 +104,7 @@ def parse(
         tools=tools,
         reasoning=reasoning,
         is_reasoning=is_reasoning,
+        has_form=has_form,
     )
     events: list[Event] = []
     told = [event for piece in pieces for event in parser.feed(piece)]
@@ -102,9 +132,10 @@ def calls_of(events: Sequence[Event]) -> list[Call]:
     return calls
 
 
-def cuts(text: str) -> Iterator[list[str]]:
-    """Every cut in two, single characters, and a few others."""
-    yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
+def cuts(text: str, *, in_two: bool = True) -> Iterator[list[str]]:
+    """Single characters, a few others, and, where ``in_two``, every cut in two."""
+    if in_two:
+        yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
     yield list(text)
     chance = random.Random(text)
     for _ in range(20):
@@ -140,6 +171,26 @@ def grammars_of(tokenizer: Tokenizer) -> Grammars:
 
 def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUse:
     return check_tool_use(tools, choice, is_parallel=True)
+
+
+def in_json(text: str, form: str, tools: Sequence[Tool]) -> str:
+    """Calls as the grammar has them: without ids, and with Python's values as JSON."""
+    text = re.sub(r', "id": "\d{9}"', "", text)
+    if form == "harmony":  # The templates have the function before the channel, models behind it.
+        text = re.sub(
+            r"assistant( to=\S+)<\|channel\|>commentary json",
+            r"assistant<|channel|>commentary\1 <|constrain|>json",
+            text,
+        )
+        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    if form != "pythonic":
+        return text
+    calls = calls_of(parse(form, [text], tools))
+    shown = []
+    for name, arguments in calls:
+        pairs = [f"{key}={json.dumps(arguments[key], ensure_ascii=False)}" for key in arguments]
+        shown.append(f"{name}({', '.join(pairs)})")
+    return f"[{', '.join(shown)}]"
 
 
 def walk(

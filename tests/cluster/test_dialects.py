@@ -1,9 +1,6 @@
 """Calls and reasoning of each family, read from text that is cut anywhere."""
 
-import json
 import random
-import re
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.allowed import allows
-from tests.call_templates import TAKE_TEXT, TEMPLATES
 from tests.dialects import (
     FORMATS,
     Call,
@@ -20,13 +16,14 @@ from tests.dialects import (
     conversations,
     cuts,
     grammars_of,
+    in_json,
     marked_tokenizer,
     parse,
     required,
     tool,
     walk,
+    written,
 )
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
@@ -44,32 +41,6 @@ from quire.worker.api.structured import Constraint, json_constraint
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
-
-
-def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
-    """What the family's own chat template makes of the calls."""
-    if form == "pythonic":
-        shown = [
-            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-            for name, arguments in calls
-        ]
-        return f"[{', '.join(shown)}]"
-    said = [
-        {
-            "type": "function",
-            "id": f"functions.{name}:{number}" if form == "kimi_k2" else f"{number:09}",
-            "function": {
-                "name": name,
-                "arguments": json.dumps(arguments, ensure_ascii=False)
-                if form in TAKE_TEXT
-                else arguments,
-            },
-        }
-        for number, (name, arguments) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content or None, "tool_calls": said}
-    rendered: Any = render_jinja_template([[message]], chat_template=TEMPLATES[form])
-    return str(rendered[0][0])
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -301,26 +272,6 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProper
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-def in_json(text: str, form: str) -> str:
-    """Calls as the grammar has them: without ids, and with Python's values as JSON."""
-    text = re.sub(r', "id": "\d{9}"', "", text)
-    if form == "harmony":  # The templates have the function before the channel, models behind it.
-        text = re.sub(
-            r"assistant( to=\S+)<\|channel\|>commentary json",
-            r"assistant<|channel|>commentary\1 <|constrain|>json",
-            text,
-        )
-        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
-    if form != "pythonic":
-        return text
-    calls = calls_of(parse(form, [text], TOOLS))
-    shown = []
-    for name, arguments in calls:
-        pairs = [f"{key}={json.dumps(arguments[key], ensure_ascii=False)}" for key in arguments]
-        shown.append(f"{name}({', '.join(pairs)})")
-    return f"[{', '.join(shown)}]"
-
-
 STRICT: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -357,7 +308,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
     must = constrain(dialect, required(STRICT), None, reasons=False)
     may = constrain(dialect, required(STRICT, "auto"), None, reasons=False)
     one = constrain(dialect, required(STRICT, NAMED), None, reasons=False)
-    text = in_json(written(form, GOOD), form)
+    text = in_json(written(form, GOOD), form, TOOLS)
     bare = FORMATS[form].is_bare
     for wrong in (
         written(form, [("weather", {"city": "x"})]),
@@ -366,7 +317,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
         written(form, [("gone", {})]),
     ):
         for constraint in (must, may, one):
-            assert not allows(grammars, marked, constraint, in_json(wrong, form).lstrip())
+            assert not allows(grammars, marked, constraint, in_json(wrong, form, TOOLS).lstrip())
     assert allows(grammars, marked, must, text.lstrip())
     assert not allows(grammars, marked, must, f"So: {text.lstrip()}")
     framed = FORMATS[form].frame
@@ -375,7 +326,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
     assert allows(grammars, marked, may, text.lstrip())
     assert allows(grammars, marked, may, "") != bool(framed)
     assert not allows(grammars, marked, one, text.lstrip())
-    assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form).lstrip())
+    assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form, TOOLS).lstrip())
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -433,7 +384,7 @@ def test_an_answer_is_a_call_or_of_the_form(
     may = constrain(dialect, required(tools, "auto"), json_form, reasons=False)
     must = constrain(dialect, required(tools), json_form, reasons=False)
     none = constrain(dialect, ToolUse(), json_form, reasons=False)
-    call = in_json(written(form, GOOD), form).lstrip()
+    call = in_json(written(form, GOOD), form, TOOLS).lstrip()
     assert allows(grammars, marked, may, call) == (form != "llama3_json")
     assert allows(grammars, marked, must, call)
     assert not allows(grammars, marked, none, call)
@@ -527,3 +478,42 @@ def test_gemma_thinks_in_a_channel_and_then_calls() -> None:
         for pieces in cuts(text):
             told = parse("gemma4", pieces, TOOLS, reasoning=gemma4, is_reasoning=is_reasoning)
             assert told == [Reasoning("Hm."), *events]
+
+
+@pytest.mark.parametrize(
+    ("form", "mark"), [("glm45", "</arg_value>"), ("qwen3_coder", "</parameter>")]
+)
+def test_where_calls_have_a_form_a_mark_within_json_ends_nothing(
+    form: str, mark: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    told = tool("f", {"a": {"type": "array"}, "b": {"type": "string"}, "c": {}})
+    told["function"]["parameters"]["required"] = ["a", "b", "c"]
+    use = required([told])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    for arguments, is_good in (
+        ({"a": [f'"{mark}\\', {"x": mark}], "b": "", "c": "{ ["}, True),
+        ({"a": [], "b": mark, "c": 1}, False),
+        ({"a": [], "b": f"x{mark}\n", "c": 1}, False),
+    ):
+        text = written(form, [("f", arguments)]).lstrip()
+        assert allows(grammars, marked, constraint, text) == is_good
+        if is_good:
+            for pieces in cuts(text):
+                events = parse(form, pieces, use.tools, has_form=True)
+                assert calls_of(events) == [("f", arguments)]
+
+
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+def test_the_grammar_allows_constants_as_python_writes_them(
+    form: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    told = tool("f", {"a": {"type": "boolean"}, "b": {"type": ["integer", "null"]}})
+    use = required([told])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    text = written(form, [("f", {"a": "A", "b": "B"})]).lstrip()
+    for a, b in (("True", "None"), ("false", "null"), ("False", "-7")):
+        assert allows(grammars, marked, constraint, text.replace("A", a).replace("B", b))
+    for a, b in (("None", "1"), ("true", "True"), ("yes", "1")):
+        assert not allows(grammars, marked, constraint, text.replace("A", a).replace("B", b))

@@ -193,9 +193,10 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
         elif kinds is None or "string" in kinds:
             if schema.get("type") == "string":
                 _check_free(tool, name, schema)
-            value = grammar.until(close)
+            value = grammar.until_line(part.value[1]) if newline else grammar.until(close)
         else:
-            value = f"{grammar.json(schema)} {grammar.text(close)}"
+            choices = [grammar.json(schema), *map(grammar.text, _constants(schema))]
+            value = f"({' | '.join(choices)}) {grammar.text(close)}"
         field = f"{grammar.text(head + newline)} ({value}) {grammar.text(chr(10))}"
         fields.append(f"({field})" if is_required else f"({field})?")
     return " ".join(fields)
@@ -322,6 +323,16 @@ def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
     if not isinstance(values, list) or not values:
         return None
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
+
+
+def _constants(schema: Mapping[str, Any]) -> Sequence[str]:
+    """Values that templates in Jinja write as Python has them."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return [
+        *(("True", "False") if "boolean" in kinds else ()),
+        *(("None",) if "null" in kinds else ()),
+    ]
 
 
 def _check_free(

@@ -78,7 +78,8 @@ Event = Content | Reasoning | CallBegun | CallArguments | CallEnded
 
 class OutputParser:
     """Parses one answer. Without ``tools`` there are no calls in it, and without ``reasoning`` no
-    reasoning. ``is_reasoning``: the prompt ended within it."""
+    reasoning. ``is_reasoning``: the prompt ended within it. ``has_form``: a grammar keeps the
+    calls to their schemas."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         reasoning: ReasoningFormat | None = None,
         is_reasoning: bool = False,
+        has_form: bool = False,
     ) -> None:
         self._format = calls if tools else None
         format_of_frame = calls or reasoning
@@ -94,6 +96,7 @@ class OutputParser:
         self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
+        self._has_form = has_form
         self._reader = Reader()
         self._events: list[Event] = []
         self._spaces: list[str] = []  # That may belong to the text or to a marker behind them.
@@ -417,6 +420,11 @@ class OutputParser:
             self._argue('"')
             return True
         value: list[str] = []
+        # A text within JSON may have the mark that ends the value. Where the value may be no JSON,
+        # the first mark ends it.
+        is_json = self._has_form and kinds is not None and "string" not in kinds
+        if is_json and (yield from reader.peek()) in ("{", "["):
+            yield from reader.json_value(value.append)
         is_whole = (yield from reader.until(ends, value.append)) is not None
         text = "".join(value)
         self._argue(tagged_as_json(text, kinds) if is_whole else text)
