@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import zipfile
 from copy import deepcopy
 from pathlib import Path
@@ -35,6 +36,7 @@ from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import check_tools
 from quire.worker.api.errors import UnreadableTemplate
 from quire.worker.text.reasoning import reasoning_from, reasoning_of
+from quire.worker.text.response_template import Group, sequence_of
 from quire.worker.text.tokenizer import Tokenizer
 
 SAID = st.text(st.characters(codec="utf-8", categories=["L", "N", "Zs", "Cc"]), max_size=9)
@@ -51,7 +53,7 @@ def message_of(events: list[Event]) -> Message:
 
 
 def transformers_message(text: str, case: Case, tools: list[dict[str, Any]]) -> Message:
-    message = parse_response(text, case.template, prefix="", tools=tools)
+    message = parse_response(text, case.template, prefix="", tools=[*tools])
     reasoning = message.get("reasoning_content", message.get("thinking", ""))
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [(function["name"], function["arguments"]) for function in functions]
@@ -294,7 +296,8 @@ def test_a_response_template_outweighs_the_chat_template_and_an_operator_both() 
 
 
 def test_it_is_read_where_transformers_saves_it(tmp_path: Path) -> None:
-    saved = PreTrainedTokenizerFast(tokenizer_object=marked_tokenizer()._backend)
+    make: Any = PreTrainedTokenizerFast
+    saved = make(tokenizer_object=marked_tokenizer()._backend)
     saved.response_template = JSON
     saved.save_pretrained(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
@@ -338,3 +341,26 @@ def test_any_template_is_read_or_refused(name: str, changes: list[tuple[str, obj
 def test_all_that_transformers_serves_by_a_template_are_read(model: str) -> None:
     assert calls_from(KNOWN[model]).name in ("hermes", "qwen3_coder", "gemma4")
     assert reasoning_from(KNOWN[model]).name in ("think", "gemma4")
+
+
+PIECES = ["<a>", "\n", r"\|", r"\[", r"\n", r"\t", r"\s*", r"\n?", r"(?P<g>\w+)"]
+PIECES.append(r"(?P<h>[^<\n]+)")
+NOISE = [*"?*+|().^$}", "{2}", "[ab]", r"\b", r"\w", "(?:", "(?i)"]
+
+
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from([*PIECES * 3, *NOISE]), min_size=1, max_size=8))
+def test_a_pattern_that_is_read_matches_what_it_is_read_as(pieces: list[str]) -> None:
+    pattern = "".join(pieces)
+    try:
+        parts = sequence_of(pattern, place="x")
+        compiled = re.compile(pattern, re.DOTALL)
+    except (UnreadableTemplate, re.error):
+        return
+    names = {"g": "ab", "h": "c d"}
+    text = "".join(
+        part if isinstance(part, str) else names[part.name] if isinstance(part, Group) else ""
+        for part in parts
+    )
+    if not re.search(r"\\[nt]\+", pattern):  # Less whitespace is read, too.
+        assert compiled.fullmatch(text) is not None
