@@ -159,6 +159,14 @@ FUNCTION_GEMMA = """
     {{- '<end_function_call>' }}
 {%- endfor %}{% endif %}{% endfor %}"""
 
+GEMMA4 = FUNCTION_GEMMA
+for _other, _mark in (
+    ("<start_function_call>", "<|tool_call>"),
+    ("<end_function_call>", "<tool_call|>"),
+    ("<escape>", '<|"|>'),
+):
+    GEMMA4 = GEMMA4.replace(_other, _mark)
+
 TEMPLATES = {
     "kimi_k2": KIMI_K2,
     "harmony": HARMONY,
@@ -172,6 +180,7 @@ TEMPLATES = {
     "deepseek_v31": DEEPSEEK_V31,
     "llama3_json": LLAMA3_JSON,
     "functiongemma": FUNCTION_GEMMA,
+    "gemma4": GEMMA4,
 }
 """By the names of `quire.cluster.dialects.formats`. Pythonic calls have none: models are shown
 them in the system prompt."""

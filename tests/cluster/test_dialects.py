@@ -1,153 +1,46 @@
 """Calls and reasoning of each family, read from text that is cut anywhere."""
 
-import json
 import random
-import re
-from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.allowed import allows
-from tests.call_templates import TAKE_TEXT, TEMPLATES
-from transformers.utils.chat_template_utils import render_jinja_template
+from tests.dialects import (
+    FORMATS,
+    Call,
+    calls_of,
+    conversations,
+    cuts,
+    grammars_of,
+    in_json,
+    marked_tokenizer,
+    parse,
+    required,
+    tool,
+    walk,
+    written,
+)
 
 from quire.cluster.dialects.dialect import choose_dialect
-from quire.cluster.dialects.formats import (
-    TOOL_FORMATS,
-    markers_of,
-)
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.parser import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
-    Event,
     OutputParser,
     Reasoning,
 )
-from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use, check_tools
+from quire.cluster.dialects.tools import ToolUse, check_tools
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint
-from quire.worker.text.grammar import Grammars, fill_masks
-from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.worker.text.grammar import Grammars
+from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
-
-FORMATS = {each.name: each for each in TOOL_FORMATS}
-THINK = next(each for each in REASONING_FORMATS if each.name == "think")
-
-TYPES = {
-    "string": st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12),
-    "integer": st.integers(-(10**12), 10**12),
-    "number": st.floats(allow_nan=False, allow_infinity=False, width=32),
-    "boolean": st.booleans(),
-    "array": st.lists(st.integers() | st.text("ab]\"'\\,é", max_size=4), max_size=3),
-    "object": st.dictionaries(st.text("ab", max_size=3), st.none() | st.booleans(), max_size=2),
-    "null": st.none(),
-}
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
-Call = tuple[str, dict[str, Any]]
-
-
-def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Call]]:
-    """Tools, and calls that their schemas allow."""
-    tools, calls = [], []
-    for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
-        types = draw(st.dictionaries(names, st.sampled_from(sorted(TYPES)), max_size=4))
-        tools.append(tool(name, {key: {"type": kind} for key, kind in types.items()}))
-        calls.append((name, {key: draw(TYPES[kind]) for key, kind in types.items()}))
-    return tools, calls
-
-
-def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
-    """What the family's own chat template makes of the calls."""
-    if form == "pythonic":
-        shown = [
-            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-            for name, arguments in calls
-        ]
-        return f"[{', '.join(shown)}]"
-    said = [
-        {
-            "type": "function",
-            "id": f"functions.{name}:{number}" if form == "kimi_k2" else f"{number:09}",
-            "function": {
-                "name": name,
-                "arguments": json.dumps(arguments, ensure_ascii=False)
-                if form in TAKE_TEXT
-                else arguments,
-            },
-        }
-        for number, (name, arguments) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content or None, "tool_calls": said}
-    rendered: Any = render_jinja_template([[message]], chat_template=TEMPLATES[form])
-    return str(rendered[0][0])
-
-
-def parse(
-    form: str | None,
-    pieces: Sequence[str],
-    tools: Sequence[Tool],
-    *,
-    reasoning: ReasoningFormat | None = THINK,
-    is_reasoning: bool = False,
-) -> list[Event]:
-    """The events, where text that follows on is one event."""
-    parser = OutputParser(
-        calls=FORMATS[form] if form else None,
-        tools=tools,
-        reasoning=reasoning,
-        is_reasoning=is_reasoning,
-    )
-    events: list[Event] = []
-    told = [event for piece in pieces for event in parser.feed(piece)]
-    for event in (*told, *parser.finish()):
-        last = events[-1] if events else None
-        if not isinstance(event, CallBegun | CallEnded) and type(last) is type(event):
-            assert not isinstance(last, CallBegun | CallEnded | None)
-            events[-1] = replace(last, text=last.text + event.text)
-        else:
-            events.append(event)
-    return events
-
-
-def calls_of(events: Sequence[Event]) -> list[Call]:
-    """Checks also that begin and end are where they have to be."""
-    calls: list[Call] = []
-    inner = [event for event in events if not isinstance(event, Content | Reasoning)]
-    for number in range(0, len(inner), 3):
-        begun, arguments, ended = inner[number : number + 3]
-        assert isinstance(begun, CallBegun)
-        assert isinstance(arguments, CallArguments)
-        assert begun.index == arguments.index == number // 3
-        assert ended == CallEnded(begun.index)
-        calls.append((begun.name, json.loads(arguments.text)))
-    return calls
-
-
-def cuts(text: str) -> Iterator[list[str]]:
-    """Every cut in two, single characters, and a few others."""
-    yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
-    yield list(text)
-    chance = random.Random(text)
-    for _ in range(20):
-        places = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(1, 9)))
-        ends = [*places, len(text)]
-        yield [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -235,6 +128,12 @@ ODD = {
         "<start_function_call>call:weather{city:<escape>Par",
         "<start_function_call>call:weather{city}<end_function_call>",
         f"<start_function_call>call:any{{x:{'[' * 50}",
+    ],
+    "gemma4": [
+        "<|tool_call>call:now{}<tool_call|><|tool_response>",
+        'a <|tool_call>call:any{x:[{a:<|"|>{b}<|"|>}],y:null}<tool_call|><|tool_call> b',
+        '<|tool_call>call:any{<|"|>x<|"|>:{<|"|>y<|"|>:-1.5e3}}<tool_call|>.',
+        '<|tool_call>call:weather{city:<|"|>Par<|"',
     ],
     "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"],
 }
@@ -361,87 +260,16 @@ def test_a_tagged_argument_is_what_its_schema_says() -> None:
 
 @pytest.fixture(scope="module")
 def marked() -> Tokenizer:
-    """Its special tokens are the markers that are such in known models."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
-    special |= {"<escape>", "<start_function_call>"}
-    special |= {"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
-    for form in FORMATS.values():
-        special |= {
-            token for text in markers_of(form) for token in re.findall("<｜[^｜]*｜>", text)
-        }
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<|end|>", *sorted(special - {"<|end|>"})],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["the weather"], trainer)
-    return Tokenizer(backend)
+    return marked_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def grammars(marked: Tokenizer) -> Grammars:
-    return Grammars(lambda: marked, vocab_size=marked.vocab_size, eos_token_ids=[0])
-
-
-def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUse:
-    return check_tool_use(tools, choice, is_parallel=True)
-
-
-def walk(
-    grammars: Grammars, marked: Tokenizer, constraint: Constraint | None, chance: random.Random
-) -> str:
-    """A text that the grammar allows, drawn token by token."""
-    assert constraint is not None
-    matcher = grammars.compile(constraint).matcher()
-    token_ids: list[int] = []
-    ahead: list[int] = []  # What ends texts that have any characters, and would not come by chance.
-    ends_of_texts = [
-        marked.encode(text) for text in ("</arg_value>", "\n</parameter>", "<escape>", '<|"|>')
-    ]
-    while True:
-        allowed = np.flatnonzero(np.unpackbits(matcher.mask_W.view(np.uint8), bitorder="little"))
-        # Texts of some length, not of any.
-        ends = [each for each in allowed if each == 0 or chr(34) in marked.token_text(int(each))]
-        if not ahead or ahead[0] not in allowed:
-            ahead = list(chance.choice(ends_of_texts)) if chance.random() < 0.2 else []
-        if ahead and ahead[0] in allowed:
-            token_id = ahead.pop(0)
-        else:
-            token_id = int(chance.choice(ends if ends and len(token_ids) > 60 else list(allowed)))
-        if token_id == 0:
-            return marked.decode(token_ids, skip_special_tokens=False)
-        token_ids.append(token_id)
-        assert len(token_ids) < 3000
-        matcher.consume([token_id])
-        fill_masks([matcher])
-        assert matcher.error is None
+    return grammars_of(marked)
 
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-def in_json(text: str, form: str) -> str:
-    """Calls as the grammar has them: without ids, and with Python's values as JSON."""
-    text = re.sub(r', "id": "\d{9}"', "", text)
-    if form == "harmony":  # The templates have the function before the channel, models behind it.
-        text = re.sub(
-            r"assistant( to=\S+)<\|channel\|>commentary json",
-            r"assistant<|channel|>commentary\1 <|constrain|>json",
-            text,
-        )
-        return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
-    if form != "pythonic":
-        return text
-    calls = calls_of(parse(form, [text], TOOLS))
-    shown = []
-    for name, arguments in calls:
-        pairs = [f"{key}={json.dumps(arguments[key], ensure_ascii=False)}" for key in arguments]
-        shown.append(f"{name}({', '.join(pairs)})")
-    return f"[{', '.join(shown)}]"
 
 
 STRICT: list[dict[str, Any]] = [
@@ -480,7 +308,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
     must = constrain(dialect, required(STRICT), None, reasons=False)
     may = constrain(dialect, required(STRICT, "auto"), None, reasons=False)
     one = constrain(dialect, required(STRICT, NAMED), None, reasons=False)
-    text = in_json(written(form, GOOD), form)
+    text = in_json(written(form, GOOD), form, TOOLS)
     bare = FORMATS[form].is_bare
     for wrong in (
         written(form, [("weather", {"city": "x"})]),
@@ -489,7 +317,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
         written(form, [("gone", {})]),
     ):
         for constraint in (must, may, one):
-            assert not allows(grammars, marked, constraint, in_json(wrong, form).lstrip())
+            assert not allows(grammars, marked, constraint, in_json(wrong, form, TOOLS).lstrip())
     assert allows(grammars, marked, must, text.lstrip())
     assert not allows(grammars, marked, must, f"So: {text.lstrip()}")
     framed = FORMATS[form].frame
@@ -498,7 +326,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
     assert allows(grammars, marked, may, text.lstrip())
     assert allows(grammars, marked, may, "") != bool(framed)
     assert not allows(grammars, marked, one, text.lstrip())
-    assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form).lstrip())
+    assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form, TOOLS).lstrip())
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -556,7 +384,7 @@ def test_an_answer_is_a_call_or_of_the_form(
     may = constrain(dialect, required(tools, "auto"), json_form, reasons=False)
     must = constrain(dialect, required(tools), json_form, reasons=False)
     none = constrain(dialect, ToolUse(), json_form, reasons=False)
-    call = in_json(written(form, GOOD), form).lstrip()
+    call = in_json(written(form, GOOD), form, TOOLS).lstrip()
     assert allows(grammars, marked, may, call) == (form != "llama3_json")
     assert allows(grammars, marked, must, call)
     assert not allows(grammars, marked, none, call)
@@ -604,35 +432,88 @@ def test_a_schema_that_a_format_cannot_keep_is_refused_by_name(marked: Tokenizer
         constrain(dialect, use, None, reasons=False)
 
 
-def test_braces_hold_values_of_any_depth(marked: Tokenizer, grammars: Grammars) -> None:
+@pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
+def test_braces_hold_values_of_any_depth(form: str, marked: Tokenizer, grammars: Grammars) -> None:
     properties = {
         "at": {
             "type": "object",
             "properties": {"city": {"$ref": "#/$defs/city"}, "zip": {"type": ["integer", "null"]}},
             "required": ["city"],
         },
-        "days": {"type": "array", "items": {"enum": ["Mo", "Tu"]}},
+        "Days": {"type": "array", "items": {"enum": ["Mo", "Tu"]}},
         "more": {},
     }
     told = tool("f", properties)
     told["function"]["parameters"] |= {"$defs": {"city": {"type": "string"}}, "required": ["at"]}
     use = required([told])
-    dialect = choose_dialect(marked, tool_call_parser="functiongemma")
+    dialect = choose_dialect(marked, tool_call_parser=form)
     constraint = constrain(dialect, use, None, reasons=False)
     for arguments, is_good in (
         (
-            {"at": {"city": "a,}b", "zip": None}, "days": ["Mo", "Tu"], "more": {"a": [1, ["x"]]}},
+            {"at": {"city": "a,}b", "zip": None}, "Days": ["Mo", "Tu"], "more": {"a": [1, ["x"]]}},
             True,
         ),
-        ({"at": {"city": ""}, "days": [], "more": "<"}, True),
+        ({"at": {"city": ""}, "Days": [], "more": "<"}, True),
         ({"at": {"zip": 1}}, False),
         ({"at": {"city": "a", "zip": "b"}}, False),
-        ({"at": {"city": "a"}, "days": ["We"]}, False),
-        ({"days": ["Mo"]}, False),
+        ({"at": {"city": "a"}, "Days": ["We"]}, False),
+        ({"Days": ["Mo"]}, False),
     ):
-        text = written("functiongemma", [("f", arguments)])
+        text = written(form, [("f", arguments)])
         assert allows(grammars, marked, constraint, text) == is_good
-        assert calls_of(parse("functiongemma", [text], use.tools)) == [("f", arguments)]
+        assert calls_of(parse(form, [text], use.tools)) == [("f", arguments)]
     free = tool("f", {"a": {"type": "array", "items": {"type": "string", "pattern": "x+"}}})
     with pytest.raises(InvalidRequest, match=r"tools: pattern, of the argument 'a\[\]' of 'f'"):
         constrain(dialect, required([free]), None, reasons=False)
+
+
+def test_gemma_thinks_in_a_channel_and_then_calls() -> None:
+    gemma4 = next(each for each in REASONING_FORMATS if each.name == "gemma4")
+    called = '<|tool_call>call:weather{city:<|"|>Ulm<|"|>}<tool_call|>'
+    events = [CallBegun(0, "weather"), CallArguments(0, '{"city": "Ulm"}'), CallEnded(0)]
+    for text, is_reasoning in (
+        (f"<|channel>thought\nHm.\n<channel|>{called}", False),
+        (f"Hm.\n<channel|>{called}", True),
+    ):
+        for pieces in cuts(text):
+            told = parse("gemma4", pieces, TOOLS, reasoning=gemma4, is_reasoning=is_reasoning)
+            assert told == [Reasoning("Hm."), *events]
+
+
+@pytest.mark.parametrize(
+    ("form", "mark"), [("glm45", "</arg_value>"), ("qwen3_coder", "</parameter>")]
+)
+def test_where_calls_have_a_form_a_mark_within_json_ends_nothing(
+    form: str, mark: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    told = tool("f", {"a": {"type": "array"}, "b": {"type": "string"}, "c": {}})
+    told["function"]["parameters"]["required"] = ["a", "b", "c"]
+    use = required([told])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    for arguments, is_good in (
+        ({"a": [f'"{mark}\\', {"x": mark}], "b": "", "c": "{ ["}, True),
+        ({"a": [], "b": mark, "c": 1}, False),
+        ({"a": [], "b": f"x{mark}\n", "c": 1}, False),
+    ):
+        text = written(form, [("f", arguments)]).lstrip()
+        assert allows(grammars, marked, constraint, text) == is_good
+        if is_good:
+            for pieces in cuts(text):
+                events = parse(form, pieces, use.tools, has_form=True)
+                assert calls_of(events) == [("f", arguments)]
+
+
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+def test_the_grammar_allows_constants_as_python_writes_them(
+    form: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    told = tool("f", {"a": {"type": "boolean"}, "b": {"type": ["integer", "null"]}})
+    use = required([told])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    text = written(form, [("f", {"a": "A", "b": "B"})]).lstrip()
+    for a, b in (("True", "None"), ("false", "null"), ("False", "-7")):
+        assert allows(grammars, marked, constraint, text.replace("A", a).replace("B", b))
+    for a, b in (("None", "1"), ("true", "True"), ("yes", "1")):
+        assert not allows(grammars, marked, constraint, text.replace("A", a).replace("B", b))

@@ -10,6 +10,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from tests.response_templates import CASES
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.formats import TOOL_FORMATS
@@ -76,6 +77,21 @@ async def test_calls_and_reasoning_are_told_apart_from_content(
     assert len(set(ids)) == 4
     assert all(call_id.startswith("call_") for call_id in ids)
     assert len(single.choices[0].message.tool_calls) == 1
+
+
+async def test_what_the_checkpoint_says_of_its_answers_is_served(
+    start_cluster: Any, says: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["objects in a list"]
+    monkeypatch.setattr(model.tokenizer, "response_template", case.template)
+    says(case.write("Hm.", "I look.", [("weather", {"city": city}) for city in ("Ulm", "Köln")]))
+    async with start_cluster(num_groups=1) as cluster:
+        answer = await cluster.openai.chat.completions.create(**ASKED)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
+    arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls]
+    assert arguments == [{"city": "Ulm"}, {"city": "Köln"}]
 
 
 async def test_a_stream_says_the_same_a_little_at_a_time(start_cluster: Any, says: Any) -> None:
@@ -273,6 +289,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
         ("[func_name1(params_name1=params_value1", "pythonic", None),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
         ("<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("'<|tool_call>call:' '<|\"|>' part.split('<channel|>') '<|channel>'", "gemma4", "gemma4"),
         ("respond only with <|tool_call|> followed by a JSON list", "granite", None),
         ("{{ messages[0].content }}", None, None),
     ],

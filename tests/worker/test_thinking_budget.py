@@ -154,6 +154,8 @@ def test_marks_are_spelled_by_what_the_prompt_has_said() -> None:
     several = replace(MARKS, closes="</think>")
     with pytest.raises(InvalidRequest, match="</think> is more than one token"):
         spelled("The sea", several)
+    worded = replace(MARKS, opens=f"{MARKS.opens}thought", opens_token=MARKS.opens)
+    assert spelled("The sea", worded).thinking_token_ids == (BEGIN, END)
     given = SamplingParams(thinking_token_budget=9, thinking_token_ids=[7])
     assert spelled("a", None, [7]) == given
 

@@ -91,8 +91,8 @@ class ClusterConfig:
     """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
     that are not served are refused all the same."""
     tool_call_parser: str = "auto"
-    """The format in which the model writes calls of tools; "auto" is the one that its chat template
-    shows, "none" leaves calls as text. Likewise for the next."""
+    """The format in which the model writes calls of tools; "auto" is the one that its response
+    template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s, and 5 s in

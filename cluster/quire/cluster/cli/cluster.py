@@ -106,7 +106,8 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         default=ClusterConfig.tool_call_parser,
         help="format in which the model writes calls of tools: "
         + ", ".join(each.name for each in TOOL_FORMATS)
-        + "; auto is the one that its chat template shows, none leaves calls as text",
+        + "; auto is the one that its response template says or its chat template shows, none "
+        "leaves calls as text",
     )
     add(
         "--reasoning-parser",

@@ -1,8 +1,8 @@
-"""The dialect of a model: how it writes calls and reasoning, as its chat template shows or as an
-operator says."""
+"""The dialect of a model: how it writes calls and reasoning, as an operator says, or else as its
+response template says or its chat template shows."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,10 +12,16 @@ from quire.cluster.dialects.formats import (
     check_parsers,
     markers_of,
 )
+from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import InvalidRequest, UnreadableTemplate
 from quire.worker.api.hashing import TokenIds
-from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat, sign_in
+from quire.worker.text.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    reasoning_from,
+    sign_in,
+)
 from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -61,12 +67,12 @@ class Dialect:
 def choose_dialect(
     tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> Dialect:
-    """The formats of these names; "auto" is the one that the chat template shows, if any. The log
-    tells which, and why. Raises ConfigError: there is no such name."""
+    """The formats of these names; "auto" is the one that the response template says, or else the
+    one that the chat template shows, if any. The log tells which, and why. Raises ConfigError:
+    there is no such name."""
     check_parsers(tool_call_parser, reasoning_parser)
-    source = tokenizer.template.source if tokenizer.template is not None else ""
-    calls = _choose("calls of tools", tool_call_parser, TOOL_FORMATS, source)
-    reasoning = _choose("reasoning", reasoning_parser, REASONING_FORMATS, source)
+    calls = _choose("calls of tools", tool_call_parser, TOOL_FORMATS, calls_from, tokenizer)
+    reasoning = _choose("reasoning", reasoning_parser, REASONING_FORMATS, reasoning_from, tokenizer)
     texts = [*markers_of(calls), *markers_of(reasoning)]
     return Dialect(
         calls=calls,
@@ -80,13 +86,28 @@ def choose_dialect(
     )
 
 
-def _choose(what: str, name: str, formats: tuple[F, ...], source: str) -> F | None:
+def _choose(
+    what: str,
+    name: str,
+    formats: tuple[F, ...],
+    said_by: Callable[[object], F],
+    tokenizer: Tokenizer,
+) -> F | None:
     if name == "none":
         _log.info("%s: left as text, as configured", what)
         return None
     if name != "auto":
         _log.info("%s: read as %s, as configured", what, name)
         return next(each for each in formats if each.name == name)
+    if tokenizer.response_template is not None:
+        try:
+            said = said_by(tokenizer.response_template)
+        except UnreadableTemplate as error:
+            _log.warning("%s: the response template is left aside: %s", what, error)
+        else:
+            _log.info("%s: read as %s: the response template says so", what, said.name)
+            return said
+    source = tokenizer.template.source if tokenizer.template is not None else ""
     for each in formats:
         texts = sign_in(source, each.signs)
         if texts is not None:

@@ -19,6 +19,11 @@ class Literal:
 
 
 @dataclass(frozen=True)
+class Spaces:
+    """Whitespace where it is not known which models write: a little of it, or none."""
+
+
+@dataclass(frozen=True)
 class Name:
     """The name of the function."""
 
@@ -30,9 +35,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class CallObject:
-    """A JSON object with name and arguments, under this key."""
+    """A JSON object with name and arguments, under these keys."""
 
     arguments: str
+    name: str = "name"
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Number:
     """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
 
 
-Part = Literal | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
+Part = Literal | Spaces | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +268,20 @@ TOOL_FORMATS = (
         signs=(("<start_function_call>",),),
     ),
     ToolFormat(
-        name="pythonic",  # Llama 3.2 and 4 where prompted so, ToolACE.
+        name="gemma4",  # Gemma 4, DiffusionGemma.
+        opens=("<|tool_call>",),
+        shapes=(
+            Shape(
+                call=(Literal("call:"), Name(), Braces('<|"|>')),
+                end="<tool_call|>",
+                gap="",
+            ),
+        ),
+        closes=("<|tool_response>",),  # As that of functiongemma.
+        signs=(("<|tool_call>",),),
+    ),
+    ToolFormat(
+        name="pythonic",  # Llama 3.2 and 4, Gemma 3 and 3n where prompted so, ToolACE.
         opens=("<|python_start|>",),
         is_bare=True,
         shapes=(Shape(begin="[", call=(Name(), Literal("("), Keywords()), between=", ", end="]"),),
@@ -270,7 +289,7 @@ TOOL_FORMATS = (
         signs=(("[func_name1(",),),
     ),
     ToolFormat(
-        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4.
+        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4; Gemma 3 where prompted so.
         opens=("<|python_tag|>", "<|python_start|>"),
         is_bare=True,
         shapes=(Shape(call=(CallObject("parameters"),), between="; "),),

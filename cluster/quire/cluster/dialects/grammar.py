@@ -21,6 +21,7 @@ from quire.cluster.dialects.formats import (
     Number,
     Part,
     Shape,
+    Spaces,
     ToolFormat,
 )
 from quire.cluster.dialects.tools import Tool, ToolUse
@@ -158,14 +159,17 @@ def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
     match part:
         case Literal(text):
             return grammar.text(text)
+        case Spaces():
+            return "/[ \\n]{0,2}/"
         case Name():
             return grammar.text(tool.name)
         case Number():
             return "/[0-9]{1,4}/"
         case Arguments():
             return grammar.json(schema)
-        case CallObject(key):
-            head = grammar.text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        case CallObject(arguments, name):
+            keys = json.dumps(name), json.dumps(arguments)
+            head = grammar.text(f"{{{keys[0]}: {json.dumps(tool.name)}, {keys[1]}: ")
             return f"{head} {grammar.json(schema)} {grammar.text('}')}"
         case Fields():
             return _fields(grammar, part, tool)
@@ -189,9 +193,10 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
         elif kinds is None or "string" in kinds:
             if schema.get("type") == "string":
                 _check_free(tool, name, schema)
-            value = grammar.until(close)
+            value = grammar.until_line(part.value[1]) if newline else grammar.until(close)
         else:
-            value = f"{grammar.json(schema)} {grammar.text(close)}"
+            choices = [grammar.json(schema), *map(grammar.text, _constants(schema))]
+            value = f"({' | '.join(choices)}) {grammar.text(close)}"
         field = f"{grammar.text(head + newline)} ({value}) {grammar.text(chr(10))}"
         fields.append(f"({field})" if is_required else f"({field})?")
     return " ".join(fields)
@@ -229,11 +234,12 @@ class _Braced:
     def object_of(
         self, schema: Mapping[str, Any], *, at: str = "", num_left: int = _MAX_DEPTH
     ) -> str:
-        # Models write names in the order of the alphabet.
+        # Models write names in the order of the alphabet, as Jinja's `dictsort` has it.
         properties = schema.get("properties")
         required = schema.get("required")
         values = []
-        for name, each in sorted((properties if isinstance(properties, dict) else {}).items()):
+        listed = (properties if isinstance(properties, dict) else {}).items()
+        for name, each in sorted(listed, key=lambda item: item[0].lower()):
             value = self._value(each, at=f"{at}{name}", num_left=num_left)
             is_required = isinstance(required, list) and name in required
             values.append((f"{self._grammar.text(f'{name}:')} {value}", is_required))
@@ -317,6 +323,16 @@ def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
     if not isinstance(values, list) or not values:
         return None
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
+
+
+def _constants(schema: Mapping[str, Any]) -> Sequence[str]:
+    """Values that templates in Jinja write as Python has them."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return [
+        *(("True", "False") if "boolean" in kinds else ()),
+        *(("None",) if "null" in kinds else ()),
+    ]
 
 
 def _check_free(

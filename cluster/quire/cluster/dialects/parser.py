@@ -21,6 +21,7 @@ from quire.cluster.dialects.formats import (
     Number,
     Part,
     Shape,
+    Spaces,
     ToolFormat,
 )
 from quire.cluster.dialects.reader import Reader, Reading
@@ -77,7 +78,8 @@ Event = Content | Reasoning | CallBegun | CallArguments | CallEnded
 
 class OutputParser:
     """Parses one answer. Without ``tools`` there are no calls in it, and without ``reasoning`` no
-    reasoning. ``is_reasoning``: the prompt ended within it."""
+    reasoning. ``is_reasoning``: the prompt ended within it. ``has_form``: a grammar keeps the
+    calls to their schemas."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         reasoning: ReasoningFormat | None = None,
         is_reasoning: bool = False,
+        has_form: bool = False,
     ) -> None:
         self._format = calls if tools else None
         format_of_frame = calls or reasoning
@@ -93,6 +96,7 @@ class OutputParser:
         self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
+        self._has_form = has_form
         self._reader = Reader()
         self._events: list[Event] = []
         self._spaces: list[str] = []  # That may belong to the text or to a marker behind them.
@@ -264,8 +268,8 @@ class OutputParser:
         parts = shape.call
         whole = True
         for number, part in enumerate(parts):
-            follow = parts[number + 1] if number + 1 < len(parts) else Literal(shape.end)
-            assert isinstance(follow, Part)
+            later = (each for each in parts[number + 1 :] if not isinstance(each, Spaces))
+            follow = next(later, Literal(shape.end))
             if not (yield from self._read_part(part, follow)):
                 whole = False
                 break
@@ -278,6 +282,8 @@ class OutputParser:
         match part:
             case Literal(text):
                 return (yield from self._reader.literal(text.strip()))
+            case Spaces():
+                return True
             case Name():
                 self._name = yield from self._reader.run(_NAME, max_chars=MAX_NAME_CHARS)
                 return 0 < len(self._name) <= MAX_NAME_CHARS
@@ -287,7 +293,7 @@ class OutputParser:
             case Arguments():
                 return (yield from self._read_arguments())
             case CallObject():
-                return (yield from self._read_object())
+                return (yield from self._read_object(part))
             case Keywords():
                 return (yield from self._read_keywords())
             case Braces(quote):
@@ -324,8 +330,9 @@ class OutputParser:
             return True
         return (yield from self._reader.json_value(self._argue))
 
-    def _read_object(self) -> Reading[bool]:
+    def _read_object(self, part: CallObject) -> Reading[bool]:
         reader = self._reader
+        keys = {"arguments", "parameters", part.arguments}
         early: list[str] | None = None  # Arguments before the name.
         if not (yield from reader.literal("{")):
             return False
@@ -344,7 +351,7 @@ class OutputParser:
             if key is None or not (yield from reader.literal(":")):
                 return False
             yield from reader.spaces()
-            if key == "name" and not self._name:
+            if key == part.name and not self._name:
                 self._name = (yield from reader.json_string()) or ""
                 if not self._name or len(self._name) > MAX_NAME_CHARS:
                     return False
@@ -352,11 +359,11 @@ class OutputParser:
                     if not self._begin():
                         return False
                     self._argue("".join(early))
-            elif key in ("arguments", "parameters") and self._name and not self._is_begun:
+            elif key in keys and self._name and not self._is_begun:
                 if not (yield from self._read_arguments()):
                     return False
             else:
-                is_early = key in ("arguments", "parameters") and not self._name
+                is_early = key in keys and not self._name
                 if self._is_bare and not is_early and key != "type":
                     return False
                 value: list[str] = []
@@ -413,6 +420,11 @@ class OutputParser:
             self._argue('"')
             return True
         value: list[str] = []
+        # A text within JSON may have the mark that ends the value. Where the value may be no JSON,
+        # the first mark ends it.
+        is_json = self._has_form and kinds is not None and "string" not in kinds
+        if is_json and (yield from reader.peek()) in ("{", "["):
+            yield from reader.json_value(value.append)
         is_whole = (yield from reader.until(ends, value.append)) is not None
         text = "".join(value)
         self._argue(tagged_as_json(text, kinds) if is_whole else text)

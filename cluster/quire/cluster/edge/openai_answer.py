@@ -33,6 +33,7 @@ class Answer:
             tools=tool_use.tools,
             reasoning=dialect.reasoning,
             is_reasoning=is_reasoning,
+            has_form=tool_use.has_form,
         )
 
     def deltas(self, text: str, *, is_last: bool) -> list[Json]:

@@ -66,8 +66,8 @@ class GatewayConfig:
     """Limits on rendering one chat."""
     tool_call_parser: str = "auto"
     """The format in which the model writes calls of tools, a name of
-    `quire.cluster.dialects.formats`; "auto" is the one that its chat template shows, "none" leaves
-    calls as text. Likewise for the next."""
+    `quire.cluster.dialects.formats`; "auto" is the one that its response template says or its chat
+    template shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
     wakes_groups: bool = False
     """Requests are taken although no group runs, because groups are started for waiting

@@ -5,6 +5,7 @@ QuireError
 │   └── ContextExceeded          prompt and output are longer than the context
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
 ├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
+├── UnreadableTemplate(ValueError)  a response template says what Quire cannot express
 ├── NoFreeBlocks                 the block pool holds too few blocks; nothing was taken
 ├── BrokenLogits                 the model computed no numbers for this request; others go on
 ├── QueueFull                    the engine already holds as many requests as it may
@@ -34,6 +35,11 @@ class ConfigError(QuireError, ValueError):
 
 class CheckpointError(QuireError, ValueError):
     """A checkpoint directory cannot be read as a model."""
+
+
+class UnreadableTemplate(QuireError, ValueError):
+    """A checkpoint's response template is malformed, or cannot be expressed; the message says
+    where."""
 
 
 class BrokenLogits(QuireError):

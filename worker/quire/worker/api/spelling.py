@@ -106,7 +106,8 @@ def _spell_thinking(
     if has_begun is False:
         return replace(params, thinking_token_budget=None)
     token_ids = []
-    for mark in [reasoning.closes] if has_begun else [reasoning.opens, reasoning.closes]:
+    opens = reasoning.opens_token or reasoning.opens
+    for mark in [reasoning.closes] if has_begun else [opens, reasoning.closes]:
         token_id = tokenizer.token_id(mark)
         if token_id is None:
             raise InvalidRequest(

@@ -65,6 +65,14 @@ class Lark:
             return f"{self.terminal(f'/{ANYTHING}/')} {self.text(marker)}"
         return self._named("r", f"[lazy]: /{ANYTHING}{_regex(marker)}/")
 
+    def until_line(self, marker: str) -> str:
+        """Any text that ``marker`` is not in, and a line that begins with it, up to its end."""
+        end = _regex(marker)
+        once = self.terminal(
+            f"/{ANYTHING}\\n{end}/ & ~/{end}{ANYTHING}/ & ~/{ANYTHING}[^\\n]{end}{ANYTHING}/"
+        )
+        return self._named("r", f"[lazy]: {once}")
+
     def without(self, *markers: str) -> str:
         """Any text without ``markers``; a special token is in none."""
         texts = [_regex(marker) for marker in markers if marker not in self._ids]

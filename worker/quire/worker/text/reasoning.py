@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.worker.api.errors import UnreadableTemplate
+from quire.worker.text.response_template import REASONING_FIELDS, check_rest, fields_of, text_of
+
 if TYPE_CHECKING:  # The command line reads the names of formats, and needs no NumPy for that.
     from quire.worker.api.hashing import TokenIds
     from quire.worker.text.tokenizer import Tokenizer
@@ -46,6 +49,8 @@ class ReasoningFormat:
     """A chat template that contains all texts of one entry belongs to models that write this."""
     frame: Frame | None = None
     """Where there is one, the parser reads by it."""
+    opens_token: str = ""
+    """The first token of ``opens``, where it is several and this one begins nothing else."""
 
     def begun(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool | None:
         """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
@@ -80,6 +85,13 @@ REASONING_FORMATS = (
     ReasoningFormat(
         name="seed_oss", opens="<seed:think>", closes="</seed:think>", signs=(("<seed:think>",),)
     ),
+    ReasoningFormat(
+        name="gemma4",
+        opens="<|channel>thought",
+        closes="<channel|>",
+        signs=(("<|channel>", "<channel|>"),),
+        opens_token="<|channel>",
+    ),
     # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
     ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
     ReasoningFormat(
@@ -98,6 +110,38 @@ def sign_in(source: str, signs: Iterable[tuple[str, ...]]) -> tuple[str, ...] | 
 
 
 def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
-    """What the chat template shows, if any."""
+    """What the response template says or else the chat template shows, if any."""
+    if tokenizer.response_template is not None:
+        try:
+            return reasoning_from(tokenizer.response_template)
+        except UnreadableTemplate:
+            pass
     source = tokenizer.template.source if tokenizer.template is not None else ""
     return next((each for each in REASONING_FORMATS if sign_in(source, each.signs)), None)
+
+
+def reasoning_from(template: object) -> ReasoningFormat:
+    """What a response template says: the format above that is the same, or one of its own.
+
+    Raises:
+        UnreadableTemplate: It has no reasoning, or none that is at the beginning and between two
+            fixed texts.
+    """
+    fields = fields_of(template)
+    field = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+    if field is None:
+        raise UnreadableTemplate("it has no field of reasoning")
+    opens, closes = text_of(field.delimiter("open")), text_of(field.delimiter("close"))
+    if opens is None or closes is None:
+        raise UnreadableTemplate(f"{field.name} is not between two fixed texts")
+    marks = (opens, closes)
+    known = next((each for each in REASONING_FORMATS if (each.opens, each.closes) == marks), None)
+    if known is not None and known.frame is not None:
+        return known
+    check_rest(fields)
+    if field.content != "text" or field.arguments.get("strip", True) is not True:
+        raise field.refused("content", (field.content, dict(field.arguments)))
+    for key in ("repeats", "transform"):
+        if field.given.get(key):
+            raise field.refused(key, field.given[key])
+    return known or ReasoningFormat(name="response_template", opens=opens, closes=closes, signs=())

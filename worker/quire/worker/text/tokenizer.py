@@ -52,6 +52,7 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        response_template: object = None,
     ) -> None:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
@@ -60,6 +61,8 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
         self.bound: TextBound | None = text_bound(backend)
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
+        self.response_template = response_template
+        """As the checkpoint has it, unchecked; ``None`` where it has none."""
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -93,7 +96,12 @@ class Tokenizer:
             if name.endswith("_token")
         }
         special = {name: value for name, value in tokens.items() if isinstance(value, str)}
-        return cls(_load_backend(folder), chat_template=template, special_tokens=special)
+        return cls(
+            _load_backend(folder),
+            chat_template=template,
+            special_tokens=special,
+            response_template=config.get("response_template"),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -110,9 +118,11 @@ class Tokenizer:
 
     def as_zip(self) -> bytes:
         """A ZIP archive of the files that `load` reads."""
-        config: dict[str, str] = dict(self._special_tokens)
+        config: dict[str, object] = dict(self._special_tokens)
         if self._template is not None:
             config["chat_template"] = self._template.source
+        if self.response_template is not None:
+            config["response_template"] = self.response_template
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
             for name, text in (

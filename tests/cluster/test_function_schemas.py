@@ -1,0 +1,85 @@
+"""Functions as the Berkeley Function Calling Leaderboard has them, called in every format."""
+
+import random
+
+import jsonschema
+import pytest
+from tests.allowed import allows
+from tests.dialects import (
+    FORMATS,
+    calls_of,
+    cuts,
+    grammars_of,
+    in_json,
+    marked_tokenizer,
+    parse,
+    required,
+    walk,
+    written,
+)
+from tests.function_schemas import REQUESTS, tool_of
+
+from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.grammar import constrain
+from quire.cluster.dialects.parser import Content
+from quire.worker.text.grammar import Grammars
+from quire.worker.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def marked() -> Tokenizer:
+    return marked_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars(marked: Tokenizer) -> Grammars:
+    return grammars_of(marked)
+
+
+def test_there_are_forty_functions_and_their_schemas_and_calls_are_valid() -> None:
+    names: set[str] = set()
+    for functions, calls in REQUESTS.values():
+        schemas = {}
+        for function in functions:
+            sent = tool_of(function)["function"]
+            jsonschema.Draft202012Validator.check_schema(sent["parameters"])
+            schemas[sent["name"]] = sent["parameters"]
+        for name, arguments in calls:
+            jsonschema.validate(arguments, schemas[name])
+        names |= schemas.keys()
+    assert len(names) >= 40
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("asked", REQUESTS)
+def test_the_calls_that_are_meant_are_read_and_allowed(
+    form: str, asked: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    functions, calls = REQUESTS[asked]
+    use = required([tool_of(function) for function in functions])
+    text = written(form, calls).lstrip()
+    assert calls_of(parse(form, [text], use.tools)) == calls
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    assert allows(grammars, marked, constraint, in_json(text, form, use.tools))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("asked", REQUESTS)
+def test_whatever_a_required_call_says_fits_its_schema(
+    form: str, asked: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    functions, _ = REQUESTS[asked]
+    use = required([tool_of(function) for function in functions])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    schemas = {tool.name: tool.parameters for tool in use.tools}
+    text = walk(grammars, marked, constraint, random.Random(f"{form} {asked}"))
+    events = parse(form, [text], use.tools, has_form=True)
+    assert not [event for event in events if isinstance(event, Content)], text
+    called = calls_of(events)
+    assert called
+    for name, arguments in called:
+        jsonschema.validate(arguments, schemas[name])
+    for pieces in cuts(text, in_two=False):
+        assert parse(form, pieces, use.tools, has_form=True) == events, pieces
