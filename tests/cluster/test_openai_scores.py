@@ -41,6 +41,26 @@ async def test_a_harness_gets_the_scores_of_its_prompt(start_cluster: Any, max_t
     assert answer.usage.completion_tokens == max_tokens * len(prompts)
 
 
+async def test_the_beginning_of_a_prompt_may_go_without_scores(start_cluster: Any) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        prompt = cluster.model.tokenizer.encode("the mat sat on the cat")
+        asked = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:
+            whole, end = [
+                (await client.post("/v1/completions", json=asked | more)).json()["choices"][0]
+                for more in ({}, {"logprob_start_len": 4})
+            ]
+            asked |= {"logprob_start_len": 99}
+            refused = (await client.post("/v1/completions", json=asked)).json()["error"]
+    assert len(prompt) > 5
+    for name in ("tokens", "text_offset"):
+        assert end["logprobs"][name] == whole["logprobs"][name]
+    for name in ("token_logprobs", "top_logprobs"):
+        assert end["logprobs"][name] == [None] * 4 + whole["logprobs"][name][4:]
+    assert end["prompt_logprobs"] == [None] * 4 + whole["prompt_logprobs"][4:]
+    assert refused["message"].startswith("logprob_start_len=99 is out of range: the prompt has")
+
+
 async def test_a_prompt_is_echoed_as_it_was_sent_and_before_each_completion(
     start_cluster: Any,
 ) -> None:

@@ -73,6 +73,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "structured_outputs": st.none()
     | st.builds(Constraint, st.sampled_from(get_args(ConstraintKind)), st.text(min_size=1)),
     "truncate_prompt_tokens": st.none() | st.just(-1) | st.integers(1, 2**31 - 1),
+    "logprob_start_len": st.integers(0, 9),
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),

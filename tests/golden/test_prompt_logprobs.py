@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,30 @@ def test_a_long_prompt_is_scored_in_bounded_steps_beside_others(tiny_llama: Path
         outputs = _generate(llm, prompts, SCORES)
     assert MAX_SCORED_TOKENS <= max(sizes) <= MAX_SCORED_TOKENS + len(prompts)
     assert all(len(_scores(output)) == 200 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 40, "block_size": 4, "max_model_len": 140}], ids=["", "small"]
+)
+def test_what_is_cached_before_the_first_score_is_not_computed_again(
+    tiny_llama: Path, prompts: list[list[int]], options: dict[str, Any]
+) -> None:
+    """The scores have the same bits as those of the whole prompt."""
+    with _llm(tiny_llama, **options) as llm:
+        whole = [_scores(output) for output in _generate(llm, prompts, SCORES)]
+        for start in (0, 1, 2, 16, 17, 50, 69, 130):
+            params = replace(SCORES, logprob_start_len=start)
+            asked = [prompt for prompt in prompts if len(prompt) >= start]
+            outputs = _generate(llm, asked, params)
+            for prompt, output in zip(asked, outputs, strict=True):
+                expected = whole[prompts.index(prompt)]
+                start_at = max(start, 1)
+                assert _scores(output) == [None] * start_at + expected[start_at:]
+                if not options:
+                    num_shared = min(max(start - 1, 0), len(prompt) - 1) // 16 * 16
+                    assert output.num_cached_tokens == num_shared
+        with pytest.raises(InvalidRequest, match="logprob_start_len=3 is out of range: the prompt"):
+            _generate(llm, [[5, 6]], replace(SCORES, logprob_start_len=3))
 
 
 def test_more_scores_than_fit_a_message_are_refused(tiny_llama: Path) -> None:

@@ -95,6 +95,7 @@ class Format(ABC):
         choice."""
         self._echo = echo
         self._scores: dict[int, Sequence[pb.TokenLogprobs]] | None = {} if scores else None
+        self._prompt_lens: dict[int, int] = {}
         self._header = {
             "id": reply_id,
             "created": int(time.time()),
@@ -161,8 +162,11 @@ class ChoicesFormat(Format):
 
     def take(self, chunk: pb.GenerateResponse) -> None:
         self._count(chunk)
-        if self._scores is not None and chunk.start.prompt_logprobs:
-            self._scores[chunk.index // self._num_per_prompt] = chunk.start.prompt_logprobs
+        if self._scores is not None and chunk.HasField("start"):
+            prompt = chunk.index // self._num_per_prompt
+            self._prompt_lens[prompt] = chunk.start.num_prompt_tokens
+            if chunk.start.prompt_logprobs:
+                self._scores[prompt] = chunk.start.prompt_logprobs
         choice = self._choices[chunk.index]
         choice.texts.append(chunk.text)
         choice.logprobs.extend(chunk.logprobs)
@@ -188,7 +192,8 @@ class ChoicesFormat(Format):
         """In vLLM's form; ``None`` unless asked for."""
         if self._scores is None:
             return None
-        return [None, *(self._by_token(entry) for entry in self._scores.get(prompt, ()))]
+        scores = [self._by_token(entry) for entry in self._scores.get(prompt, ())]
+        return [None] * (self._prompt_lens[prompt] - len(scores)) + scores
 
     def _by_token(self, entry: pb.TokenLogprobs) -> Json:
         ranked = [(top.token_id, top.logprob, rank) for rank, top in enumerate(entry.top, 1)]
@@ -256,16 +261,17 @@ class CompletionFormat(ChoicesFormat):
     def _whole_choice(self, index: int) -> Json:
         choice, prompt = self._choices[index], index // self._num_per_prompt
         text, entries = "".join(choice.texts), choice.logprobs
-        first: int | None = None
+        unscored: Sequence[int] = ()
         if self._echo is not None:
             text = self._echoed(index) + ("" if self._echo.is_all else text)
             if self._scores is not None:
-                first = int(self._echo.token_ids[prompt][0])
-                entries = [*self._scores.get(prompt, ()), *([] if self._echo.is_all else entries)]
+                scores, token_ids = self._scores.get(prompt, ()), self._echo.token_ids[prompt]
+                unscored = token_ids[: len(token_ids) - len(scores)].tolist()
+                entries = [*scores, *([] if self._echo.is_all else entries)]
         shown = {
             "index": index,
             "text": text,
-            "logprobs": self._render_logprobs(choice, entries, first=first),
+            "logprobs": self._render_logprobs(choice, entries, unscored=unscored),
             "finish_reason": choice.finish_reason,
         }
         if self._scores is not None:
@@ -299,17 +305,18 @@ class CompletionFormat(ChoicesFormat):
         choice: _Choice,
         entries: Iterable[pb.TokenLogprobs],
         *,
-        first: int | None = None,
+        unscored: Sequence[int] = (),
     ) -> Json | None:
-        """``first``: the first token of a prompt that is shown, which has no log-probability."""
+        """``unscored``: the first tokens of a prompt that is shown, which have none."""
         if not self._logprobs:
             return None
         shown: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if first is not None:
-            text = self._tokenizer.token_text(first)
-            shown = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
-            shown["text_offset"] = [0]
-            choice.text_offset = len(text)
+        for token_id in unscored:
+            shown["tokens"].append(self._tokenizer.token_text(token_id))
+            shown["token_logprobs"].append(None)
+            shown["top_logprobs"].append(None)
+            shown["text_offset"].append(choice.text_offset)
+            choice.text_offset += len(shown["tokens"][-1])
         for entry in entries:
             text = self._tokenizer.token_text(entry.token_id)
             # The chosen token is listed even where it is not among the most probable.

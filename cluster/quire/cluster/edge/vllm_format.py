@@ -156,12 +156,14 @@ class Answers:
     def _add_prompt_scores(
         self, to: vllm.InputLogProbs, scores: Sequence[pb.TokenLogprobs]
     ) -> None:
-        to.token_ids.extend([int(self._prompt[0]), *(score.token_id for score in scores)])
+        to.token_ids.extend(self._prompt.tolist())
         # The first token has nothing before it.
-        to.token_logprobs.add()
+        for _ in range(len(self._prompt) - len(scores)):
+            to.token_logprobs.add()
+            if self._sampling.prompt_logprobs:
+                to.top_logprobs.add()
         to.token_logprobs.extend(vllm.InputTokenLogProb(value=each.logprob) for each in scores)
         if self._sampling.prompt_logprobs:
-            to.top_logprobs.add()
             to.top_logprobs.extend(map(_top, scores))
 
     @staticmethod

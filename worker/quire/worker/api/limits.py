@@ -84,7 +84,13 @@ def check_request(
             f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer"
         )
     check_prompt_length(num_prompt, limits)
-    num_scores = num_prompt * (1 + (sampling.prompt_logprobs or 0))
+    if sampling.logprob_start_len > num_prompt:
+        raise InvalidRequest(
+            f"logprob_start_len={sampling.logprob_start_len} is out of range: the prompt has "
+            f"{num_prompt} tokens"
+        )
+    num_scored = num_prompt - sampling.logprob_start_len
+    num_scores = num_scored * (1 + (sampling.prompt_logprobs or 0))
     if sampling.prompt_logprobs is not None and num_scores > MAX_PROMPT_SCORES:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens with prompt_logprobs={sampling.prompt_logprobs} asks "

@@ -50,7 +50,10 @@ class SamplingParams:
     """Report the log-probability of each sampled token and of this many most probable ones."""
     prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     """The same for each token of the prompt but the first, which has none before it. Such a prompt
-    is computed whole, whatever of it is cached."""
+    is computed whole, whatever of it is cached, but for what ``logprob_start_len`` leaves out."""
+    logprob_start_len: Annotated[int, whole(0)] = 0
+    """Tokens at the prompt's beginning that ``prompt_logprobs`` leaves out: where they are cached,
+    they are not computed again. SGLang's name."""
     logprob_token_ids: Annotated[Sequence[int] | None, ids(128)] = None
     """Report the log-probabilities of these tokens too, wherever one is sampled."""
     truncate_prompt_tokens: Annotated[

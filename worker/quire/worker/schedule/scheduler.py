@@ -215,8 +215,9 @@ class Scheduler:
                 continue  # Preempted a moment ago.
             num_tokens = min(seq.num_uncomputed, budget)
             if seq.must_score:
-                num_tokens = min(num_tokens, score_budget)
-                score_budget -= num_tokens
+                num_unscored = max(0, seq.num_scored - seq.num_computed)
+                num_tokens = min(num_tokens, num_unscored + score_budget)
+                score_budget -= seq.num_to_score(num_tokens)
                 if not num_tokens:
                     continue
             if self._tables.are_lacking(seq, num_tokens):

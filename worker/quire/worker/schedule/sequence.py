@@ -75,7 +75,8 @@ class Sequence:
         self._draft_edits: Items[Edits | None] = ()
         """Changes to the logits of the token behind each of them."""
         self.num_scored = 0
-        """Tokens of the prompt whose log-probabilities are known or under way."""
+        """Tokens of the prompt behind which the next one's log-probability is known, under way or
+        not asked for."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Those that are known."""
         self.num_queued = 0
@@ -127,7 +128,8 @@ class Sequence:
         # The output that a resumed request begins with came with them.
         is_scored = sampling.prompt_logprobs is not None and not len(request.resumed_token_ids)
         self._num_to_score = self.num_prompt_tokens - 1 if is_scored else 0
-        self.must_score = self._num_to_score > 0
+        self.num_scored = max(0, sampling.logprob_start_len - 1)
+        self.must_score = self.num_scored < self._num_to_score
         """Whether log-probabilities of the prompt are yet to be asked for."""
         self.matcher: Matcher | None = None
         """The place of its output in the grammar of its constraint. Set, with the output that is
@@ -151,10 +153,9 @@ class Sequence:
     @property
     def num_shareable(self) -> int:
         """Blocks that others may compute for it. Its last token it computes in any case: the next
-        one comes of it; so it does all tokens of a prompt whose logits are not known yet."""
-        if self.must_score:
-            return 0
-        return min(len(self.hashes), (self.num_tokens - 1) // self._block_size)
+        one comes of it; so it does those of a prompt whose logits are asked for and not known."""
+        num_tokens = self.num_scored if self.must_score else self.num_tokens - 1
+        return min(len(self.hashes), num_tokens // self._block_size)
 
     def num_to_score(self, num_tokens: int) -> int:
         """Behind how many of its next ``num_tokens`` the prompt's next token is to be scored."""

@@ -91,7 +91,8 @@ class OfflineCompletion:
         num_ranked = self.request.sampling.prompt_logprobs
         if num_ranked is None:
             return None
-        return [None, *(self._readable(token, num_ranked) for token in self._prompt_logprobs)]
+        scores = [self._readable(token, num_ranked) for token in self._prompt_logprobs]
+        return [None] * (len(self.request.prompt_token_ids) - len(scores)) + scores
 
     def _text(self) -> str:
         if self._tokenizer is None or self._stream is not None:
