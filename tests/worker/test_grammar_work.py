@@ -58,6 +58,16 @@ def all_of(schema: Callable[[int], Any], **more: Any) -> Constraint:
     return json_constraint({"allOf": [schema(n) for n in range(14)], **more})
 
 
+def merged(make: Callable[[Any, Any], Any], last: Any = True) -> Constraint:
+    """Twenty schemas that each refer to the next one by two properties."""
+    plain = {name: {"type": "object"} for name in "ab"}
+    made = {
+        str(n): make({name: {"$ref": f"#/$defs/{n + 1}"} for name in "ab"}, plain)
+        for n in range(20)
+    }
+    return json_constraint({"$ref": "#/$defs/0", "$defs": {**made, "20": last}})
+
+
 def pattern(n: int) -> dict[str, str]:
     return {"pattern": SLOW[n]}
 
@@ -194,7 +204,7 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
                 "additionalProperties": {"type": "string"},
             }
         ),
-        "pairs of patternProperties",
+        "44850 pairs of patternProperties",
     ),
     "formats": (
         json_constraint(
@@ -222,22 +232,27 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
         "multipleOf=",
     ),
     "objects merged again and again": (
-        json_constraint(
-            {
-                "$ref": "#/$defs/0",
-                "$defs": {
-                    str(n): {
-                        "allOf": [
-                            {"properties": {p: {"$ref": f"#/$defs/{n + 1}"} for p in "ab"}},
-                            {"properties": {p: {"type": "object"} for p in "ab"}},
-                        ]
-                    }
-                    for n in range(16)
-                }
-                | {"16": {"type": "object"}},
+        merged(lambda refs, plain: {"allOf": [{"properties": refs}, {"properties": plain}]}),
+        "merged more than 5000 times",
+    ),
+    "objects merged with what is beside": (
+        merged(lambda refs, plain: {"properties": refs, "allOf": [{"properties": plain}]}),
+        "merged more than 5000 times",
+    ),
+    "references merged with what is beside": (
+        merged(
+            lambda refs, _: {
+                "properties": {n: {**ref, "minProperties": 1} for n, ref in refs.items()}
             }
         ),
-        "too big",
+        "merged more than 5000 times",
+    ),
+    "a cycle of merged objects": (
+        merged(
+            lambda refs, plain: {"allOf": [{"properties": refs}, {"properties": plain}]},
+            last={"properties": {"a": {"$ref": "#/$defs/0"}}},
+        ),
+        "merged more than 5000 times",
     ),
 }
 
@@ -282,7 +297,10 @@ HONEST: dict[str, Constraint] = {
     ),
     "any of 3,500 letters": regex("[" + "".join(chr(0x4E00 + 2 * n) for n in range(3_500)) + "]*"),
     "a recursive schema": references(40, lambda ref: {"anyOf": [ref, {"$ref": "#"}]}),
-    "a text without eight others": lark(
+    "a tree of references that nothing is merged with": merged(
+        lambda refs, _: {"properties": {n: {"allOf": [ref], "title": n} for n, ref in refs.items()}}
+    ),
+    "a text without five others": lark(
         "start: T",
         "T: /(.|\\n)*/" + "".join(f" & ~/(.|\\n)*word {n}(.|\\n)*/" for n in range(5)),
     ),

@@ -30,6 +30,11 @@ _ANY_NAME = re.compile(r"/(?:patternProperties/[^/]*|additionalProperties|items)
 _NAMED = re.compile(
     r"/(?:(?:p|patternP)roperties/[^/]*|additionalProperties|prefixItems/\d+|items|\*)(?=/|$)"
 )
+_SAID_ONLY = frozenset(
+    {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description"}
+    | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
+)
+"""Keywords that do not change what is valid."""
 _UNITS = {
     "properties": 1,
     "required": 1,
@@ -54,6 +59,7 @@ _MAX_MULTIPLE = 16_000
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
 """Of a number that is read exactly: greater powers of ten are no floats, 19 digits fit 64 bits."""
 _MAX_PATTERNS_TOGETHER = 8
+_MAX_MERGED = 5_000
 _MAX_REFERENCES = 8
 """References behind references that are followed."""
 # Words of errors that also are keywords, where they name a type or say nothing.
@@ -113,8 +119,12 @@ def add_schema(schema: Any, work: Work) -> None:
     together = _Together()
     references: list[tuple[str, str]] = []
     paths: set[str] = set()
+    merging: set[str] = set()
+    alone: set[str] = set()
+    num_keys: Counter[str] = Counter()
     is_merged = False
     for path, key, value in _keywords(schema):
+        num_keys[path] += key not in _SAID_ONLY
         paths.add(path)
         if key in _UNITS:
             units = _UNITS[key]
@@ -137,6 +147,8 @@ def add_schema(schema: Any, work: Work) -> None:
             references.append((path, target))
         elif key == "allOf":
             is_merged = True
+            alone.update({path} if isinstance(value, list) and len(value) == 1 else ())
+            merging.add(path)
         elif key in ("const", "enum"):
             work.add("objects and lists in enum", _check_values(f"{path}/{key}", value))
     most = together.most() if is_merged else 0
@@ -148,6 +160,34 @@ def add_schema(schema: Any, work: Work) -> None:
     pairs = total**2 if is_merged else sum(number**2 for number in num_properties)
     work.add(_CAUSES["properties"], pairs / _PAIRS_OF_A_PROPERTY, number=0)
     _check_references(paths, references)
+    merging -= {path for path in alone if num_keys[path] == 1}
+    merged = [
+        (path, target)
+        for path, target in references
+        if num_keys[path] > 1 or any(outer in merging for outer in _outward(path))
+    ]
+    _check_merged(merged)
+
+
+def _check_merged(references: Sequence[tuple[str, str]]) -> None:
+    """``references``: those whose targets are merged with other schemas, and compiled as often as
+    they can be reached. Raises ValueError: that is too often."""
+    leads: defaultdict[str, list[str]] = defaultdict(list)
+    targets = {"", *(target for _, target in references)}
+    for path, target in references:
+        for outer in _outward(path):
+            if outer in targets:
+                leads[outer].append(target)
+    known: dict[str, int] = {}
+
+    def number(target: str) -> int:
+        if target not in known:
+            known[target] = 1  # Where it leads back to itself.
+            known[target] = 1 + sum(map(number, leads[target]))
+        return known[target]
+
+    if max(map(number, sorted(targets))) > _MAX_MERGED:
+        raise ValueError(f"references are merged more than {_MAX_MERGED} times: {TOO_LONG}")
 
 
 def _check_references(paths: Iterable[str], references: Sequence[tuple[str, str]]) -> None:
@@ -185,7 +225,8 @@ def _add_patterns(patterns: Iterable[Any], work: Work) -> None:
     texts = [each for each in patterns if isinstance(each, str)]
     for each in texts:
         regex_size(each, work).add_to(work)
-    work.add("pairs of patternProperties", _PAIR * len(texts) * (len(texts) - 1) / 2)
+    pairs = len(texts) * (len(texts) - 1) // 2
+    work.add("pairs of patternProperties", _PAIR * pairs, number=pairs)
 
 
 class _Together:

@@ -16,6 +16,7 @@ _TOKEN = re.compile(
     | (?P<repeat>[?*+]|\{\d{0,20}(?:,\d{0,20})?\})
     | (?P<close>\))
     | (?P<or>\|)
+    | (?P<plain>[^\\()\[{?*+|]+)
     | .
     """,
     re.VERBOSE | re.DOTALL,
@@ -107,6 +108,9 @@ def regex_size(pattern: str, work: Work) -> Size:
             groups[-1].alternative()
         elif kind == "repeat":
             groups[-1].repeat(found[0])
+        elif kind == "plain":
+            groups[-1].append(Size(len(found[0]) - 1))
+            groups[-1].append(Size(1))
         else:
             if kind == "class":
                 at = _read_class(pattern, at, work)
