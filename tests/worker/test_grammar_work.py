@@ -127,13 +127,13 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
         ),
         "levels deep",
     ),
-    "many optional symbols": (lark("start: " + '"a"? ' * 9_000), "rules of 18000 symbols"),
+    "many optional symbols": (lark("start: " + '"a"? ' * 9_000), "rules branch 18001 times"),
     "many rules of many alternatives": (
         lark(
             "start: e0",
             *(f"e{n}: " + " | ".join(f"e{m}" for m in range(60)) + ' | "a"' for n in range(60)),
         ),
-        "rules of 3661 symbols",
+        "rules branch 3661 times",
     ),
     "rules in llama.cpp's syntax": (
         lark("root ::= r0", *(f'r{n} ::= "a" r{n + 1}' for n in range(999)), 'r999 ::= "a"'),

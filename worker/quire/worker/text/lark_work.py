@@ -1,6 +1,7 @@
 """Reads grammars in Lark's syntax, with llguidance's extensions, for the work of compiling them."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,8 +11,9 @@ from quire.worker.text.work import TOO_LONG, Work, check_chain
 
 _MAX_AND = 5
 """Each operand multiplies the work of one step, which no fuel interrupts."""
-_MAX_SYMBOLS = 3_000
-"""In rules. One place of an output may have as many items, and each is compared with all others."""
+_MIN_BRANCHES, _BYTES_A_BRANCH, _MAX_BRANCHES = 3_000, 25, 6_000
+"""Of rules: alternatives, and twice what may be missing or repeated. One place of an output may
+have as many items, and each is compared with all others."""
 
 _STRING = r'"(?:\\.|[^"\\])*"'
 _REGEX = r"/(?:\\.|[^/\\])+/"
@@ -68,29 +70,28 @@ def check_lark(grammar: str, *, is_ours: bool = False) -> None:
     )
     sizes: dict[str, Size] = {}
     used: set[str] = set()
-    num_symbols = 0
+    num_branches = 0
     for name in order:
         definition = definitions[name]
         if _is_terminal(name):
             sizes[name] = _size(definition.parts, sizes)
             continue
-        num_symbols += sum(
-            part[0] in ("open", "repeat") if isinstance(part, tuple) else 1
-            for part in definition.parts
-        )
+        operators = Counter(part[0] for part in definition.parts if isinstance(part, tuple))
+        num_branches += operators["or"] + 2 * operators["repeat"]
         used |= {each for each in definition.names if _is_terminal(each)}
         for part in definition.parts:
             if isinstance(part, Size):
                 part.add_to(read.work)
     for name in used & sizes.keys():
         sizes[name].add_to(read.work)
-    if num_symbols > _MAX_SYMBOLS:
+    num_bytes = len(grammar.encode())
+    most = min(max(_MIN_BRANCHES, num_bytes // _BYTES_A_BRANCH), _MAX_BRANCHES)
+    if num_branches > most:
         raise ValueError(
-            f"rules of {num_symbols} symbols: {TOO_LONG}: at most {_MAX_SYMBOLS}, of which "
-            "terminals with many alternatives need one each"
+            f"rules branch {num_branches} times: {TOO_LONG}: at most {most}, besides terminals"
         )
     read.work.add("definitions", 2 * len(definitions), number=len(definitions))
-    read.work.check(len(grammar.encode()))
+    read.work.check(num_bytes)
 
 
 class _Reader:
