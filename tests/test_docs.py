@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ PAGES = sorted(
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 MODULE = re.compile(r"`(quire\.(?:cluster|kernels|llm|router|worker)[\w.]*)")
 COMMAND = re.compile(r"python -m ((?:bench|tools)[\w.]*\w)")
+OURS = re.compile(r"python -m (quire[\w.]*\w)")
+FLAG = re.compile(r"`(?:[^`\n]* )?(--[a-z][\w-]*)")
+PATH = re.compile(
+    r"`((?:bench|cluster|docs|helm|kernels|proto|router|tests|tools|worker)/[\w./-]*\w)`"
+)
+MODULES = ROOT / "cluster/quire/cluster"
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -44,6 +51,58 @@ def test_benchmarks_can_be_run(page: Path) -> None:
     for name in set(COMMAND.findall(page.read_text())):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+@by_page
+def test_our_modules_can_be_run(page: Path) -> None:
+    for name in set(OURS.findall(page.read_text())):
+        assert module_of(name) or module_of(f"{name}.__main__"), name
+
+
+@by_page
+def test_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for found in PATH.finditer(text):
+        is_gone = "last in " in text[max(0, found.start() - 120) : found.start()]  # In git alone.
+        assert is_gone or (ROOT / found[1]).exists(), found[1]
+
+
+@by_page
+def test_flags_are_read_somewhere(page: Path) -> None:
+    source = sources()
+    for flag in set(FLAG.findall(page.read_text())):
+        positive = flag.replace("--no-", "--", 1)
+        assert f'"{flag}"' in source or f'"{positive}"' in source, flag
+
+
+def test_the_map_of_the_cluster_names_every_module() -> None:
+    page = (ROOT / "docs/design.md").read_text()
+    page = page.partition("### Where the code is")[2].partition("\n## ")[0]
+    named = set()
+    for package, modules in re.findall(r"^\| [^|]+ \| (`\w+`|\(itself\)) \| (.+) \|$", page, re.M):
+        folder = MODULES if package == "(itself)" else MODULES / package.strip("`")
+        for module in re.findall(r"`(\w+)`", modules):
+            assert (folder / f"{module}.py").exists(), f"{package} {module}"
+            named.add(folder / f"{module}.py")
+    there = {path for path in MODULES.rglob("*.py") if path.name != "__init__.py"}
+    assert {path for path in there - named if path.parent.name != "cli"} == set()
+
+
+@cache
+def sources() -> str:
+    folders = (
+        "bench",
+        "client",
+        "cluster",
+        "helm",
+        "kernels",
+        "router",
+        "tests",
+        "tools",
+        "worker",
+    )
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return "\n".join(path.read_text() for path in files)
 
 
 def anchors(page: Path) -> set[str]:

@@ -35,7 +35,7 @@ from quire.cluster.dialects.parser import (
     OutputParser,
     Reasoning,
 )
-from quire.cluster.dialects.tools import ToolUse, check_tools
+from quire.cluster.dialects.tools import Tool, ToolUse, check_tools
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint
 from quire.worker.text.grammar import Grammars
@@ -298,6 +298,22 @@ GOOD: list[Call] = [
     ("now", {}),
     ("weather", {"city": "", "days": -1, "more": [True, False]}),
 ]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_as_many_tools_as_openai_takes_are_no_hostile_grammar(
+    form: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    kinds: list[dict[str, Any]] = [{"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}]
+    properties = {f"argument_{n}": kinds[n % 3] for n in range(6)}
+    schema = {"type": "object", "properties": properties, "required": ["argument_0"]}
+    tools = tuple(
+        Tool(name=f"do_{n}", parameters=schema, is_strict=True, spec={}) for n in range(128)
+    )
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, ToolUse(tools=tools), None, reasons=False)
+    assert constraint is not None
+    grammars.compile(constraint)
 
 
 @pytest.mark.parametrize("form", FORMATS)

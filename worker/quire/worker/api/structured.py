@@ -140,4 +140,5 @@ def choice_constraint(choice: Sequence[str]) -> Constraint:
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
     if not is_list or not choice or not all(isinstance(each, str) and each for each in choice):
         raise InvalidRequest("structured_outputs=choice must be a list of texts, none empty")
-    return Constraint("grammar", "start: " + " | ".join(map(json.dumps, choice)))
+    # As one terminal: each alternative of a rule would be an item of its own at the first token.
+    return Constraint("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choice)))

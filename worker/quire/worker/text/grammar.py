@@ -22,10 +22,13 @@ from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
-from quire.worker.text.json_schema import check_embedded_schemas, check_schema, place_of
+from quire.worker.text.json_schema import check_schema, place_of
 from quire.worker.text.lark import WHITESPACE, Lark
+from quire.worker.text.lark_work import check_lark
+from quire.worker.text.regex_work import check_regex
 from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.text.work import TOO_LONG
 
 if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -35,13 +38,15 @@ T = TypeVar("T")
 # K masks   W words of 32 tokens
 
 _LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2_000,
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "max_items_in_row": 1_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,
     "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
 }
+_FUEL, _FUEL_A_BYTE, _MAX_FUEL = 100_000, 15, 1_000_000
+_SYMBOLS, _BYTES_A_SYMBOL, _MAX_GRAMMAR_SIZE = 5_000, 4, 500_000
+"""llguidance's limits of compiling grow with the text. How near honest grammars come to them is in
+bench/results/structured.md."""
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 8 * 2**20
 """Of grammars' texts; what is made of them takes some times as much."""
@@ -49,7 +54,9 @@ _MAX_ERROR_CHARS = 400
 _MAX_THREADS = 8
 _MAX_FORCED_WORDS = 16
 """Of a mask whose text may be forced: tokens that are beginnings of one text are few."""
-_LLAMA_CPP = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
+_MAX_LLAMA_CPP_RULES = 400
+"""Translating them takes as long as their number's square."""
 
 
 class Grammar:
@@ -201,7 +208,7 @@ class Grammars:
         try:
             tokenizer = self._get_tokenizer()
             source = _source(constraint, self._special_tokens)
-            state = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+            state = LLMatcher(tokenizer, source, log_level=0, limits=_limits(constraint.text))
         except (ValueError, RecursionError) as error:
             return _refusal(constraint, str(error))
         if state.is_error():
@@ -235,7 +242,6 @@ class Grammars:
 def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     """The grammar in llguidance's form. Raises ValueError."""
     from llguidance import LLMatcher, regex_to_lark
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     if constraint.kind == "json_schema":
         check_schema(constraint.text)
@@ -245,6 +251,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
             overrides={"lenient": False},  # What is not supported is refused.
         )
     if constraint.kind == "regex":
+        check_regex(constraint.text)
         # Digits and letters are those of ASCII, as in JSON schemas.
         pattern = regex_to_lark(constraint.text, use_ascii="dw")
         return LLMatcher.grammar_from_lark(f"start: /{pattern}/")
@@ -252,12 +259,22 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     if constraint.kind == "structural_tag":
         lark = written(Lark(special_tokens), lark)
     elif _LLAMA_CPP.search(lark):
-        try:
-            lark = gbnf_to_lark(lark)
-        except GbnfToLarkError as error:
-            raise ValueError(str(error)) from None
-    check_embedded_schemas(lark)
+        lark = _translated(lark)
+    check_lark(lark, is_ours=constraint.kind == "structural_tag")
     return LLMatcher.grammar_from_lark(lark)
+
+
+def _translated(grammar: str) -> str:
+    """A grammar in llama.cpp's syntax, in Lark's. Raises ValueError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    num_rules = grammar.count("::=")
+    if num_rules > _MAX_LLAMA_CPP_RULES:
+        raise ValueError(f"{num_rules} rules: {TOO_LONG}: at most {_MAX_LLAMA_CPP_RULES}")
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # Besides its own error it raises IndexError and plain ones.
+        raise ValueError(str(error)) from None
 
 
 def _refusal(constraint: Constraint, error: str) -> str:
@@ -270,11 +287,16 @@ def _cut(error: str) -> str:
     return error if len(error) <= _MAX_ERROR_CHARS else f"{error[:_MAX_ERROR_CHARS]}…"
 
 
-@cache
-def _limits() -> "LLParserLimits":
+def _limits(text: str) -> "LLParserLimits":
     from llguidance import LLParserLimits
 
-    return LLParserLimits(**_LIMITS, verbose_errors=False)
+    num_bytes = len(text.encode())
+    return LLParserLimits(
+        **_LIMITS,
+        initial_lexer_fuel=min(_FUEL + _FUEL_A_BYTE * num_bytes, _MAX_FUEL),
+        max_grammar_size=min(_SYMBOLS + num_bytes // _BYTES_A_SYMBOL, _MAX_GRAMMAR_SIZE),
+        verbose_errors=False,
+    )
 
 
 @cache

@@ -1,5 +1,5 @@
-"""Constraints checked in a process of their own: a few short ones take hours or all memory to
-compile, such as the intersection of thirty patterns, which no limit of llguidance's bounds."""
+"""Constraints checked in a process of their own. `quire.worker.text.work` refuses by a count what
+is known to take llguidance long; a time and a memory bound what is not known."""
 
 import json
 from dataclasses import asdict

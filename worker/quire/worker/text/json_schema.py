@@ -1,19 +1,23 @@
 """Reads JSON schemas: the place of which an error speaks, and what llguidance cannot do well.
 
-What takes llguidance long, and no limit of its own bounds, was measured with 1.9.1: an object's
-properties take 25 µs each and 0.06 µs for each pair of them, a ``multipleOf`` 4 µs for each unit of
-its digits, and patterns that must hold together many times as long for each more. The limits here
-are about half a second's work, and say so at once. It reads some fractions of 16 or more digits
-one unit in the last place off, and writes the digits of integers above 2**53 that a float has.
+What each keyword takes llguidance was measured with 1.9.1: an object's properties take 25 µs each
+and 0.06 µs for each pair of them, a ``multipleOf`` 3 µs for each unit of its digits, and patterns
+that must hold together many times as long for each more. It reads some fractions of 16 or more
+digits one unit in the last place off, and writes the digits of integers above 2**53 that a float
+has.
 """
 
 import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
+
+from quire.worker.text.regex_work import regex_size
+from quire.worker.text.work import TOO_LONG, Work, check_chain
 
 _NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords with an object whose keys are names, and whose values are schemas."""
@@ -22,13 +26,40 @@ _VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guid
 _QUOTED = ("pattern", "format", "$ref", "type")
 """Keywords whose values errors quote."""
 _ALL_OF = re.compile(r"/allOf/\d+")
-_EMBEDDED = re.compile(r"%json\s*")
-_MAX_PROPERTY_WORK = 20_000
+_ANY_NAME = re.compile(r"/(?:patternProperties/[^/]*|additionalProperties|items)(?=/|$)")
+_NAMED = re.compile(
+    r"/(?:(?:p|patternP)roperties/[^/]*|additionalProperties|prefixItems/\d+|items|\*)(?=/|$)"
+)
+_SAID_ONLY = frozenset(
+    {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description"}
+    | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
+)
+"""Keywords that do not change what is valid."""
+_UNITS = {
+    "properties": 1,
+    "required": 1,
+    "prefixItems": 1,
+    "anyOf": 4,
+    "oneOf": 4,
+    "allOf": 4,
+    "$ref": 3,
+    "pattern": 2,
+    "format": 12,
+    "minimum": 8,
+    "maximum": 8,
+    "exclusiveMinimum": 8,
+    "exclusiveMaximum": 8,
+}
+"""Units of work of a keyword, or of each of its values."""
+_CAUSES = {"properties": "properties", "required": "required properties", "$ref": "references"}
 _PAIRS_OF_A_PROPERTY = 400
-_MAX_MULTIPLE = 100_000
+_PAIR = 10
+_DIGITS_A_UNIT = 8
+_MAX_MULTIPLE = 16_000
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
 """Of a number that is read exactly: greater powers of ten are no floats, 19 digits fit 64 bits."""
-_MAX_PATTERNS_TOGETHER = 12
+_MAX_PATTERNS_TOGETHER = 8
+_MAX_MERGED = 5_000
 _MAX_REFERENCES = 8
 """References behind references that are followed."""
 # Words of errors that also are keywords, where they name a type or say nothing.
@@ -70,86 +101,183 @@ def _number(text: str) -> float:
     return value if read == abs(value) else _Misread(value)
 
 
-_DECODER = json.JSONDecoder(parse_float=_number)
+DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def check_schema(schema: str) -> None:
     """Raises ValueError: a JSON text is no schema that is compiled soon and as it is meant."""
-    _check(_DECODER.decode(schema))
+    work = Work()
+    add_schema(DECODER.decode(schema), work)
+    work.check(len(schema.encode()))
 
 
-def check_embedded_schemas(grammar: str) -> None:
-    """`check_schema` of every schema in a grammar in Lark's syntax."""
-    for found in _EMBEDDED.finditer(grammar):
-        try:
-            schema, _ = _DECODER.raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            continue  # It is refused for what it is.
-        _check(schema)
-
-
-def _check(schema: Any) -> None:
-    num_properties: list[int] = []
+def add_schema(schema: Any, work: Work) -> None:
+    """Adds what compiling ``schema`` takes to ``work``. Raises ValueError: it is not compiled as it
+    is meant, or takes long beyond any measure of work."""
     multiples: list[int] = []
+    num_properties: list[int] = []
     together = _Together()
+    references: list[tuple[str, str]] = []
+    paths: set[str] = set()
+    merging: set[str] = set()
+    alone: set[str] = set()
+    num_keys: Counter[str] = Counter()
     is_merged = False
     for path, key, value in _keywords(schema):
+        num_keys[path] += key not in _SAID_ONLY
+        paths.add(path)
+        if key in _UNITS:
+            units = _UNITS[key]
+            number = len(value) if isinstance(value, list | dict) else 1
+            work.add(_CAUSES.get(key, key), units * number, number=number)
         if key == "properties" and isinstance(value, dict):
             num_properties.append(len(value))
+        elif key == "patternProperties" and isinstance(value, dict):
+            _add_patterns(value, work)
         elif key == "multipleOf" and isinstance(value, int | float) and math.isfinite(value):
             multiples.append(_digits(value))
-            if sum(multiples) > _MAX_MULTIPLE:
-                raise ValueError(f"multipleOf={value}: {_TOO_LONG}")
+            work.add(f"multipleOf={value}", multiples[-1] / _DIGITS_A_UNIT, number=0)
         elif key == "pattern":
-            together.patterns[_ALL_OF.sub("", path)] += 1
+            together.add_pattern(path)
+            _add_patterns([value], work)
         elif key == "$ref" and isinstance(value, str):
             is_merged = True
-            together.references[_ALL_OF.sub("", path)].append(value.removeprefix("#"))
+            target = unquote(value.removeprefix("#"))
+            together.add_reference(path, target)
+            references.append((path, target))
         elif key == "allOf":
             is_merged = True
+            alone.update({path} if isinstance(value, list) and len(value) == 1 else ())
+            merging.add(path)
         elif key in ("const", "enum"):
-            _check_numbers(f"{path}/{key}", value)
-    most = max(map(together.number, together.patterns | together.references), default=0)
+            work.add("objects and lists in enum", _check_values(f"{path}/{key}", value))
+    most = together.most() if is_merged else 0
     if most > _MAX_PATTERNS_TOGETHER:
-        raise ValueError(f"{most} patterns for one text, by allOf or $ref: {_TOO_LONG}")
+        raise ValueError(f"{most} patterns for one text, by allOf or $ref: {TOO_LONG}")
     if is_merged and math.lcm(*filter(None, multiples)) > _MAX_MULTIPLE:
-        raise ValueError(f"multipleOf of allOf or $ref have too large a multiple: {_TOO_LONG}")
+        raise ValueError(f"multipleOf of allOf or $ref have too large a multiple: {TOO_LONG}")
     total = sum(num_properties)
     pairs = total**2 if is_merged else sum(number**2 for number in num_properties)
-    if total + pairs / _PAIRS_OF_A_PROPERTY > _MAX_PROPERTY_WORK:
-        raise ValueError(f"{total} properties: {_TOO_LONG}")
+    work.add(_CAUSES["properties"], pairs / _PAIRS_OF_A_PROPERTY, number=0)
+    _check_references(paths, references)
+    merging -= {path for path in alone if num_keys[path] == 1}
+    merged = [
+        (path, target)
+        for path, target in references
+        if num_keys[path] > 1 or any(outer in merging for outer in _outward(path))
+    ]
+    _check_merged(merged)
+
+
+def _check_merged(references: Sequence[tuple[str, str]]) -> None:
+    """``references``: those whose targets are merged with other schemas, and compiled as often as
+    they can be reached. Raises ValueError: that is too often."""
+    leads: defaultdict[str, list[str]] = defaultdict(list)
+    targets = {"", *(target for _, target in references)}
+    for path, target in references:
+        for outer in _outward(path):
+            if outer in targets:
+                leads[outer].append(target)
+    known: dict[str, int] = {}
+
+    def number(target: str) -> int:
+        if target not in known:
+            known[target] = 1  # Where it leads back to itself.
+            known[target] = 1 + sum(map(number, leads[target]))
+        return known[target]
+
+    if max(map(number, sorted(targets))) > _MAX_MERGED:
+        raise ValueError(f"references are merged more than {_MAX_MERGED} times: {TOO_LONG}")
+
+
+def _check_references(paths: Iterable[str], references: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError: they lead too deep. A target is one level, and one more for each step down
+    to what refers on."""
+    targets = {"", *(target for _, target in references)}
+    levels = dict.fromkeys(targets, 1)
+    leads: defaultdict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        for number, outer in enumerate(_outward(path), 1):
+            if outer in levels:
+                levels[outer] = max(levels[outer], number)
+    for path, target in references:
+        for outer in _outward(path):
+            if outer in levels:
+                leads[outer].add(target)
+    deepest = levels[""]
+    for target in targets:
+        if target and not target.startswith("/"):
+            # Where it leads is not known: it counts as deep as all.
+            levels[target] = deepest
+            leads[target].add(target)
+    check_chain(levels, leads)
+
+
+def _outward(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path[: path.rindex("/")]
+    yield path
+
+
+def _add_patterns(patterns: Iterable[Any], work: Work) -> None:
+    """Those of names in one object are compared by twos, and with its properties."""
+    texts = [each for each in patterns if isinstance(each, str)]
+    for each in texts:
+        regex_size(each, work).add_to(work)
+    pairs = len(texts) * (len(texts) - 1) // 2
+    work.add("pairs of patternProperties", _PAIR * pairs, number=pairs)
 
 
 class _Together:
     """Patterns that one text must match, by the place of its schema without any ``allOf``."""
 
     def __init__(self) -> None:
-        self.patterns: Counter[str] = Counter()
-        self.references: defaultdict[str, list[str]] = defaultdict(list)
+        self._patterns: Counter[str] = Counter()
+        self._of_any_name: Counter[str] = Counter()
+        self._references: defaultdict[str, list[str]] = defaultdict(list)
         self._known: dict[tuple[str, int], int] = {}
 
-    def number(self, path: str, depth: int = _MAX_REFERENCES) -> int:
+    def add_pattern(self, path: str) -> None:
+        path = _ALL_OF.sub("", path)
+        if _ANY_NAME.search(path):
+            self._of_any_name[_NAMED.sub("/*", path)] += 1
+        else:
+            self._patterns[path] += 1
+
+    def add_reference(self, path: str, target: str) -> None:
+        self._references[_ALL_OF.sub("", path)].append(_ALL_OF.sub("", target))
+
+    def most(self) -> int:
+        places = self._patterns.keys() | self._references.keys() | self._of_any_name.keys()
+        return max(map(self._number, places), default=0)
+
+    def _number(self, path: str, depth: int = _MAX_REFERENCES) -> int:
         """Those at ``path``, with those that it refers to."""
+        if path and not path.startswith("/"):  # It is not known where it leads.
+            return self._patterns.total() + self._of_any_name.total()
         if (path, depth) not in self._known:
-            targets = self.references.get(path, ()) if depth else ()
-            referred = sum(self.number(target, depth - 1) for target in targets)
-            self._known[path, depth] = self.patterns[path] + referred
+            targets = self._references.get(path, ()) if depth else ()
+            referred = sum(self._number(target, depth - 1) for target in targets)
+            of_any_name = self._of_any_name[_NAMED.sub("/*", path)]
+            self._known[path, depth] = self._patterns[path] + of_any_name + referred
         return self._known[path, depth]
 
 
-def _check_numbers(path: str, value: Any) -> None:
+def _check_values(path: str, value: Any) -> int:
+    """What the objects and lists in values take. Raises ValueError: a number is not exact."""
     waiting = [value]
+    num_nested = -1
     while waiting:
         each = waiting.pop()
+        num_nested += isinstance(each, list | dict)
         if isinstance(each, list | dict):
             waiting += each.values() if isinstance(each, dict) else each
         elif isinstance(each, _Misread) or (
             isinstance(each, int | float) and abs(each) > _MAX_WHOLE
         ):
             raise ValueError(f"{path}: {each!r} would not be written exactly: 15 digits are")
-
-
-_TOO_LONG = "compiling that takes too long"
+    return max(0, num_nested) * 3
 
 
 def _digits(value: float) -> int:

@@ -47,6 +47,14 @@ def _schema(lark: Lark, given: Mapping[str, Any], depth: int) -> str:
     return lark.json(json.loads(schema) if isinstance(schema, str) else schema)
 
 
+def _pattern(given: Mapping[str, Any]) -> str:
+    """A regular expression in which no ``/`` ends it."""
+    pattern = _get(given, "pattern", str)
+    if not re.fullmatch(r"(?:\\.|[^\\])+", pattern, re.DOTALL):
+        raise ValueError(f"pattern={pattern!r} is empty, or ends with half an escape")
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+
+
 def _sequence(lark: Lark, given: Mapping[str, Any], depth: int) -> str:
     elements = _formats(given, "elements")
     return " ".join(_format(lark, each, depth=depth) for each in elements)
@@ -119,9 +127,7 @@ _WRITERS: Mapping[str, _Writer] = {
     "const_string": lambda lark, given, depth: lark.text(_get(given, "value", str)),
     "json_schema": _schema,
     "any_text": lambda lark, given, depth: lark.terminal(f"/{ANYTHING}/"),
-    "regex": lambda lark, given, depth: lark.terminal(
-        "/" + re.sub(r"(?<!\\)/", r"\/", _get(given, "pattern", str)) + "/"
-    ),
+    "regex": lambda lark, given, depth: lark.terminal(f"/{_pattern(given)}/"),
     "sequence": _sequence,
     "or": _or,
     "tag": _tag,
