@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from quire.kernels.ops import (
     RotaryTable,
     RotateAndWrite,
     Value,
+    WantedColumns,
 )
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.reference_sampling import adjust_logits
@@ -405,6 +407,46 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
                 )
                 values, columns = adjusted.max(dim=1).values, adjusted.argmax(dim=1)
                 assert chosen.tolist() == torch.stack([values, columns], 1).tolist()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "w4"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_wanted_logits_have_the_bits_that_they_have_among_all(
+    library: ctypes.CDLL, kind: str, threads: int
+) -> None:
+    """Whatever else is wanted, in whichever order the rows come, for any rank's columns."""
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    packed: dict[str, Any] = {"quantization": kind} if kind in ("int8", "w4") else {}
+    backend = NativeBackend(library, **packed)
+    rng = torch.Generator().manual_seed(7)
+    lm_head = backend.pack_linear(torch.randn(1000, C, generator=rng).to(dtype))
+    decoder = NativeProgram(library, _program(backend, dtype, lm_head=lm_head))
+    num_samples = 26
+    batch = replace(FIRST, last_tokens_S=torch.arange(num_samples).int())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        logits = decoder.forward(batch, _kv(dtype), all_reduce=_same)
+        for first_column, density in itertools.product((0, 5, 64), (0.0, 0.02, 0.4, 1.0)):
+            bits = torch.rand(4, 1100, generator=rng) < density
+            mask_KW = torch.from_numpy(
+                np.packbits(np.pad(bits.numpy(), ((0, 0), (0, 20))), axis=1, bitorder="little")
+            ).view(torch.int32)
+            mask_of_S = torch.randint(-1, 4, (num_samples,), generator=rng).int()
+            wanted = WantedColumns(mask_of_S=mask_of_S, mask_KW=mask_KW, first_column=first_column)
+            some = decoder.forward(batch, _kv(dtype), all_reduce=_same, wanted=wanted)
+            for row, mask in enumerate(mask_of_S.tolist()):
+                columns = bits[mask, first_column:][:1000] if mask >= 0 else torch.ones(1000) > 0
+                assert torch.equal(some[row, columns], logits[row, columns])
+            greatest = torch.zeros(num_samples, 2)
+            decoder.forward(
+                batch, _kv(dtype), all_reduce=_same, greatest_G2=greatest, wanted=wanted
+            )
+            for row, mask in enumerate(mask_of_S.tolist()):
+                if mask < 0:
+                    assert int(greatest[row, 1]) == int(logits[row].argmax())
     finally:
         torch.set_num_threads(before)
 

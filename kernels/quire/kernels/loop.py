@@ -32,6 +32,7 @@ from quire.kernels.ops import (
     RotaryTable,
     RotateAndWrite,
     Value,
+    WantedColumns,
 )
 
 # S rows that are sampled   V vocabulary
@@ -62,8 +63,9 @@ class Loop:
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
         edits: GreedyEdits | None = None,
+        wanted: WantedColumns | None = None,
     ) -> Tensor:
-        assert greatest_G2 is None, "`chooses` says so"
+        assert greatest_G2 is None and wanted is None, "`chooses` says so"
         backend, turns = self._backend, _Turns(batch.positions_T)
         values: dict[Value, Tensor] = {}
         for op in self._program:

@@ -132,6 +132,7 @@ class LinearArgs(Structure):
         ("greatest", c_void_p),
         ("scale", c_float),
         ("cap", c_float),
+        ("wanted", c_void_p),
     )
 
 
@@ -393,6 +394,15 @@ class GreedyEdits(Structure):
     )
 
 
+class WantedColumns(Structure):
+    _fields_ = (
+        ("mask_of", c_void_p),
+        ("masks", c_void_p),
+        ("num_words", c_int64),
+        ("first_column", c_int32),
+    )
+
+
 class ForwardArgs(Structure):
     _fields_ = (
         ("dtype", c_int32),
@@ -430,6 +440,7 @@ class ForwardArgs(Structure):
         ("num_greedy", c_int64),
         ("greatest", c_void_p),
         ("edits", c_void_p),
+        ("wanted", c_void_p),
         ("logits", c_void_p),
     )
 
@@ -504,7 +515,8 @@ STRUCTURES: tuple[type[Structure], ...] = (
     *(AttendArgs, WriteKvArgs, LinearWeights, PackArgs, LinearArgs, QuantizeArgs),
     *(NormArgs, RotaryArgs, EmbedOp, NormOp, LinearOp, RotateAndWriteOp, AttendOp),
     *(RoundPartialOp, AddOp, GeluOp, LogitsOp, RouteOp, RouteArgs, ExpertsOp, MixOp, Op),
-    *(GreedyEdits, ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, MaskArgs, Refusal),
+    *(GreedyEdits, ForwardArgs, ArgmaxArgs, SampleArgs, ScoreArgs, MaskArgs),
+    *(WantedColumns, Refusal),
 )
 """In the order of `quire_structure_bytes`."""
 

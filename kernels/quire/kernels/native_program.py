@@ -11,7 +11,7 @@ from quire.kernels import native_abi
 from quire.kernels.native_check import check_caches, pointer, rows_pointer
 from quire.kernels.native_linear import empty_huge
 from quire.kernels.native_ops import NativeOps
-from quire.kernels.ops import Batch, GreedyEdits, KvCache, Program
+from quire.kernels.ops import Batch, GreedyEdits, KvCache, Program, WantedColumns
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # V vocabulary
@@ -58,6 +58,7 @@ class NativeProgram:
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
         edits: GreedyEdits | None = None,
+        wanted: WantedColumns | None = None,
     ) -> Tensor:
         num_tokens, num_samples = len(batch.token_ids_T), len(batch.last_tokens_S)
         self._use_kv(kv)
@@ -76,6 +77,8 @@ class NativeProgram:
             self._arguments.greatest = greatest
         native_edits = None if edits is None else _native_edits(edits, num_greedy=num_greedy)
         self._arguments.edits = None if native_edits is None else ctypes.addressof(native_edits)
+        native_wanted = None if wanted is None else _native_wanted(wanted, num_samples=num_samples)
+        self._arguments.wanted = None if native_wanted is None else ctypes.addressof(native_wanted)
         self._use_batch(batch)
         for (first, buffer, width), end in zip(self._sums, self._ends, strict=True):
             if first:
@@ -167,6 +170,16 @@ class NativeProgram:
         arguments.last_tokens = pointer(
             "last tokens", self._last_tokens_S, torch.int64, len(batch.last_tokens_S)
         )
+
+
+def _native_wanted(wanted: WantedColumns, *, num_samples: int) -> native_abi.WantedColumns:
+    """Raises ValueError where the arrays do not fit each other."""
+    return native_abi.WantedColumns(
+        mask_of=pointer("rows of wanted columns", wanted.mask_of_S, torch.int32, num_samples),
+        masks=pointer("wanted columns", wanted.mask_KW, torch.int32, *wanted.mask_KW.shape),
+        num_words=wanted.mask_KW.shape[1],
+        first_column=wanted.first_column,
+    )
 
 
 def _native_edits(edits: GreedyEdits, *, num_greedy: int) -> native_abi.GreedyEdits:

@@ -282,12 +282,24 @@ class GreedyEdits:
     """The token of the first column of this rank."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedColumns:
+    """Which columns of the LM head are wanted of S rows; the others' logits mean nothing."""
+
+    mask_of_S: Tensor
+    """int32: a row of ``mask_KW``, or -1, which wants all."""
+    mask_KW: Tensor
+    """int32: bit ``t % 32`` of word ``t // 32`` wants token ``t``; those behind are not wanted."""
+    first_column: int = 0
+    """The token of the first column of this rank."""
+
+
 class ProgramRunner(Protocol):
     """A program, ready to run on one rank."""
 
     @property
     def chooses(self) -> bool:
-        """Whether it takes ``greatest_G2``."""
+        """Whether it takes ``greatest_G2`` and ``wanted``."""
 
     def forward(
         self,
@@ -297,11 +309,13 @@ class ProgramRunner(Protocol):
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
         edits: "GreedyEdits | None" = None,
+        wanted: "WantedColumns | None" = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
         logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the
         logits are not kept: the greatest one and its column, the first of equals, are put into
-        ``greatest_G2`` (float32). ``edits`` change these rows' logits first.
+        ``greatest_G2`` (float32). ``edits`` change these rows' logits first. Of columns that are
+        not ``wanted`` nothing is kept, or anything.
         """

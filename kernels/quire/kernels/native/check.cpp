@@ -66,5 +66,5 @@ extern "C" const int64_t quire_structure_bytes[] = {
     sizeof(RouteArgs),  sizeof(ExpertsOp),      sizeof(MixOp),
     sizeof(Op),         sizeof(GreedyEdits),    sizeof(ForwardArgs),
     sizeof(ArgmaxArgs), sizeof(SampleArgs),     sizeof(ScoreArgs),
-    sizeof(MaskArgs),   sizeof(QuireRefusal),
+    sizeof(MaskArgs),   sizeof(WantedColumns),  sizeof(QuireRefusal),
 };

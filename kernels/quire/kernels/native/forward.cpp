@@ -259,6 +259,7 @@ class Forward {
     args.num_rows = a_.num_samples;
     args.num_greedy = a_.num_greedy;
     args.greatest = greatest_.data() + team.thread * a_.num_greedy;
+    args.wanted = a_.wanted;
     linear_part(args, team);
     ++team.stage;
     team.share_rows(a_.num_greedy, [&](int64_t begin, int64_t end) {

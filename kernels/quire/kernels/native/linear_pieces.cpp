@@ -41,15 +41,52 @@ struct Pieces {
     const int64_t begin = args.num_rows * chunk / chunks;
     const int64_t num_rows = args.num_rows * (chunk + 1) / chunks - begin;
     const int64_t num_tiles = (num_rows + tiles.rows - 1) / tiles.rows;
-    for (int64_t panel = first; panel < end; ++panel) {
-      int64_t following = panel + 1 < end ? panel + 1 : take_next() / chunks * panels_each;
+    int64_t panel = wanted_panel(first, end, begin, num_rows);
+    if (panel == end) take_next();
+    while (panel < end) {
+      const int64_t later = wanted_panel(panel + 1, end, begin, num_rows);
+      int64_t following = later < end ? later : take_next() / chunks * panels_each;
       if (following >= panels) following = panel;
       for (int64_t i = 0; i < num_tiles; ++i) {
         const int64_t row = begin + num_rows * i / num_tiles;
-        tiles.tile(args, row, begin + num_rows * (i + 1) / num_tiles - row, panel,
-                   i == 0 ? following : panel);
+        const int64_t num = begin + num_rows * (i + 1) / num_tiles - row;
+        if (args.wanted)
+          wanted_rows(row, row + num, panel, following);
+        else
+          tiles.tile(args, row, num, panel, i == 0 ? following : panel);
       }
+      panel = later;
     }
+  }
+
+  // The first panel from `panel` on of which one of some rows wants a column, or `end`.
+  int64_t wanted_panel(int64_t panel, int64_t end, int64_t row, int64_t num_rows) const {
+    if (!args.wanted) return panel;
+    for (; panel < end; ++panel)
+      for (int64_t i = row; i < row + num_rows; ++i)
+        if (wants(i, panel)) return panel;
+    return end;
+  }
+
+  // The rows of a tile that want a column of the panel, as many at once as are neighbours.
+  void wanted_rows(int64_t row, int64_t end, int64_t panel, int64_t following) const {
+    while (row < end) {
+      const int64_t begin = row;
+      while (row < end && wants(row, panel)) ++row;
+      if (row > begin) tiles.tile(args, begin, row - begin, panel, following);
+      if (row == begin) ++row;
+    }
+  }
+
+  bool wants(int64_t row, int64_t panel) const {
+    const WantedColumns& wanted = *args.wanted;
+    const int64_t mask = wanted.mask_of[row], token = wanted.first_column + panel * kPanelColumns;
+    if (mask < 0) return true;
+    static_assert(kPanelColumns == 32, "a panel is a word of the masks, or parts of two");
+    const uint32_t* words = wanted.masks + mask * wanted.num_words;
+    const int64_t word = token / 32, shift = token % 32;
+    if (word < wanted.num_words && words[word] >> shift) return true;
+    return shift && word + 1 < wanted.num_words && words[word + 1] << (32 - shift);
   }
 
   const LinearArgs& args;

@@ -130,6 +130,14 @@ enum LinearMode : int32_t {
                             // limit and ups within it on both sides
 };
 
+// Which outputs of some rows are wanted, 32 columns at a time; the others may be computed or not.
+struct WantedColumns {
+  const int32_t* mask_of;  // [rows]: its row of the masks, or -1, which wants all
+  const uint32_t* masks;   // [any, num_words]: bit t % 32 of word t / 32 wants token t
+  int64_t num_words;
+  int32_t first_column;  // the token of this rank's first column
+};
+
 struct LinearArgs {
   int32_t dtype;
   int32_t mode;
@@ -141,9 +149,10 @@ struct LinearArgs {
   int64_t num_rows;
   const float* x_scales;  // int8: [T, splits]
   int64_t num_greedy;
-  quire::Greatest* greatest;  // [num_greedy], of this thread
-  float scale;                // of logits
-  float cap;                  // of logits; 0: there is none
+  quire::Greatest* greatest;    // [num_greedy], of this thread
+  float scale;                  // of logits
+  float cap;                    // of logits; 0: there is none
+  const WantedColumns* wanted;  // or null, which wants all
 };
 
 // The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
@@ -427,8 +436,9 @@ struct ForwardArgs {
   int64_t max_splits;  // of all layers
   int64_t num_greedy;  // the last so many of S want no logits, only
   float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
-  const GreedyEdits* edits;  // of these rows, or null
-  float* logits;             // [S - num_greedy, V of this rank]
+  const GreedyEdits* edits;     // of these rows, or null
+  const WantedColumns* wanted;  // of the logits of S rows, or null
+  float* logits;                // [S - num_greedy, V of this rank]
 };
 
 struct ArgmaxArgs {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, GreedyEdits, KvCache, ProgramRunner
+from quire.kernels.ops import Batch, GreedyEdits, KvCache, ProgramRunner, WantedColumns
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 
@@ -37,20 +37,29 @@ class Model:
 
     @torch.inference_mode()
     def forward_and_choose(
-        self, batch: Batch, kv: KvCache, *, num_greedy: int, edits: GreedyEdits | None = None
+        self,
+        batch: Batch,
+        kv: KvCache,
+        *,
+        num_greedy: int,
+        edits: GreedyEdits | None = None,
+        wanted: WantedColumns | None = None,
     ) -> tuple[Tensor, Longs] | None:
         """As `forward`, but the last ``num_greedy`` rows of S get no logits.
 
         Returns the others' logits and these rows' tokens: the first of the greatest, -1 where all
         are NaN. ``edits``: changes to the logits of these rows. 128 rows of a vocabulary of
-        32,000 would be 16 MB to write and to read again.
+        32,000 would be 16 MB to write and to read again. ``wanted``: the columns to compute.
         """
         greatest_G2 = torch.empty(num_greedy, 2)
-        if edits is not None:
-            first = self._tp.rank * self._vocab_size // self._tp.size
-            edits = replace(edits, first_column=first)
+        first = self._tp.rank * self._vocab_size // self._tp.size
         logits = self._runner.forward(
-            batch, kv, all_reduce=self._tp.all_reduce, greatest_G2=greatest_G2, edits=edits
+            batch,
+            kv,
+            all_reduce=self._tp.all_reduce,
+            greatest_G2=greatest_G2,
+            edits=None if edits is None else replace(edits, first_column=first),
+            wanted=None if wanted is None else replace(wanted, first_column=first),
         )
         token_ids = self._tp.gather_greatest(greatest_G2, num_columns=self._vocab_size)
         gathered = self._tp.gather_columns(logits, num_columns=self._vocab_size)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,7 +39,7 @@ from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs,
 from quire.worker.runner.gpu_profile import graph_bytes, largest_steps, peak_bytes, warm_up_steps
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
-from quire.worker.sampling.greedy import MIN_GREEDY_ROWS, edits_of, greedy_rows, sample_beside
+from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
 from quire.worker.step.late_tokens import Done, LateTokens, Pending
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
@@ -204,11 +203,12 @@ class ModelRunner:
     def _launch(
         self, step: StepInput, edits: Callable[[], Adjustments | None] | None
     ) -> Pending | None:
-        greedy_S = greedy_rows(step.sampling)
-        can_choose = self._model.chooses and not step.edits_follow
-        if can_choose and greedy_S.sum() >= MIN_GREEDY_ROWS:
-            chosen = self._forward_and_choose(step, greedy_S)
-            return None if chosen is None else Done(sample_beside(chosen, step.sampling, greedy_S))
+        rows = None
+        if self._model.chooses and not step.edits_follow:
+            rows = head_rows(step.sampling)
+        if rows is not None:
+            chosen = self._forward_and_choose(step, rows)
+            return None if chosen is None else Done(sample_beside(chosen, step.sampling, rows))
         logits_SV = self.forward(step)
         if logits_SV is None:
             return None
@@ -220,15 +220,16 @@ class ModelRunner:
             return self._device_sampler.sample(logits_SV, sampling)
         return Done(sample(logits_SV, sampling, in_place=True))
 
-    def _forward_and_choose(
-        self, step: StepInput, greedy_S: npt.NDArray[np.bool_]
-    ) -> tuple[Tensor, Longs] | None:
+    def _forward_and_choose(self, step: StepInput, rows: HeadRows) -> tuple[Tensor, Longs] | None:
         """The logits of the rows that are not greedy, and the tokens of those that are."""
         batch = self._to_device(step, late=self._late_tokens(step))
-        greedy_last = torch.from_numpy(np.argsort(greedy_S, kind="stable"))
-        batch = replace(batch, last_tokens_S=batch.last_tokens_S[greedy_last])
+        last_tokens_S = batch.last_tokens_S[torch.from_numpy(rows.order_S)]
         return self._model.forward_and_choose(
-            batch, self._kv, num_greedy=int(greedy_S.sum()), edits=edits_of(step.sampling, greedy_S)
+            replace(batch, last_tokens_S=last_tokens_S),
+            self._kv,
+            num_greedy=rows.num_greedy,
+            edits=edits_of(step.sampling, rows),
+            wanted=rows.wanted,
         )
 
     def _late_tokens(self, step: StepInput) -> LateTokens | None:

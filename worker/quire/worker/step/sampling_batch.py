@@ -93,9 +93,10 @@ class Adjustments:
         place_S[rows_L] = np.arange(len(rows_L))
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for rows, *others in _LISTS:
-            is_in = place_S[values[rows]] >= 0
-            values[rows] = place_S[values[rows]][is_in]
-            values |= {name: values[name][is_in] for name in others}
+            places = place_S[values[rows]]
+            kept = np.argsort(places, kind="stable")[np.count_nonzero(places < 0) :]
+            values[rows] = places[kept]
+            values |= {name: values[name][kept] for name in others}
         for name in ("presence_S", "frequency_S", "repetition_S"):
             values[name] = values[name][rows_L]
         return Adjustments(**values)

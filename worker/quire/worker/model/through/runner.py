@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.ops import Batch, GreedyEdits, KvCache
+from quire.kernels.ops import Batch, GreedyEdits, KvCache, WantedColumns
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Attention
 from quire.worker.model.through.dry_run import Found
@@ -61,8 +61,9 @@ class ThroughTransformers:
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
         edits: GreedyEdits | None = None,
+        wanted: WantedColumns | None = None,
     ) -> Tensor:
-        assert greatest_G2 is None, "`chooses` says so"
+        assert greatest_G2 is None and wanted is None, "`chooses` says so"
         del all_reduce  # there is one rank
         self._step.batch, self._step.kv = batch, kv
         logits_SV: Tensor = self._model(
