@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.steps import adjusting, banning
 
-from quire.worker.api.arrays import Longs
+from quire.worker.api.arrays import Ints, Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.sampling import head
-from quire.worker.sampling.adjustments import _mask
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
 from quire.worker.step.messages import StepOutput
@@ -98,7 +97,7 @@ def test_what_is_not_computed_is_not_looked_at(
     logits = torch.randn(num, VOCAB, generator=torch.Generator().manual_seed(seed))
     edits = {}
     for row, (_, _, allowed, seen) in enumerate(samples):
-        mask_W = None if allowed is None else _mask(np.array(sorted(allowed)))
+        mask_W = None if allowed is None else _words(allowed)
         ids = np.array(sorted(seen), np.int64)
         counts = np.ones(len(ids), np.int32)
         if allowed is not None or seen:
@@ -136,6 +135,12 @@ def test_what_is_not_computed_is_not_looked_at(
     assert found.broken_rows == expected.broken_rows == ()
 
 
+def _words(token_ids: set[int]) -> Ints:
+    bits = np.zeros(VOCAB + -VOCAB % 32, np.uint8)
+    bits[sorted(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def _chosen(logits_GV: torch.Tensor, batch: SamplingBatch, rows: HeadRows) -> Longs:
     """As the native library, from what `edits_of` tells it."""
     edits = edits_of(batch, rows)
@@ -145,9 +150,9 @@ def _chosen(logits_GV: torch.Tensor, batch: SamplingBatch, rows: HeadRows) -> Lo
         if edits is not None:
             begin, end = edits.seen_starts_G1[row : row + 2].tolist()
             for token in edits.seen_ids_E[begin:end].tolist():
-                repetition = float(edits.repetition_G[row])
+                repetition = np.float32(edits.repetition_G[row])
                 logit = np.float32(logits_V[token])
-                logit = logit / np.float32(repetition) if logit > 0 else logit * np.float32(1.5)
+                logit = logit / repetition if logit > 0 else logit * repetition
                 logits_V[token] = logit - np.float32(edits.presence_G[row])
             mask = int(edits.mask_of_G[row])
             if mask >= 0:
