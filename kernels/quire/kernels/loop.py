@@ -65,7 +65,8 @@ class Loop:
         edits: GreedyEdits | None = None,
         wanted: WantedColumns | None = None,
     ) -> Tensor:
-        assert greatest_G2 is None and wanted is None, "`chooses` says so"
+        assert greatest_G2 is None, "`chooses` says so"
+        assert wanted is None, "`chooses` says so"
         backend, turns = self._backend, _Turns(batch.positions_T)
         values: dict[Value, Tensor] = {}
         for op in self._program:

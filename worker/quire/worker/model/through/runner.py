@@ -63,7 +63,8 @@ class ThroughTransformers:
         edits: GreedyEdits | None = None,
         wanted: WantedColumns | None = None,
     ) -> Tensor:
-        assert greatest_G2 is None and wanted is None, "`chooses` says so"
+        assert greatest_G2 is None, "`chooses` says so"
+        assert wanted is None, "`chooses` says so"
         del all_reduce  # there is one rank
         self._step.batch, self._step.kv = batch, kv
         logits_SV: Tensor = self._model(
