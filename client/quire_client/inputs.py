@@ -55,6 +55,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
     """As ``logprobs``, of the prompt's tokens but the first."""
     bad_words: Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
