@@ -55,8 +55,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
-    logprob_start_len: int | None = None
     """As ``logprobs``, of the prompt's tokens but the first."""
+    logprob_start_len: int | None = None
+    """Tokens at the prompt's beginning that ``prompt_logprobs`` leaves out."""
     bad_words: Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     truncate_prompt_tokens: int | None = None
