@@ -214,7 +214,7 @@ class ModelRunner:
             return None
         sampling = step.sampling
         if step.edits_follow:
-            assert edits is not None, "whoever sets edits_follow sends them"
+            assert edits is not None, "edits_follow is set, so they are sent"
             sampling = replace(sampling, adjustments=edits())
         if self._device_sampler is not None:
             return self._device_sampler.sample(logits_SV, sampling)

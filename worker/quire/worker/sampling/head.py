@@ -24,7 +24,7 @@ from quire.worker.step.staging import Array, stage
 MIN_GREEDY_ROWS = 6
 """For fewer it does not pay: a row's logits stay in the cache until their argmax is taken."""
 _MAX_WANTED = 0.5
-"""Of a mask's words: with more, rows are faster together."""
+"""Share of a mask's words that allow a token; rows with more are faster together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class HeadRows:
     order_S: Longs
     """The sample of each row: those that want all columns come first, here and among the greedy."""
     num_greedy: int
-    """Of the last so many only the greatest logit is wanted."""
+    """The last so many rows want only their greatest logit."""
     wanted: WantedColumns | None
 
     @property

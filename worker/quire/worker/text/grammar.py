@@ -53,7 +53,7 @@ _MAX_KEPT_BYTES = 8 * 2**20
 _MAX_ERROR_CHARS = 400
 _MAX_THREADS = 8
 _MAX_FORCED_WORDS = 16
-"""Of a mask whose text may be forced: tokens that are beginnings of one text are few."""
+"""Words of a mask with a bit, above which no text is forced: few tokens begin one text."""
 _LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_LLAMA_CPP_RULES = 400
 """Translating them takes as long as their number's square."""
