@@ -399,7 +399,7 @@ LIGHTS = function(
 )
 TIMER = function("start_timer", "Starts a timer.", {"seconds": of("integer")})
 CLOCK = function("now", "What time it is.", {})
-TODO = function(
+REMINDERS = function(
     "todo.add",
     "Adds to the list.",
     {
@@ -577,7 +577,7 @@ MULTIPLE: dict[str, Request] = {
         [("biology.dna_complement", {"sequence": "AGGCT", "direction": "5'→3'"})],
     ),
     "food": (
-        [RESTAURANTS, RECIPE, TODO],
+        [RESTAURANTS, RECIPE, REMINDERS],
         [
             (
                 "find_restaurants",

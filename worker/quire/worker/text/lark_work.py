@@ -12,8 +12,8 @@ from quire.worker.text.work import TOO_LONG, Work, check_chain
 _MAX_AND = 5
 """Each operand multiplies the work of one step, which no fuel interrupts."""
 _MIN_BRANCHES, _BYTES_A_BRANCH, _MAX_BRANCHES = 3_000, 25, 6_000
-"""Of rules: alternatives, and twice what may be missing or repeated. One place of an output may
-have as many items, and each is compared with all others."""
+"""Most branches of rules: alternatives, and twice each part that may be missing or repeated. One
+place of an output may have as many items, and each is compared with all others."""
 
 _STRING = r'"(?:\\.|[^"\\])*"'
 _REGEX = r"/(?:\\.|[^/\\])+/"
