@@ -64,7 +64,7 @@ class TensorParallel:
             return None
         best_G2 = parts[0].numpy()
         for rank, part in enumerate(parts[1:], 1):
-            part_G2 = part.numpy() + (0, num_columns * rank // self.size)
+            part_G2 = part.numpy() + np.array([0, num_columns * rank // self.size])
             best_G2 = np.where(part_G2[:, :1] > best_G2[:, :1], part_G2, best_G2)
         columns_G: Longs = np.where(np.isfinite(best_G2[:, 0]), best_G2[:, 1], -1).astype(np.int64)
         return columns_G
