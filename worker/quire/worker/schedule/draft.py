@@ -9,8 +9,8 @@ that followed where the last tokens stood before, in the sequence itself; those 
 in an output of another request; those that followed in the sequence where another token stood
 instead of the last one, as in a copy with a change.
 
-A few rows more cost a step nearly nothing, as long as it mainly reads the weights. A wrong first
-guess makes the next draft short, and a pause of as many steps as there were such drafts in a row.
+A few rows more cost a step nearly nothing, as long as it mainly reads the weights. A draft
+whose first token is wrong makes a pause, of as many steps as there were such drafts in a row.
 """
 
 from collections.abc import Sequence as Items
@@ -23,7 +23,6 @@ from quire.worker.api.hashing import BlockHash, TokenIds
 MAX_STEP_ROWS = 9
 """Rows of a step up to which more of them cost little: a single sequence has 8 tokens guessed."""
 _FIRST_DRAFT = 4
-_DRAFT_AFTER_MISS = 2
 _MIN_MATCH = 2
 """Last tokens that must have stood together before in the sequence."""
 _MIN_MATCH_BEFORE_CHANGE = 4
@@ -80,7 +79,7 @@ class Drafter:
         if num_accepted:
             self._num_misses = 0
         else:
-            self._size = _DRAFT_AFTER_MISS
+            self._size = _FIRST_DRAFT
             self._num_misses += 1
             self._pause = min(self._num_misses, _MAX_PAUSE)
 
