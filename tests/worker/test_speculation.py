@@ -203,11 +203,13 @@ def test_pauses_grow_while_guesses_fail() -> None:
 def test_drafts_grow_while_they_are_right_and_stay_where_their_beginning_is() -> None:
     drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
     sizes = []
-    for num_wrong in (0, 3, 8, 0, 0):
+    for num_wrong in (0, 3, 8):
         drafted = drafter.draft(repeated, max_tokens=MAX_STEP_ROWS - 1)
         sizes.append(len(drafted))
         drafter.learn(num_drafted=len(drafted), num_accepted=len(drafted) - num_wrong)
-    assert sizes == [4, 8, 8, 0, 4]
+    assert sizes == [4, 8, 8]
+    assert drafter.draft(repeated, max_tokens=8) == []  # The pause.
+    assert len(drafter.draft(repeated, max_tokens=8)) == 4
 
 
 def test_what_is_forced_comes_first_even_in_a_pause() -> None:
