@@ -230,6 +230,15 @@ def test_sampling_parameters_that_no_request_may_have_are_refused(
     assert f"generation_config.json: {message}" in refusal(lambda: read_model_spec(tmp_path))
 
 
+@pytest.mark.parametrize("value", [float("nan"), {"factor": float("inf")}])
+def test_rope_values_that_are_no_numbers_are_refused_before_transformers_has_them(
+    tmp_path: Path, value: object
+) -> None:
+    config = CONFIG | {"architectures": ["OtherForCausalLM"], "rope_theta": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "config.json: rope_theta=" in refusal(lambda: read_model_spec(tmp_path))
+
+
 def test_usual_sampling_parameters_are_no_reason_to_refuse(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     usual = {"temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": None, "do_sample": True}
