@@ -27,8 +27,8 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` (and the end tokens of ``generation_config.json``) in ``path``.
 
-    ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are checked
-    and not used.
+    ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are not
+    used, but checked.
 
     Raises:
         CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
