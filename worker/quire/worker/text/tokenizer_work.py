@@ -29,13 +29,14 @@ _GROWTH = {
     **dict.fromkeys(["UnicodeScripts", "CharDelimiterSplit", "ByteFallback", "Fuse", "CTC"], 1),
 }
 
-_IN_CLASS = r"(?:\\.|\[:\^?\w+:\]|[^\[\]\\])"
+# Atomic, so that reading a pattern does not backtrack in its turn.
+_IN_CLASS = r"(?:\\.|[^\[\]\\])"
 _ATOM = (
-    rf"\[\^?\]?(?:{_IN_CLASS}|\[\^?{_IN_CLASS}*\])*\]"
-    r"|\\[pPx]\{[^}]*\}|\\[^1-9gkKGXRy]|\(\?[imx-]+\)|[^\\()\[\]{}?*+|]"
+    rf"(?>\[\^?+\]?+(?>{_IN_CLASS}|\[{_IN_CLASS}++\])*+\]"
+    r"|\\[pPx]\{[^}]*+\}|\\[^1-9gkKGXRy]|\(\?[imx-]++\)|[^\\()\[\]{}?*+|])"
 )
 _PART = re.compile(
-    rf"(?:(?P<atom>{_ATOM})|\((?:\?(?:[imx-]*:|>|<?[=!]))?(?P<group>(?:{_ATOM}|[|?])*)\))"
+    rf"(?:{_ATOM}|\((?:\?(?:[imx-]*:|>|<?[=!]))?+(?P<group>(?:{_ATOM}|[|?])*+)\))"
     r"(?:(?P<repeat>[?*+])|\{(?P<least>\d+)(?P<most>,\d*)?\})?[?+]?"
     r"|(?P<or>\|)",
     re.DOTALL,
