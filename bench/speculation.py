@@ -6,6 +6,7 @@ The model has random weights, and what it draws is replaced by a given text, so 
 guesses are those of a model that writes that text:
 
     rewritten    a file of this project with some names changed, behind the file itself
+    edited       the file with 6 % of its tokens replaced by random ones, behind the file itself
     json         records by a schema that stands before them
     constrained  records behind nothing alike, which must be of a schema
     again        records behind nothing alike, but another request had others
@@ -15,11 +16,12 @@ guesses are those of a model that writes that text:
 import argparse
 import itertools
 import json
+import random
 import shutil
 import statistics
 import tempfile
 import time
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,17 +44,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", choices=_texts(), default=[*_texts()])
+    cases = _cases(Tokenizer.load(demo_model.PATH))
+    names = [case.name for case in cases]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantization", choices=("int8", "w4"))
     arguments = parser.parse_args()
-    tokenizer = Tokenizer.load(demo_model.PATH)
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    cases = [
-        _Case(name, encode(prompt), encode(output)[:NUM_TOKENS], form, encode(before)[:NUM_TOKENS])
-        for name, (prompt, output, form, before) in _texts().items()
-        if name in arguments.cases
-    ]
     print(f"| {arguments.shape} | sequences | tokens/s, without | with | ratio | accepted |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +68,8 @@ def main() -> None:
         }
         for count in (1, arguments.batch):
             for case in cases:
+                if case.name not in arguments.cases:
+                    continue
                 _compare(llms, case, count, arguments.rounds)
 
 
@@ -152,6 +151,27 @@ def _run(
         executor.submit, executor.result = submit, result
     assert all(each.outputs[0].token_ids == output for each in outputs)
     return ends
+
+
+def _cases(tokenizer: Tokenizer) -> list[_Case]:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    cases = [
+        _Case(name, encode(prompt), encode(output)[:NUM_TOKENS], form, encode(before)[:NUM_TOKENS])
+        for name, (prompt, output, form, before) in _texts().items()
+    ]
+    file = cases[0].prompt
+    return [
+        *cases,
+        _Case("edited", file, _edited(file[:NUM_TOKENS], tokenizer.vocab_size), None, []),
+    ]
+
+
+def _edited(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """6 % of them are other tokens."""
+    drawn = random.Random(0)
+    return [drawn.randrange(vocab_size) if drawn.random() < 0.06 else each for each in token_ids]
 
 
 def _texts() -> dict[str, tuple[str, str, dict[str, Any] | None, str]]:

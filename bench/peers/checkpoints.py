@@ -179,8 +179,8 @@ SIZES = ("S", "M", "L")
 
 
 def make_checkpoint(shape: Shape, folder: Path) -> Path:
-    """The checkpoint's directory under ``folder``, written if it is not there yet."""
-    path = folder / f"random-{shape.name}-{shape.num_parameters / 1e6:.0f}M"
+    """The checkpoint's absolute directory under ``folder``, written if it is not there yet."""
+    path = folder.absolute() / f"random-{shape.name}-{shape.num_parameters / 1e6:.0f}M"
     if not (path / "config.json").is_file():
         part = path.with_name(path.name + ".part")
         part.mkdir(parents=True, exist_ok=True)

@@ -115,7 +115,7 @@ def install(name: str, folder: Path) -> Engine:
             environment={},
             dtypes=(*DTYPES, "int8", "w4") if has_int8 else DTYPES,
         )
-    peer, venv = PEERS[name], folder / name
+    peer, venv = PEERS[name], folder.absolute() / name  # Its processes run in another directory.
     python = str(venv / "bin" / "python")
     if not (venv / "ready").is_file():
         print(f"installing {name} into {venv}", file=sys.stderr, flush=True)

@@ -67,6 +67,23 @@ def start(peers: Any, tmp_path: Path) -> Callable[..., Any]:
     return start
 
 
+def test_a_relative_cache_is_found_from_where_engines_run(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache, shape = Path("cache"), peers.checkpoints.SHAPES["S"]
+    made = cache / f"random-S-{shape.num_parameters / 1e6:.0f}M" / "config.json"
+    ready = cache / "vllm" / "ready"
+    for file in (made, ready):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    checkpoint = peers.checkpoints.make_checkpoint(shape, cache)
+    engine = peers.peers.install("vllm", cache)
+    monkeypatch.chdir("/")
+    assert (checkpoint / "config.json").is_file()
+    assert Path(engine.command[0]).is_relative_to(tmp_path / "cache" / "vllm")
+
+
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [

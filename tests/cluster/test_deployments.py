@@ -101,6 +101,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     yield server
     REGISTRY.publish(POOL, [])
+    gc.unfreeze()
     gc.collect()
 
 
@@ -135,6 +136,15 @@ async def test_a_gateway_hears_of_new_groups_until_its_last_stream_has_ended(
     await asyncio.sleep(0)
     assert server.addresses == ["host:1", "host:2"]
     assert REGISTRY.routing(POOL) is None
+
+
+async def test_the_collector_is_spared_what_a_started_process_has_loaded(
+    server: FakeServer,
+) -> None:
+    gc.unfreeze()
+    gateway = await make_gateway(FakeHandle())
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects())
+    await gateway.__del__()
 
 
 @pytest.mark.parametrize("metadata", [{}, None])

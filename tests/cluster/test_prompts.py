@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import tokenizers
 
 from quire.cluster.errors import DeadlineExceeded, Overloaded
 from quire.cluster.serving.prompts import Prompts, as_ids
@@ -186,6 +187,25 @@ async def test_chats_wait_while_a_template_runs_and_the_loop_does_not(
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s"):
         await task
     assert num_turns > 5
+
+
+async def test_the_loop_goes_on_while_another_process_encodes(
+    make: Callable[..., Prompts],
+) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    pattern = tokenizers.Regex("(a+)+b")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    prompts = make(Tokenizer(backend))
+    assert await prompts.tokenize((Text("ab"),)) == [0, 1]  # The process has started.
+    task = asyncio.create_task(prompts.tokenize((Text("a" * 40),)))
+    num_turns = 0
+    while not task.done():
+        num_turns += 1
+        await asyncio.sleep(0.001)
+    with pytest.raises(InvalidRequest, match="tokenizer of the model cannot encode the text"):
+        await task
+    assert num_turns > 5
+    assert prompts.budget.held == 0
 
 
 async def test_many_ids_are_the_same_in_pieces() -> None:

@@ -14,7 +14,14 @@ from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.hashing import BlockHash, as_token_ids
 from quire.worker.api.structured import json_constraint
-from quire.worker.schedule.draft import MAX_STEP_ROWS, RECENT_MATCH, Drafter, RecentOutputs, guess
+from quire.worker.schedule.draft import (
+    MAX_STEP_ROWS,
+    RECENT_MATCH,
+    Drafter,
+    RecentOutputs,
+    guess,
+    guess_after_change,
+)
 
 ANSWER = {
     "type": "object",
@@ -144,39 +151,65 @@ def test_recent_outputs_are_forgotten_in_two_generations() -> None:
     assert found == [[[4], []], [[4], [14]], [[4], [14]], [[4], [14]], [[], []]]
 
 
-@given(token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=40), max_tokens=st.integers(0, 9))
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@given(token_ids=TOKENS, max_tokens=st.integers(0, 9))
 def test_a_guess_follows_the_last_of_the_longest_matches(
     token_ids: list[int], max_tokens: int
 ) -> None:
-    num, best = len(token_ids), (2, -1)
-    for end in range(num - 1):  # The match's last token.
-        length = 0
-        while length < 16 and end >= length and token_ids[end - length] == token_ids[-1 - length]:
-            length += 1
-        best = max(best, (length, end))
-    length, end = best
-    followed = (token_ids[end + 1 :] * max_tokens)[:max_tokens]
-    expected = followed if length > 2 else []
+    length, start = _longest_match(token_ids)
+    expected = (token_ids[start:] * max_tokens)[:max_tokens] if length >= 2 else []
     assert guess(as_token_ids(token_ids), max_tokens=max_tokens) == expected
 
 
-def test_pauses_double_while_guesses_fail() -> None:
+@given(token_ids=TOKENS, max_tokens=st.integers(0, 9))
+def test_a_guess_after_a_change_follows_what_stood_where_the_last_token_stands(
+    token_ids: list[int], max_tokens: int
+) -> None:
+    length, start = _longest_match(token_ids[:-1])
+    expected = (token_ids[start + 1 :] * max_tokens)[:max_tokens] if length >= 4 else []
+    assert guess_after_change(as_token_ids(token_ids), max_tokens=max_tokens) == expected
+
+
+def _longest_match(token_ids: list[int]) -> tuple[int, int]:
+    """Of the last tokens, at most 16; and the index behind its last place."""
+    best = (0, 0)
+    for end in range(len(token_ids) - 1):  # The match's last token.
+        length = 0
+        while length < 16 and end >= length and token_ids[end - length] == token_ids[-1 - length]:
+            length += 1
+        best = max(best, (length, end + 1))
+    return best
+
+
+def test_a_copy_is_guessed_on_behind_a_changed_token() -> None:
+    source = [*range(10, 30)]
+    copied = as_token_ids([*source, *range(10, 18), 99])
+    assert Drafter().draft(copied, max_tokens=8) == [19, 20, 21, 22]
+
+
+def test_pauses_grow_while_guesses_fail() -> None:
     drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
     attempts = []
-    for step in range(140):
+    for step in range(30):
         drafted = drafter.draft(repeated, max_tokens=8)
         if drafted:
             attempts.append(step)
             drafter.learn(num_drafted=len(drafted), num_accepted=0)
-    gaps = [after - before for before, after in pairwise(attempts)]
-    assert gaps == [3, 5, 9, 17, 33, 65]
-    drafter = Drafter()
+    assert [after - before for before, after in pairwise(attempts)] == [2, 3, 4, 5, 6, 7]
+
+
+def test_drafts_grow_while_they_are_right_and_stay_where_their_beginning_is() -> None:
+    drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
     sizes = []
-    for _ in range(3):
+    for num_wrong in (0, 3, 8):
         drafted = drafter.draft(repeated, max_tokens=MAX_STEP_ROWS - 1)
         sizes.append(len(drafted))
-        drafter.learn(num_drafted=len(drafted), num_accepted=len(drafted))
+        drafter.learn(num_drafted=len(drafted), num_accepted=len(drafted) - num_wrong)
     assert sizes == [4, 8, 8]
+    assert drafter.draft(repeated, max_tokens=8) == []  # The pause.
+    assert len(drafter.draft(repeated, max_tokens=8)) == 4
 
 
 def test_what_is_forced_comes_first_even_in_a_pause() -> None:

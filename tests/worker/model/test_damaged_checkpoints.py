@@ -209,6 +209,43 @@ def test_end_tokens_beyond_the_vocabulary_are_refused_in_the_file_that_names_the
     assert "generation_config.json: eos_token_id=999" in refusal(lambda: read_model_spec(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ('"temperature": NaN', "temperature=nan is out of range: 0 to 100; correct it, or remove"),
+        ('"temperature": -1', "temperature=-1 is out of range: 0 to 100"),
+        ('"top_p": -5', "top_p=-5 is out of range: above 0, up to 1"),
+        ('"top_k": 1e999', "top_k=inf is out of range: 0 or more"),
+        ('"min_p": "x"', "min_p='x' is out of range: 0 to 1"),
+        ('"repetition_penalty": 0', "repetition_penalty=0 is out of range: above 0, up to 100"),
+        ('"max_length": -1', "max_length=-1 is out of range: 1 or more"),
+        ('"max_new_tokens": 0', "max_new_tokens=0 is out of range: 1 or more"),
+    ],
+)
+def test_sampling_parameters_that_no_request_may_have_are_refused(
+    tmp_path: Path, entry: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "generation_config.json").write_text(f"{{{entry}}}")
+    assert f"generation_config.json: {message}" in refusal(lambda: read_model_spec(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), {"factor": float("inf")}])
+def test_rope_values_that_are_no_numbers_are_refused_before_transformers_has_them(
+    tmp_path: Path, value: object
+) -> None:
+    config = CONFIG | {"architectures": ["OtherForCausalLM"], "rope_theta": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "config.json: rope_theta=" in refusal(lambda: read_model_spec(tmp_path))
+
+
+def test_usual_sampling_parameters_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    usual = {"temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(usual | {"max_length": 4096}))
+    read_model_spec(tmp_path)
+
+
 @pytest.mark.parametrize("name", [3, None, ["x"], "../other/model.safetensors", "/etc/hosts", ".."])
 def test_an_index_names_files_beside_it_only(tmp_path: Path, name: object) -> None:
     (tmp_path / "other").mkdir()

@@ -1,7 +1,8 @@
 """What the model need not compute, against the sampler on everybody's logits."""
 
+from dataclasses import replace
+
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from tests.steps import adjusting, banning
 
 from quire.worker.api.arrays import Ints, Longs
 from quire.worker.model.tensor_parallel import TensorParallel
-from quire.worker.sampling import head
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
 from quire.worker.step.messages import StepOutput
@@ -35,11 +35,6 @@ BATCH = SamplingBatch(
 )
 
 
-@pytest.fixture(autouse=True)
-def _few_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MIN_GREEDY_ROWS", 4)
-
-
 def test_greedy_rows_are_those_without_any_use_for_logits() -> None:
     rows = head_rows(BATCH)
     assert rows is not None
@@ -48,9 +43,10 @@ def test_greedy_rows_are_those_without_any_use_for_logits() -> None:
     assert rows.wanted is None
 
 
-def test_too_few_greedy_rows_are_sampled_as_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "MIN_GREEDY_ROWS", 5)
-    assert head_rows(BATCH) is None
+def test_a_lone_greedy_row_needs_no_logits() -> None:
+    rows = head_rows(BATCH.take(np.array([0, 1])))
+    assert rows is not None
+    assert rows.greedy_G.tolist() == [0]
 
 
 def test_tokens_and_logprobs_are_those_of_the_sampler_on_all_logits() -> None:
@@ -88,9 +84,9 @@ SAMPLES = st.lists(
 )
 
 
-@given(samples=SAMPLES, min_greedy=st.integers(1, 8), seed=st.integers(0, 99))
+@given(samples=SAMPLES, seed=st.integers(0, 99))
 def test_what_is_not_computed_is_not_looked_at(
-    samples: list[tuple[float, int, set[int] | None, set[int]]], min_greedy: int, seed: int
+    samples: list[tuple[float, int, set[int] | None, set[int]]], seed: int
 ) -> None:
     """Columns that are not wanted hold anything, and greedy rows have no logits."""
     num = len(samples)
@@ -115,9 +111,7 @@ def test_what_is_not_computed_is_not_looked_at(
         adjustments=adjusting(edits, num_samples=num),
     )
     expected = sample(logits, batch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "MIN_GREEDY_ROWS", min_greedy)
-        rows = head_rows(batch)
+    rows = head_rows(batch)
     if rows is None:
         return
     computed = logits[rows.order_S]
@@ -178,6 +172,22 @@ def test_the_greatest_of_several_ranks_is_the_first_of_equals() -> None:
     chosen: Longs | None = OfThree().gather_greatest(mine, num_columns=10)
     assert chosen is not None
     assert chosen.tolist() == [5, 9, 7]
+
+
+def test_a_row_is_broken_with_and_without_logits_where_the_greatest_is_infinite() -> None:
+    logits = LOGITS[:5].clone()
+    logits[0, 3] = torch.inf
+    logits[1] = -torch.inf
+    logits[2] = torch.nan
+    logits[3, 3] = -torch.inf
+    batch = replace(BATCH, adjustments=None, asked=None).take(np.array([0, 2, 4, 6, 0]))
+    values, columns = torch.where(logits.isnan(), -torch.inf, logits).max(-1)
+    greatest = torch.stack([values, columns.float()], 1)
+    chosen = TensorParallel().gather_greatest(greatest, num_columns=50)
+    assert chosen is not None
+    sampled = sample(logits, batch)
+    assert sampled.broken_rows == tuple(np.flatnonzero(chosen < 0).tolist()) == (0, 1, 2)
+    assert sampled.token_ids_S[3:].tolist() == chosen[3:].tolist()
 
 
 def test_a_batch_of_greedy_rows_alone_is_not_sampled() -> None:

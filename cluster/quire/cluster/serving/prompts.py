@@ -3,6 +3,7 @@
     too long    refused by its length, before it is tokenized
     short text  at once, in the event loop
     long text   in a thread; all of them together are ``max_tokenizing_bytes`` at most
+    a text      of a tokenizer whose work has no known bound: as a long one, in another process
     a chat      rendered in a process of its own (`TemplateProcess`), then as a text
 
 Tokenizing takes 150 to 200 bytes of memory for each byte of text, so the budget counts bytes. Texts
@@ -102,8 +103,9 @@ class Prompts:
         return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
 
     async def spell_out(self, num_chars: int, work: Callable[[], T]) -> T:
-        """``work``, which tokenizes ``num_chars`` characters; in a thread where they are many."""
-        return await self._at_once_or_in_turn(num_chars, 8 * num_chars, work)
+        """``work``, which tokenizes ``num_chars`` characters; in a thread where that takes long."""
+        size = num_chars if self._tokenizer.encodes_here or not num_chars else _LONG_TEXT_CHARS
+        return await self._at_once_or_in_turn(size, 8 * num_chars, work)
 
     async def detokenize(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``, all of them in the vocabulary."""
@@ -132,7 +134,7 @@ class Prompts:
         text, special = span.text, span.add_special_tokens
         if limits is not None:
             await self._check_length(text, limits)
-        if len(text) < _LONG_TEXT_CHARS:
+        if len(text) < _LONG_TEXT_CHARS and self._tokenizer.encodes_here:
             return self._tokenizer.encode(text, add_special_tokens=special)
         encode = partial(self._encode, text, add_special_tokens=special, limits=limits)
         with self._waits():

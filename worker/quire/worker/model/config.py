@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.worker.api.config import EngineConfig, ModelImpl
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.api.sampling_params import PARAMETERS
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
@@ -14,6 +15,11 @@ from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
 
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{"max_length": "max_tokens", "max_new_tokens": "max_tokens"},
+}
+"""Fields of ``generation_config.json`` by the parameters of requests that they mean."""
 _NO_GGUF = "GGUF files are not read"
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
@@ -21,7 +27,8 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` (and the end tokens of ``generation_config.json``) in ``path``.
 
-    ``model_impl`` is `EngineConfig`'s.
+    ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are not
+    used, but checked.
 
     Raises:
         CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
@@ -128,6 +135,7 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
     fields, generation = config, path / "generation_config.json"
     if generation.is_file():
         from_generation = Fields(read_json(generation), generation)
+        _check_sampling(from_generation)
         if from_generation.raw.get("eos_token_id") is not None:
             fields = from_generation
     eos = fields.raw.get("eos_token_id")
@@ -140,6 +148,18 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
             raise fields.wrong("eos_token_id", value, f"a token of the vocabulary of {vocab_size}")
         token_ids.append(token_id)
     return tuple(token_ids)
+
+
+def _check_sampling(generation: Fields) -> None:
+    """Raises CheckpointError: a sampling parameter has a value that no request may have."""
+    for name, parameter in _SAMPLING.items():
+        value = generation.raw.get(name)
+        if value is None:
+            continue
+        try:
+            PARAMETERS[parameter].kept(name, value)
+        except InvalidRequest as error:
+            raise generation.broken(f"{error}; correct it, or remove it from the file") from None
 
 
 def _what_instead(path: Path) -> str:

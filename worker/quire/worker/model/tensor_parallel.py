@@ -54,7 +54,7 @@ class TensorParallel:
 
     def gather_greatest(self, greatest_G2: Tensor, *, num_columns: int) -> Longs | None:
         """The first of the greatest columns of each row on rank 0, ``None`` elsewhere; -1 where
-        all of a row are NaN.
+        the greatest is infinite, as it is where all of a row are NaN.
 
         ``greatest_G2`` has the value and the column of this rank's greatest in its range of
         ``num_columns``.
@@ -62,13 +62,12 @@ class TensorParallel:
         parts = self._gather(greatest_G2)
         if parts is None:
             return None
-        parts_RG2 = torch.stack(parts).numpy()
-        starts_R1 = np.arange(self.size)[:, None] * num_columns // self.size
-        columns_RG = parts_RG2[:, :, 1].astype(np.int64) + starts_R1
-        values_RG = parts_RG2[:, :, 0]
-        best_G, every_G = values_RG.argmax(axis=0), np.arange(values_RG.shape[1])
-        columns_G: Longs = columns_RG[best_G, every_G]
-        return np.where(values_RG[best_G, every_G] > -np.inf, columns_G, -1)
+        best_G2 = parts[0].numpy()
+        for rank, part in enumerate(parts[1:], 1):
+            part_G2 = part.numpy() + np.array([0, num_columns * rank // self.size])
+            best_G2 = np.where(part_G2[:, :1] > best_G2[:, :1], part_G2, best_G2)
+        columns_G: Longs = np.where(np.isfinite(best_G2[:, 0]), best_G2[:, 1], -1).astype(np.int64)
+        return columns_G
 
     def _gather(self, x: Tensor) -> list[Tensor] | None:
         """Every rank's ``x`` on rank 0, ``None`` elsewhere."""

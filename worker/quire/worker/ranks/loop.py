@@ -1,5 +1,6 @@
 """The main loop of a rank, independent of how it was started and how steps reach it."""
 
+import gc
 import itertools
 import os
 import traceback
@@ -45,6 +46,8 @@ def run_steps(
     is_gpu = device.type == "cuda"
     connection.send(Loaded(num_blocks=num_blocks, is_gpu=is_gpu, numerics=runner.numerics))
     runner.allocate(connection.recv())
+    gc.collect()
+    gc.freeze()  # A full collection looked through all that was loaded, while every rank waited.
     connection.send(Ready())
 
     answers = Answers(connection, write, in_thread=is_gpu)

@@ -84,9 +84,9 @@ def _choose(logits_SV: Tensor, batch: SamplingBatch) -> Longs:
     rows = np.flatnonzero(batch.temperature_S > 0)
     token_ids_S = np.empty(len(logits_SV), np.int64)
     if len(rows) < len(logits_SV):
-        best_ids_S = argmax(logits_SV)  # the first, so lowest, of equals
-        best_S = logits_SV.gather(1, best_ids_S[:, None])[:, 0].numpy()
-        token_ids_S[:] = np.where(best_S < np.inf, best_ids_S.numpy(), -1)
+        best_ids_S = argmax(logits_SV).numpy()  # the first, so lowest, of equals
+        best_S = logits_SV.numpy()[np.arange(len(logits_SV)), best_ids_S]
+        token_ids_S[:] = np.where(np.isfinite(best_S), best_ids_S, -1)
     if len(rows):
         token_ids_S[rows] = sampling.draw(
             logits_SV,

@@ -21,8 +21,6 @@ from quire.worker.step.staging import Array, stage
 
 # S samples   G of these that are greedy   L the others   V vocabulary   K masks   W their words
 
-MIN_GREEDY_ROWS = 6
-"""For fewer it does not pay: a row's logits stay in the cache until their argmax is taken."""
 _MAX_WANTED = 0.5
 """Share of a mask's words that allow a token; rows with more are faster together."""
 
@@ -50,8 +48,6 @@ def head_rows(batch: SamplingBatch) -> HeadRows | None:
     """``None``: all logits of all samples are wanted, in their order."""
     needs_all_S = batch.num_logprobs_S >= 0
     greedy_S = (batch.temperature_S <= 0) & ~needs_all_S
-    if np.count_nonzero(greedy_S) < MIN_GREEDY_ROWS:
-        greedy_S[:] = False
     mask_of_S = np.full(len(greedy_S), -1, np.int32)
     if batch.adjustments is not None and len(batch.adjustments.masked_rows_K):
         rows_K, mask_KW = batch.adjustments.masked_rows_K, batch.adjustments.mask_KW

@@ -6,10 +6,11 @@ token that is drawn otherwise than it was guessed ends what counts.
 
 Guesses are, in this order: the tokens that the form of the output leaves no choice about; those
 that followed where the last tokens stood before, in the sequence itself; those that followed them
-in an output of another request.
+in an output of another request; those that followed in the sequence where another token stood
+instead of the last one, as in a copy with a change.
 
-A few rows more cost a step nearly nothing, as long as it mainly reads the weights. Sequences whose
-guesses fail make pauses, which double.
+A few rows more cost a step nearly nothing, as long as it mainly reads the weights. A draft
+whose first token is wrong makes a pause, of as many steps as there were such drafts in a row.
 """
 
 from collections.abc import Sequence as Items
@@ -22,8 +23,10 @@ from quire.worker.api.hashing import BlockHash, TokenIds
 MAX_STEP_ROWS = 9
 """Rows of a step up to which more of them cost little: a single sequence has 8 tokens guessed."""
 _FIRST_DRAFT = 4
-_MIN_MATCH = 3
+_MIN_MATCH = 2
 """Last tokens that must have stood together before in the sequence."""
+_MIN_MATCH_BEFORE_CHANGE = 4
+"""The same before a last token that stands instead of another one."""
 _MAX_MATCH = 16
 _MAX_PAUSE = 64
 RECENT_MATCH = 4
@@ -62,41 +65,60 @@ class Drafter:
         if found:
             token_ids = np.concatenate([token_ids, np.array(found, token_ids.dtype)])
         num_left = min(max_tokens - len(found), self._size)
+        if num_left <= 0:
+            return found
         more = guess(token_ids, max_tokens=num_left)
         if not more and recent is not None and root is not None:
             more = recent.guess(root, token_ids, max_tokens=num_left)
-        return found + more
+        return found + (more or guess_after_change(token_ids, max_tokens=num_left))
 
     def learn(self, *, num_drafted: int, num_accepted: int) -> None:
         """What became of a draft."""
         if num_accepted == num_drafted:
             self._size = min(2 * self._size, MAX_STEP_ROWS)
-        else:
-            self._size = num_accepted + 1
         if num_accepted:
             self._num_misses = 0
         else:
+            self._size = _FIRST_DRAFT
             self._num_misses += 1
-            self._pause = min(2**self._num_misses, _MAX_PAUSE)
+            self._pause = min(self._num_misses, _MAX_PAUSE)
 
 
 def guess(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
     """The tokens that followed the last time that the longest run of last tokens stood before.
     Where fewer than ``max_tokens`` have followed since, they repeat.
     """
+    return _repeated(token_ids, _behind_match(token_ids, least=_MIN_MATCH), max_tokens)
+
+
+def guess_after_change(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
+    """As `guess`, for the run before the last token: what followed the token behind it then."""
+    start = _behind_match(token_ids[:-1], least=_MIN_MATCH_BEFORE_CHANGE)
+    return _repeated(token_ids, None if start is None else start + 1, max_tokens)
+
+
+def _behind_match(token_ids: TokenIds, *, least: int) -> int | None:
+    """The index behind the last place where the longest run of last tokens stood before; ``None``
+    where that has fewer than ``least``."""
     num = len(token_ids)
-    if num <= _MIN_MATCH or max_tokens <= 0:
-        return []
+    if num <= least:
+        return None
     ends: npt.NDArray[np.intp] = np.flatnonzero(token_ids[:-1] == token_ids[-1])
     for length in range(1, min(_MAX_MATCH, num - 1)):
         longer = ends[ends >= length]
         longer = longer[token_ids[longer - length] == token_ids[num - 1 - length]]
         if not len(longer):
-            if length < _MIN_MATCH:
-                return []
+            if length < least:
+                return None
             break
         ends = longer
-    start = int(ends[-1]) + 1
+    return int(ends[-1]) + 1
+
+
+def _repeated(token_ids: TokenIds, start: int | None, max_tokens: int) -> list[int]:
+    """The tokens from ``start`` on, again from there behind the last one."""
+    if start is None:
+        return []
     found: list[int] = token_ids[start : start + max_tokens].tolist()
     return [found[index % len(found)] for index in range(max_tokens)]
 

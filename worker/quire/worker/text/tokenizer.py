@@ -2,6 +2,12 @@
 
 Built on the `tokenizers` library and Jinja alone, so that a gateway needs neither torch nor the
 seconds that importing transformers takes.
+
+Anyone may have written a tokenizer's file, and so its work is bounded. Where every part is known to
+take the square of a text's length at most (`quire.worker.text.tokenizer_work`), texts are encoded
+in this process: what else limits texts limits that. Otherwise a process of its own encodes, with
+limits of time and memory. A decoder of which that is not known is refused. What the library raises
+or panics with is an InvalidRequest.
 """
 
 import io
@@ -17,7 +23,10 @@ import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.model.checkpoint import read_json
+from quire.worker.model.hub import model_name
 from quire.worker.text.bounds import TextBound, text_bound
+from quire.worker.text.tokenizer_process import TokenizerProcess
+from quire.worker.text.tokenizer_work import decodes_in_bounds, encodes_in_bounds
 
 if TYPE_CHECKING:
     from quire.worker.text.chat_template import ChatTemplate
@@ -53,13 +62,28 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         response_template: object = None,
+        name: str = "the model",
     ) -> None:
+        """``name`` is the model's, for messages.
+
+        Raises:
+            CheckpointError: The work of decoding has no known bound.
+        """
+        if not decodes_in_bounds(backend):
+            raise CheckpointError(
+                f"{name}: the decoder of tokenizer.json may make much of a token or take "
+                "exponential time: without it, prompts and answers are token ids"
+            )
         self._backend = backend
+        self._name = name
+        self._process: TokenizerProcess | None = None
+        if not encodes_in_bounds(backend):
+            self._process = TokenizerProcess(backend.to_str, name=name)
         self._special_tokens = dict(special_tokens or {})
         self._template = _chat_template(chat_template, self._special_tokens)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
-        self.bound: TextBound | None = text_bound(backend)
+        self.bound: TextBound | None = text_bound(backend) if self.encodes_here else None
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
         self.response_template = response_template
         """As the checkpoint has it, unchecked; ``None`` where it has none."""
@@ -101,6 +125,7 @@ class Tokenizer:
             chat_template=template,
             special_tokens=special,
             response_template=config.get("response_template"),
+            name=model_name(folder),
         )
 
     @property
@@ -137,12 +162,21 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
 
+    @property
+    def encodes_here(self) -> bool:
+        """Whether `encode` takes no more than the text's length allows; else a process does it,
+        which may take seconds."""
+        return self._process is None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids. Other threads run meanwhile."""
-        # `encode` would keep them from it: 2 MB of text held a gateway up for 4 s, in a thread or
-        # not. This one does not, and is faster, since it notes no places in the text.
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoded.ids
+        """The text's token ids. Other threads run meanwhile.
+
+        Raises:
+            InvalidRequest: The tokenizer refuses the text, or exceeds a limit over it.
+        """
+        if self._process is not None:
+            return self._process.encode(text, add_special_tokens=add_special_tokens)
+        return encode(self._backend, text, add_special_tokens=add_special_tokens, name=self._name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``. Other threads run meanwhile where there are many."""
@@ -206,13 +240,42 @@ class Tokenizer:
         return self._template.render(messages, **options)
 
 
+def encode(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, name: str
+) -> list[int]:
+    """As `Tokenizer.encode`, in this process whatever it takes."""
+    try:
+        # `encode` would keep other threads from running: 2 MB of text held a gateway up for 4 s, in
+        # a thread or not. This one does not, and is faster, since it notes no places in the text.
+        (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise InvalidRequest(
+            f"the tokenizer of {name} cannot encode the text: {error}: send another text, or token "
+            "ids"
+        ) from None
+    return encoded.ids
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """It raises no narrower type than Exception, and where it panics a BaseException."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # The library raises no narrower type.
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+        # As transformers, which does neither unless it is asked to.
+        backend.no_padding()
+        backend.no_truncation()
+        return backend
     if not (folder / "tokenizer.model").is_file():
         raise CheckpointError(
             f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
@@ -222,7 +285,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     converted = AutoTokenizer.from_pretrained(folder, use_fast=True)
-    backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    backend = converted.backend_tokenizer
     return backend
 
 

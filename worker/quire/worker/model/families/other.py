@@ -52,6 +52,8 @@ def other(config: Fields) -> ModelSpec:
             raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
         if field.startswith(_SPARSE):
             raise config.broken(f"{name} has {field}: attention that selects tokens")
+        if field.startswith("rope") and not _is_finite(value):
+            raise config.wrong(field, value, "without NaN and infinity")
     for kind in config.names("layer_types"):
         if kind not in _LAYERS:
             raise config.broken(f"{name} has layers of type {kind!r}, which keep no KV")
@@ -76,3 +78,11 @@ def other(config: Fields) -> ModelSpec:
 def _first(config: Fields, names: tuple[str, ...]) -> str:
     """The first of the names that the configuration has."""
     return next((name for name in names if config.raw.get(name) is not None), names[0])
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

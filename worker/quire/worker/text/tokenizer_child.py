@@ -1,0 +1,32 @@
+"""The process in which `quire.worker.text.tokenizer_process` encodes. A request is a text; it is
+answered by its token ids, or by why there are none."""
+
+import json
+import os
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.text.child_process import serve
+from quire.worker.text.tokenizer import encode
+from quire.worker.text.tokenizer_process import IDS, REFUSED
+
+
+def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
+    os.environ["RAYON_NUM_THREADS"] = "1"  # Each thread takes address space, which is limited.
+    backend = tokenizers.Tokenizer.from_str(first["tokenizer"])
+    return lambda request: _answer(backend, request, name=first["name"])
+
+
+def _answer(backend: tokenizers.Tokenizer, request: bytes, *, name: str) -> bytes:
+    try:
+        return IDS + array("I", encode(backend, **json.loads(request), name=name)).tobytes()
+    except InvalidRequest as error:
+        return REFUSED + str(error).encode(errors="replace")
+
+
+if __name__ == "__main__":
+    serve(_prepare)
