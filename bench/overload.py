@@ -30,7 +30,6 @@ from bench.open_loop import REST_S, Bench, Phase, Workload, percentile
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 
 from quire.cluster.client import Server
-from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1.inference_pb2_grpc import InferenceStub
 
 
@@ -109,7 +108,6 @@ def _address(arguments: argparse.Namespace) -> Iterator[str]:
         grpc_port=0,
         http_port=0,
         max_queue_wait_s=arguments.max_queue_wait_s,
-        standing_wait_s=arguments.standing_wait_s,
     )
     with running_cluster(config) as endpoints:
         yield endpoints.grpc
@@ -127,9 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cache", type=Path, default=Path.home() / ".cache/quire/bench", help="for checkpoints")
     add("--num-groups", type=int, default=2, help="of the cluster that is started")
     add("--num-gateways", type=int, default=1)
-    for name in ("max_queue_wait_s", "standing_wait_s"):
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=float, default=getattr(AdmissionConfig, name), help="of admission, there")
+    add("--max-queue-wait-s", type=float, default=1.0, help="of admission, there")
     add("--max-num-seqs", type=int, default=16)
     add("--prompt-words", type=int, default=60)
     add("--mean-tokens", type=int, default=64, help="of outputs: from 1 to twice as many each")

@@ -21,7 +21,6 @@ from pathlib import Path
 from bench.chaos.catalog import FAULTS, Fault
 from bench.chaos.cluster import NotReady, cluster_under_fire
 from bench.chaos.report import Row, matrix
-from bench.chaos.rollouts import PATIENT
 from bench.chaos.stage import Stage, constrained, make_requests, offline, prefill_rate
 from bench.chaos.verdicts import Outcome
 from bench.namespaces import why_not
@@ -80,7 +79,6 @@ def settings(*, tp: int, num_streams: int) -> dict[str, object]:
         "silence_timeout_s": 2,
         "step_deadline_s": 3,
         "max_group_deaths": 3,
-        **PATIENT,
     }
 
 

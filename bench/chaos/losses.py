@@ -128,7 +128,8 @@ def poisoned(stage: Stage) -> Outcome:
 
 
 def all_groups_killed(stage: Stage) -> Outcome:
-    """Three groups, in the same moment. The third one stays behind it."""
+    """Three groups, in the same moment, and requests that come while there is none. The third group
+    stays behind it."""
     outcome = Outcome()
     cluster = stage.cluster
     cluster.add_group()
@@ -138,7 +139,8 @@ def all_groups_killed(stage: Stage) -> Outcome:
     lives = cluster.lives()
     at_s = now_s()
     _signal([life.pid for life in lives.values()], signal.SIGKILL)
-    streams = load.wait()
+    late = cluster.clients.load(stage.salted(f"late {now_s()}"), cluster.gateways)
+    streams = load.wait() + late.wait()
     resumed = cluster.total("quire_resumes_total") - resumes
     outcome.seen.append(f"{len(lives)} groups killed, {resumed:.0f} resumed")
     outcome.check(resumed > 0, "nothing was resumed: the fault hit nobody")

@@ -135,7 +135,6 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
         num_gateways=case.num_gateways,
         # All are to be served: what is refused would make its policy look fast.
         max_queue_wait_s=case.load.limit_s,
-        standing_wait_s=case.load.limit_s,
         # Several gateways share a port, which "any free one" would not let them.
         grpc_port=_free_port(),
         http_port=_free_port(),

@@ -16,7 +16,7 @@ def test_an_upgrade_breaks_no_stream(
     monkeypatch.setattr(rolling, "SETTLE_S", 1)
     monkeypatch.setattr(rolling, "MAX_TOKENS", 80)
     # However slow the machine is, nothing is refused for it.
-    patient = partial(rolling._config, max_queue_wait_s=1000, standing_wait_s=1000)
+    patient = partial(rolling._config, max_queue_wait_s=1000)
     monkeypatch.setattr(rolling, "_config", patient)
     figures = rolling.upgrade(6, start_first=False, drain_s=20)
     assert figures["complete"] > 6

@@ -49,7 +49,7 @@ from quire.worker.text.tokenizer import Tokenizer
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 400
 MODEL = "hash"
-PATIENT = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
+PATIENT = AdmissionConfig(max_queue_wait_s=1000)
 
 _TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -326,8 +326,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
     async def start(
         *,
         num_groups: int = 2,
-        group_wait_s: float = 0.3,
-        resume_wait_s: float = 60.0,
+        group_wait_s: float = 60.0,
         config: dict[str, Any] | None = None,
         expected: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
@@ -358,9 +357,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 groups=connections,
                 table=table,
                 config=GatewayConfig(
-                    completion=CompletionConfig(
-                        group_wait_s=group_wait_s, resume_wait_s=resume_wait_s
-                    ),
+                    completion=CompletionConfig(group_wait_s=group_wait_s),
                     # How long a request would wait is no matter, but where a test says so.
                     **{"admission": PATIENT, **(config or {})},
                 ),

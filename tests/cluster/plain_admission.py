@@ -66,32 +66,15 @@ class PlainCapacity(Capacity):
             )
         return waiting, reserved
 
-    def room_beside(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
-        total = 0.0
-        for state in states:
-            num_slots = self.pace(state).max_num_seqs or (0 if state.num_waiting else inf)
-            num_sent = state.num_running + state.num_waiting
-            num_sent += state.num_reserved_requests * self.num_gateways
-            room: float = num_slots - num_sent
-            if state.num_running and state.num_available_blocks is not None:
-                size = self.pace(state).block_size
-                tokens = state.num_pending_prefill_tokens + state.num_reserved_tokens
-                spare = state.num_available_blocks - (tokens / size + state.num_running)
-                room = min(room, spare / (max(tokens_each, 1.0) / size + 1))
-            total += max(room, 0.0)
-        return total
-
     def pace(self, state: GroupState) -> GroupPace:
         return self._groups.get(state.group) or GroupPace(pb.GroupDescription(), self._all)
 
 
 class PlainAdmission(Admission):
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
-        self._set_bound(states, now_s)
         self._count(ticket)
         displaced: list[Ticket] = []
         begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
-        self._began_s = now_s if begins or self._began_s is None else self._began_s
         if not begins:
             displaced = self._make_room(ticket, states, now_s)
             for victim in displaced:
@@ -105,12 +88,3 @@ class PlainAdmission(Admission):
         if self._queue[0] is ticket and self._can_begin(ticket, states):
             self._release(ticket)
         return displaced
-
-    def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
-        enough = self._capacity.num_gateways + self._unrouted.num_requests
-        is_free = self._capacity.room(states, wait_s=0, tokens_each=1) >= enough
-        if self._free_s is None or (is_free and not self._queue):
-            self._free_s = now_s
-        self._wait_bound_s = self._config.max_queue_wait_s
-        if now_s - self._free_s > self._config.standing_wait_s:
-            self._wait_bound_s = min(self._wait_bound_s, self._config.standing_wait_s)

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.cluster.cli.main import _parser
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
@@ -112,6 +113,38 @@ def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decode
     assert known.begun_per_s([group()], tokens_each=1000) == pytest.approx(1, rel=0.2)
 
 
+def after_a_slow_time(*, is_awaited: bool) -> float:
+    """Prompts of 300 tokens that a group begins per second. It took 3 s for each of ten; each of a
+    hundred more takes 0.18 s, and 0.02 s of decodes lie between. No frame shows these before they
+    are computed, since each is sent while the step before it runs."""
+    known = Capacity()
+    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    now_s, num_begun = 0.0, 0
+
+    def frame(**load: int) -> None:
+        begun = pb.Load(num_running=1, num_prompt_tokens=300 * num_begun, **load)
+        known.observe(described, begun, now_s=now_s, is_awaited=is_awaited and num_begun > 10)
+
+    for _ in range(10):
+        frame(num_waiting=1, num_pending_prefill_tokens=300)
+        num_begun, now_s = num_begun + 1, now_s + 3
+        frame()
+    for _ in range(100):
+        now_s += 0.02
+        frame()
+        num_begun, now_s = num_begun + 1, now_s + 0.18
+        frame()
+    return known.begun_per_s([group()], tokens_each=300)
+
+
+def test_prompts_that_are_sent_one_by_one_show_the_speed_while_others_wait_here() -> None:
+    assert after_a_slow_time(is_awaited=True) == pytest.approx(5, rel=0.2)
+
+
+def test_prompts_that_nobody_waits_behind_show_no_speed() -> None:
+    assert after_a_slow_time(is_awaited=False) == pytest.approx(1 / 3, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("state", "tokens_each", "expected"),
     [
@@ -208,7 +241,7 @@ def test_one_that_would_wait_too_long_is_refused_with_numbers() -> None:
     queue = admission(max_queue_wait_s=2.1)
     for _ in range(4):  # 2 s are what 4 need to end.
         queue.offer(ticket(), [FULL], now_s=0)
-    with pytest.raises(Overloaded, match=r"max_queue_wait_s is 2.1; try again in") as raised:
+    with pytest.raises(Overloaded, match=r"max-queue-wait-s is 2.1; try again in") as raised:
         queue.offer(ticket(), [FULL], now_s=0)
     assert raised.value.reason == "wait"
     assert 0 < raised.value.retry_after_s <= 2
@@ -226,7 +259,7 @@ def test_a_refusal_predicts_more_than_the_bound_that_it_names(
         num_pending_prefill_tokens=num_waiting * num_tokens,
     )
     message = str(refused(queue, full, num_prompt_tokens=num_tokens))
-    found = re.search(r"would begin in about (.*) s: max_queue_wait_s is 2;", message)
+    found = re.search(r"would begin in about (.*) s: --max-queue-wait-s is 2;", message)
     assert found is not None, message
     assert float(found[1]) >= 2.0
 
@@ -241,16 +274,29 @@ def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
     raise AssertionError("all were taken")
 
 
-def test_a_queue_that_stands_is_held_shorter() -> None:
-    queue = admission(max_queue_wait_s=4.1, standing_wait_s=1.1)
-    for _ in range(8):
-        queue.offer(ticket(), [FULL], now_s=0)
-    with pytest.raises(Overloaded):
-        queue.offer(ticket(), [FULL], now_s=0.5)
-    for each in list(queue.queued)[2:]:
-        queue.leave(each)
-    with pytest.raises(Overloaded, match=r"standing_wait_s is 1.1"):
-        queue.offer(ticket(), [FULL], now_s=1.5)
+def test_by_default_none_is_refused_for_its_wait_nor_for_its_deadline() -> None:
+    queue = admission()
+    waiting = [ticket(10_000, deadline_s=10.0) for _ in range(500)]
+    for each in waiting:
+        queue.offer(each, [FULL], now_s=0)
+    queue.check(0, [FULL], now_s=9)
+    assert list(queue.queued) == waiting
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({"max_queued_requests": 3}, "--max-queued-requests is 3"),
+        ({"max_queued_bytes": 999}, "--max-queued-bytes 999"),
+        ({"max_queue_wait_s": 1.0}, "--max-queue-wait-s is 1"),
+    ],
+)
+def test_a_refusal_names_the_flag_that_bounds_it(bounds: dict[str, Any], told: str) -> None:
+    queue = admission(**bounds)
+    message = str(refused(queue, FULL, num_prompt_tokens=10, num_bytes=300))
+    assert told in message
+    for flag in re.findall(r"--[a-z-]+", message):
+        _parser().parse_args(["serve", flag, "5"])
 
 
 def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
@@ -268,7 +314,7 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
     low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
     for each in low:
         queue.offer(each, [FULL], now_s=0)
-    with pytest.raises(Overloaded, match="max_queued_requests is 3"):
+    with pytest.raises(Overloaded, match="max-queued-requests is 3"):
         queue.offer(ticket(priority=9), [FULL], now_s=0)
     high = ticket(priority=1)
     assert queue.offer(high, [FULL], now_s=0) == [low[2]]
@@ -277,22 +323,21 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
 
 
 def test_what_has_no_chance_is_refused_before_its_size_is_known() -> None:
-    patient = {"max_queue_wait_s": 1000, "standing_wait_s": 1000}
-    queue = admission(max_queued_requests=1, **patient)
+    queue = admission(max_queued_requests=1)
     queue.check(5, [FULL], now_s=0)
     waiting = ticket(priority=5)
     queue.offer(waiting, [FULL], now_s=0)
-    with pytest.raises(Overloaded, match="max_queued_requests is 1"):
+    with pytest.raises(Overloaded, match="max-queued-requests is 1"):
         queue.check(5, [FULL], now_s=0)
     queue.check(1, [FULL], now_s=0)  # It would displace the other.
     assert list(queue.queued) == [waiting]
 
 
 def test_without_groups_requests_wait_within_the_bounds() -> None:
-    queue = admission(max_queued_tokens=100)
-    big, small = ticket(5000), ticket(10)
+    queue = admission(max_queued_bytes=100)
+    big, small = ticket(num_bytes=5000), ticket(num_bytes=10)
     queue.offer(big, [], now_s=0)
-    with pytest.raises(Overloaded, match="max_queued_tokens 100"):
+    with pytest.raises(Overloaded, match="max-queued-bytes 100"):
         queue.offer(small, [], now_s=0)
     assert list(queue.queued) == [big]
     queue.leave(big)
@@ -304,10 +349,11 @@ def test_without_groups_requests_wait_within_the_bounds() -> None:
     ("name", "value"),
     [
         ("max_queue_wait_s", -1),
-        ("standing_wait_s", float("nan")),
+        ("max_queue_wait_s", float("nan")),
         ("max_group_wait_s", 0),
         ("max_queued_requests", 0),
-        ("max_queued_tokens", 0),
+        ("max_queued_bytes", 0),
+        ("max_inflight", 0),
         ("min_queued_per_group", 0),
     ],
 )
@@ -321,7 +367,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = admission(max_queued_requests=5, max_queued_tokens=2000, max_queue_wait_s=3)
+        self.queue = admission(max_queued_requests=5, max_queued_bytes=2000, max_queue_wait_s=3)
         self.live: list[Ticket] = []
         self.now_s = 0.0
         self.states = [FULL]
@@ -337,6 +383,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         new = Ticket(
             num_prompt_tokens=tokens,
             num_requests=number,
+            num_bytes=tokens,
             priority=priority,
             deadline_s=self.now_s + patience_s,
         )
@@ -393,7 +440,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         queued = self.queue.queued
         if len(queued) > 1:
             assert sum(each.num_requests for each in queued) <= 5
-            assert sum(each.num_tokens for each in queued) <= 2000
+            assert sum(each.num_bytes for each in queued) <= 2000
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

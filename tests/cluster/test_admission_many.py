@@ -26,9 +26,9 @@ BLOCK_SIZES = (16, 1, 0)
 CONFIGS = [
     AdmissionConfig(),
     AdmissionConfig(max_queue_wait_s=3.0, min_queued_per_group=1),
-    AdmissionConfig(max_queue_wait_s=8.0, standing_wait_s=0.3, max_queued_requests=6),
-    AdmissionConfig(max_queue_wait_s=0.2, max_queued_tokens=9000, max_group_wait_s=0.1),
-    AdmissionConfig(max_queue_wait_s=inf, standing_wait_s=inf, max_queued_requests=4),
+    AdmissionConfig(max_queue_wait_s=8.0, max_queued_requests=6),
+    AdmissionConfig(max_queue_wait_s=0.2, max_queued_bytes=9000, max_group_wait_s=0.1),
+    AdmissionConfig(max_queued_requests=4),
 ]
 few_numbers = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 7, 16])
 many_tokens = st.sampled_from([0, 0, 1, 16, 100, 1000, 4000, 30_000])
@@ -78,6 +78,7 @@ class TwinMachine(RuleBasedStateMachine):
         ticket = Ticket(
             num_prompt_tokens=num_tokens,
             num_requests=num_requests,
+            num_bytes=num_tokens,
             priority=priority,
             deadline_s=self.now_s + patience_s,
         )

@@ -16,7 +16,7 @@ from quire.v1 import inference_pb2 as pb
 pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 41))
-PATIENT = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
+PATIENT = AdmissionConfig(max_queue_wait_s=1000)
 STRICT = AdmissionConfig(max_queue_wait_s=0, min_queued_per_group=1)
 
 
@@ -78,7 +78,7 @@ async def test_past_the_bound_a_request_is_refused_and_told_when_to_come_back(
         running.cancel()
         assert await queued == cluster.model.continuation(PROMPT, seed=5, max_tokens=3)
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "max_queue_wait_s is 0" in (raised.value.details() or "")
+    assert "--max-queue-wait-s is 0" in (raised.value.details() or "")
     metadata = dict(raised.value.trailing_metadata())
     assert int(metadata["retry-after"]) >= 1
     assert int(metadata["grpc-retry-pushback-ms"]) >= 1000
@@ -166,7 +166,7 @@ async def test_the_queue_is_served_by_priority_and_the_group_is_told(
 
 
 async def test_a_displaced_request_is_told(start_cluster: Any) -> None:
-    admission = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000, max_queued_requests=1)
+    admission = AdmissionConfig(max_queue_wait_s=1000, max_queued_requests=1)
     async with start_cluster(**one_slot(admission)) as cluster:
         running = await occupy(cluster)
         low = asyncio.create_task(drained(generate(cluster, priority=1)))

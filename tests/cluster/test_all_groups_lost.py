@@ -87,10 +87,33 @@ async def test_all_streams_go_on_exactly_once_groups_are_back(
         assert cluster.gateway.telemetry.quarantined._value.get() == 0
 
 
+async def test_where_no_group_is_started_any_more_all_are_told_at_once(start_cluster: Any) -> None:
+    """Those under way, one that waits for a group, and one that comes later."""
+    async with start_cluster(num_groups=NUM_GROUPS, group_wait_s=1e4, **ROOM) as cluster:
+        streams = await begin(cluster)
+        await kill_all(cluster, how="killed")
+        while cluster.connections.num_ready:
+            await cluster.connections.wait_for_change(timeout_s=60)
+        waiting = asyncio.create_task(one_more(cluster))
+        while not cluster.gateway.admission.queued.num_requests:
+            await asyncio.sleep(0.01)
+        cluster.connections.expect_no_more("the cluster stops")
+        late = asyncio.create_task(one_more(cluster))
+        errors = await asyncio.gather(*streams, waiting, late, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, grpc.aio.AioRpcError)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the cluster stops" in (error.details() or "")
+
+
+async def one_more(cluster: Any) -> None:
+    await cluster.inference.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[20]))).read()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 async def test_no_stream_is_blamed_where_no_group_comes_back(start_cluster: Any, how: str) -> None:
-    async with start_cluster(num_groups=NUM_GROUPS, resume_wait_s=8, **ROOM) as cluster:
+    async with start_cluster(num_groups=NUM_GROUPS, group_wait_s=8, **ROOM) as cluster:
         streams = await begin(cluster)
         await kill_all(cluster, how=how)
         errors = await asyncio.gather(*streams, return_exceptions=True)

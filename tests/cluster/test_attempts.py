@@ -20,7 +20,7 @@ from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 
-CONFIG = CompletionConfig(group_wait_s=5, resume_wait_s=60)
+CONFIG = CompletionConfig(group_wait_s=60)
 EPOCH = 7
 
 
@@ -107,7 +107,7 @@ def test_suspects_without_a_group_all_wait_for_one_at_once() -> None:
         await scene.groups.close()
         return ended_s
 
-    assert simulate(main, seed=1) == [CONFIG.resume_wait_s] * 3
+    assert simulate(main, seed=1) == [CONFIG.group_wait_s] * 3
 
 
 def test_the_line_of_suspects_may_be_longer_than_a_wait_for_a_group() -> None:
@@ -148,7 +148,7 @@ def test_what_a_suspect_waited_in_line_is_not_taken_for_a_wait_for_a_group() -> 
         await scene.groups.close()
         return loop.time()
 
-    assert simulate(main, seed=1) == 50 + CONFIG.resume_wait_s
+    assert simulate(main, seed=1) == 50 + CONFIG.group_wait_s
 
 
 def test_a_group_that_died_before_it_began_an_attempt_counts_for_nothing_but_time() -> None:
@@ -167,7 +167,7 @@ def test_a_group_that_died_before_it_began_an_attempt_counts_for_nothing_but_tim
         await scene.groups.close()
         return blame.num_deaths, num_lost
 
-    assert simulate(main, seed=1) == (1, CONFIG.resume_wait_s)
+    assert simulate(main, seed=1) == (1, CONFIG.group_wait_s)
 
 
 def test_a_suspect_is_sent_on_once_all_that_died_with_the_last_group_are_known() -> None:
@@ -193,7 +193,7 @@ def test_where_groups_die_faster_than_that_a_suspect_gives_up_in_time() -> None:
         await scene.groups.close()
         return loop.time()
 
-    assert simulate(main, seed=1) <= CONFIG.resume_wait_s
+    assert simulate(main, seed=1) <= CONFIG.group_wait_s
 
 
 class Open:

@@ -148,9 +148,9 @@ def test_a_refusal_is_one_line_and_says_where_to_read_on(
 
 BOUNDS = {
     "max_queue_wait_s": 7.0,
-    "standing_wait_s": 3.0,
     "max_queued_requests": 5,
-    "max_queued_tokens": 6,
+    "max_queued_bytes": 6,
+    "max_inflight": 7,
     "silence_timeout_s": 4.0,
     "step_deadline_s": 8.0,
     "max_group_deaths": 9,

@@ -130,7 +130,7 @@ async def test_refusals_are_exceptions_of_their_kind(start_cluster: Any) -> None
 
 
 async def test_an_overloaded_server_says_when_to_try_again(start_cluster: Any) -> None:
-    strict = {"admission": AdmissionConfig(max_queue_wait_s=0.0, standing_wait_s=0.0)}
+    strict = {"admission": AdmissionConfig(max_queue_wait_s=0.0)}
     async with (
         start_cluster(num_groups=1, max_num_seqs=1, config=strict) as cluster,
         AsyncClient(cluster.grpc_address) as client,

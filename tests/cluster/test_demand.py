@@ -79,7 +79,7 @@ async def test_as_many_wait_for_a_first_group_as_may_be_queued(start_cluster: An
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await collect(cluster.inference.Generate(request))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 requests wait for a first replica group, max_queued_requests is 2" in (
+        assert "2 requests wait for a first replica group, --max-queued-requests is 2" in (
             refused.value.details() or ""
         )
         for answer in answers:

@@ -87,7 +87,7 @@ async def test_what_failed_is_told_with_why_at_its_last_attempt(
         table=table,
         tokenizer=model.tokenizer,
         telemetry=Telemetry(groups=groups, table=table),
-        config=CompletionConfig(group_wait_s=0, resume_wait_s=0),
+        config=CompletionConfig(group_wait_s=0),
         ending=ending,
     )
 

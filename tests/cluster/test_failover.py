@@ -95,7 +95,7 @@ async def test_a_silent_group_is_left_and_its_streams_go_on(start_cluster: Any) 
 
 
 async def test_without_another_group_a_stream_ends_unavailable(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, resume_wait_s=0.3) as cluster:
+    async with start_cluster(num_groups=1, group_wait_s=0.3) as cluster:
         cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
@@ -110,8 +110,7 @@ async def test_without_another_group_a_stream_ends_unavailable(start_cluster: An
 async def test_a_stream_waits_for_its_only_group_to_come_back(
     start_cluster: Any, start_group: Any, how: str
 ) -> None:
-    # A new request is not to wait at all here; one that is under way is worth more.
-    async with start_cluster(num_groups=1, group_wait_s=0, resume_wait_s=30) as cluster:
+    async with start_cluster(num_groups=1) as cluster:
         cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
@@ -261,9 +260,13 @@ async def test_full_queues_are_said_to_be_full(start_cluster: Any) -> None:
     assert "max_num_waiting is 1" in (refused[0].details() or "")
 
 
+def limited(max_inflight: int) -> dict[str, Any]:
+    return {"admission": AdmissionConfig(max_inflight=max_inflight)}
+
+
 async def test_the_gateways_own_limit_is_said_with_its_number(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, config={"max_inflight": 2}) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError, match="limit of 2") as raised:
+    async with start_cluster(num_groups=1, config=limited(2)) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError, match="max-inflight 2") as raised:
             await begin(generate(cluster, n=3), num_chunks=1)
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -289,7 +292,9 @@ async def test_a_group_that_differs_is_refused_with_both_values(
 
 
 async def test_without_any_group_the_gateway_says_why(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, expected={"block_size": 32}) as cluster:
+    async with start_cluster(
+        num_groups=1, group_wait_s=0.3, expected={"block_size": 32}
+    ) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await begin(generate(cluster), num_chunks=1)
     assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -321,7 +326,7 @@ async def test_a_group_that_skips_tokens_is_not_believed(start_cluster: Any) -> 
         async def Events(self, request: Any, context: Any) -> Any:
             yield group_pb2.EventBatch(epoch=1)
 
-    async with start_cluster(num_groups=1) as cluster:
+    async with start_cluster(num_groups=1, group_wait_s=0.3) as cluster:
         server = grpc.aio.server()
         group_pb2_grpc.add_ReplicaGroupServicer_to_server(Skipping(), server)
         port = server.add_insecure_port("127.0.0.1:0")

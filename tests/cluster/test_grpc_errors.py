@@ -9,6 +9,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -89,7 +90,9 @@ async def test_a_model_that_is_not_there_and_a_long_message(start_cluster: Any) 
 
 
 async def test_overload_says_when_to_try_again(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, config={"max_inflight": 1}) as cluster:
+    async with start_cluster(
+        num_groups=1, config={"admission": AdmissionConfig(max_inflight=1)}
+    ) as cluster:
         error = await refusal(cluster.inference.Generate(sampled(n=2)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     found = details(error)

@@ -122,7 +122,7 @@ async def test_unknown_paths_and_methods_answer_in_the_same_form(start_cluster: 
 
 
 async def test_what_breaks_later_is_an_error_in_the_stream(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1, resume_wait_s=0.3) as cluster:
+    async with start_cluster(num_groups=1, group_wait_s=0.3) as cluster:
         cluster.take_steps_of(0.1)
         stream = await cluster.openai.completions.create(
             model="hash",

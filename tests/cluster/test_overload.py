@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import quantiles
 
@@ -203,6 +203,15 @@ class ModelGateway:
         if client.ticket.stage is Stage.RELEASED:
             self._send(client)
 
+    def forecast_s(self) -> float:
+        """The least bound with which a request would be taken now, to three percent."""
+        states, waiting = self.table.states(), self.admission.queued
+        tokens_each = sum(each.num_tokens for each in waiting) / max(len(waiting), 1)
+        wait_s = 0.1
+        while self.capacity.room(states, wait_s=wait_s, tokens_each=tokens_each) <= len(waiting):
+            wait_s *= 1.03
+        return wait_s
+
     def frame(self, group: ModelGroup, load: pb.Load) -> None:
         self.table.update_load(
             GroupId(group.name),
@@ -213,7 +222,9 @@ class ModelGateway:
                 num_available_blocks=load.num_free_blocks,
             ),
         )
-        self.capacity.observe(group.description, load, now_s=self._world.now_s)
+        self.capacity.observe(
+            group.description, load, now_s=self._world.now_s, is_awaited=bool(self.admission.queued)
+        )
         for ticket in self.admission.release(self.table.states()):
             self._send(self._clients[ticket])
 
@@ -293,7 +304,7 @@ def simulate(
     before that, for `WARM_UP_S`, the same requests at ``warm_up_per_s``, which are not counted."""
     world = World()
     groups = [ModelGroup(world, f"g{number}", hardware) for number in range(num_groups)]
-    settings = AdmissionConfig(**config)  # type: ignore[arg-type]
+    settings = AdmissionConfig(**{"max_queue_wait_s": 1.0, **config})  # type: ignore[arg-type]
     gateways = [ModelGateway(world, groups, settings) for _ in range(num_gateways)]
     rng = random.Random(seed)
     clients: list[Client] = []
@@ -327,6 +338,15 @@ SIZES = {
     "blocks": {"prompt": (50, 600), "output": (20, 200)},
 }
 LIMITS = sorted(HARDWARE)
+BURSTS = {
+    "small": Hardware(
+        num_slots=128, max_tokens_in_step=2048, prefill_token_s=1 / 4000, decode_s=0.0008
+    ),
+    "large": Hardware(
+        num_slots=128, max_tokens_in_step=2048, step_s=0.03, prefill_token_s=1 / 400, decode_s=0.004
+    ),
+}
+"""How fast two models are on two cores."""
 
 
 def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
@@ -377,3 +397,29 @@ def test_four_gateways_do_not_admit_four_times_as_much(limit: str) -> None:
     assert four.ttft_s(50) < 2 * one.ttft_s(50)
     assert four.ttft_s(99) < 2 * one.ttft_s(99)
     assert four.completed_per_s > 0.9 * one.completed_per_s
+
+
+@pytest.mark.parametrize("model", sorted(BURSTS))
+def test_a_burst_is_served_as_soon_as_was_forecast_once_a_burst_was_seen(model: str) -> None:
+    """With a group's first prompts it was slow: it took 40 times as long for each token."""
+    world = World()
+    slow = replace(BURSTS[model], prefill_token_s=40 * BURSTS[model].prefill_token_s)
+    group = ModelGroup(world, "g", slow)
+    gateway = ModelGateway(world, [group], AdmissionConfig())
+
+    def burst(num_clients: int) -> tuple[float, float]:
+        """How long the last one was to wait, and how long it did."""
+        for _ in range(num_clients):
+            forecast_s, begin_s = gateway.forecast_s(), world.now_s
+            client = Client(Ticket(num_prompt_tokens=340, max_tokens=64), 64, begin_s)
+            gateway.arrive(client)
+        world.run()
+        assert client.first_token_s is not None
+        return forecast_s, client.first_token_s - begin_s
+
+    burst(8)
+    group._hardware = BURSTS[model]
+    burst(256)
+    for num_clients in (32, 128, 256):
+        forecast_s, truth_s = burst(num_clients)
+        assert forecast_s == pytest.approx(truth_s, rel=0.4)

@@ -52,12 +52,12 @@ def test_many_prompts_take_a_bounded_place() -> None:
 STATE = GroupState(group=GroupId("g"), num_running=1, num_pending_prefill_tokens=1)
 
 
-def admission(num_slots: int, *, burst_wait_s: float) -> Admission:
+def admission(num_slots: int) -> Admission:
     """At a group that has shown no speed, for which 16,384 tokens a second are assumed."""
     capacity = Capacity()
     described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=num_slots)
     capacity.observe(described, pb.Load(), now_s=0)
-    return Admission(AdmissionConfig(burst_wait_s=burst_wait_s), capacity)
+    return Admission(AdmissionConfig(max_queue_wait_s=1.0), capacity)
 
 
 def taken(queue: Admission, *, num_known_tokens: int = 0) -> tuple[int, Overloaded]:
@@ -73,25 +73,5 @@ def taken(queue: Admission, *, num_known_tokens: int = 0) -> tuple[int, Overload
 
 @pytest.mark.parametrize(("num_known_tokens", "expected"), [(0, 17), (900, 164)])
 def test_tokens_that_are_known_count_for_nothing(num_known_tokens: int, expected: int) -> None:
-    queue = admission(1000, burst_wait_s=1.0)
+    queue = admission(1000)
     assert taken(queue, num_known_tokens=num_known_tokens)[0] == pytest.approx(expected, abs=1)
-
-
-def test_a_burst_waits_longer_where_there_are_slots_for_it() -> None:
-    num_taken, error = taken(admission(128, burst_wait_s=5.0))
-    assert num_taken == pytest.approx(82, abs=1)
-    assert "burst_wait_s is 5;" in str(error)
-    # By then the burst is over, and the bound is 1 s.
-    assert error.retry_after_s == pytest.approx(4.0, abs=0.2)
-    num_taken, error = taken(admission(41, burst_wait_s=5.0))
-    assert num_taken == pytest.approx(40, abs=1)
-    assert "max_queue_wait_s is 1;" in str(error)
-
-
-def test_a_lasting_overload_is_no_burst() -> None:
-    queue = admission(128, burst_wait_s=5.0)
-    for _ in range(40):
-        queue.offer(Ticket(num_prompt_tokens=1000), [STATE], now_s=0)
-    queue.offer(Ticket(num_prompt_tokens=1000), [STATE], now_s=3)
-    with pytest.raises(Overloaded, match="max_queue_wait_s is 1;"):
-        queue.offer(Ticket(num_prompt_tokens=1000), [STATE], now_s=3.1)

@@ -21,7 +21,7 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "num_blocks": 8000,
     # All of them are taken, however slow the group is thought to be.
-    "config": {"admission": AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)},
+    "config": {"admission": AdmissionConfig(max_queue_wait_s=1000)},
 }
 
 

@@ -33,7 +33,10 @@ REQUEST = pb.TokenizeRequest(text="hello")
 @contextlib.asynccontextmanager
 async def gateway(**settings: Any) -> AsyncIterator[GatewayServer]:
     config = ClusterConfig(
-        engine=EngineConfig(model=demo_model.PATH), grpc_port=0, http_port=0, **settings
+        engine=EngineConfig(model=demo_model.PATH),
+        grpc_port=0,
+        http_port=0,
+        **{"group_wait_s": 0.1, **settings},
     )
     server = await GatewayServer.start(config)
     try:

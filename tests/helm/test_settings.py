@@ -24,12 +24,13 @@ from quire.worker.api.config import EngineConfig
 
 BOUNDS = {
     ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",
-    ("admission", "standingWaitSeconds"): "standing_wait_s",
     ("admission", "maxQueuedRequests"): "max_queued_requests",
-    ("admission", "maxQueuedTokens"): "max_queued_tokens",
+    ("admission", "maxQueuedBytes"): "max_queued_bytes",
+    ("admission", "maxInflight"): "max_inflight",
     ("failover", "silenceSeconds"): "silence_timeout_s",
     ("failover", "stepDeadlineSeconds"): "step_deadline_s",
     ("failover", "maxGroupDeaths"): "max_group_deaths",
+    ("failover", "groupWaitSeconds"): "group_wait_s",
     ("gateway", "handoverSeconds"): "handover_s",
 }
 CONNECTIONS = {

@@ -67,7 +67,7 @@ def endpoints(pace_file: Path) -> Iterator[Endpoints]:
     A process has one Ray at a time, and some tests start their own. The machine's speed does not
     matter: see `pace`.
     """
-    config = replace(CONFIG, max_queue_wait_s=1000, standing_wait_s=1000)
+    config = replace(CONFIG, max_queue_wait_s=1000)
     with marked_processes(), paced_cluster(config) as endpoints:
         yield endpoints
 

@@ -20,7 +20,7 @@ from quire.v1 import inference_pb2 as pb
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PACED = "tests.served.paced_serve"
-TIMELESS = ["--drain-timeout-s", "500", "--max-queue-wait-s", "1000", "--standing-wait-s", "1000"]
+TIMELESS = ["--drain-timeout-s", "500", "--max-queue-wait-s", "1000"]
 """How long the machine takes is no matter here."""
 
 

@@ -48,7 +48,6 @@ CONFIG = ClusterConfig(
     http_port=0,
     # How long the machine takes is no matter here.
     max_queue_wait_s=1000,
-    standing_wait_s=1000,
     drain_timeout_s=300,
 )
 

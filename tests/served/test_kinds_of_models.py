@@ -57,7 +57,7 @@ def test_streams_are_exact_through_a_killed_group(
     engine = replace(CONFIG.engine, model=tmp_path, **settings)
     with LLM(tmp_path, num_blocks=64, num_threads=1, **settings) as llm:
         expected = [tokens_of(llm, prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    config = replace(CONFIG, engine=engine, max_queue_wait_s=1000, standing_wait_s=1000)
+    config = replace(CONFIG, engine=engine, max_queue_wait_s=1000)
     with (
         running_app(config, group=ReplicaGroup) as endpoints,
         grpc.insecure_channel(endpoints.grpc) as channel,

@@ -186,7 +186,7 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
         )
         stack.push_async_callback(groups.close)
         tokenizer = Tokenizer.load(demo_model.PATH)
-        patient = AdmissionConfig(max_queue_wait_s=1000, standing_wait_s=1000)
+        patient = AdmissionConfig(max_queue_wait_s=1000)
         gateway = ModelService(
             model="demo",
             tokenizer=tokenizer,

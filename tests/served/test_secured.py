@@ -58,7 +58,6 @@ def cluster(pace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         drain_timeout_s=120,
         handover_s=118,  # The stream is moved to a new group, though its gateway is an old one.
         max_queue_wait_s=1000,
-        standing_wait_s=1000,
     )
     after = replace(
         before,

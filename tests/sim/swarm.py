@@ -4,6 +4,7 @@ Limits are drawn small, so that queues fill, blocks run out and buffers overflow
 """
 
 import random
+from math import inf
 
 from tests.sim.clients import Load
 from tests.sim.cluster import ClusterPlan
@@ -47,8 +48,7 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
             gateway=GatewayConfig(
                 completion=CompletionConfig(group_wait_s=30.0),
                 admission=AdmissionConfig(
-                    max_queue_wait_s=rng.choice([0.5, 10.0, 1000.0]),
-                    standing_wait_s=rng.choice([1.0, 1.0, 1000.0]),
+                    max_queue_wait_s=rng.choice([0.5, 10.0, inf]),
                     min_queued_per_group=rng.choice([1, 2, 10]),
                     max_queued_requests=rng.choice([5, 1024]),
                 ),

@@ -76,7 +76,7 @@ def test_a_prompt_that_another_waits_for_counts_once() -> None:
             each.prompt = each.prompt[: NUM_SHARED + 4]
         await asyncio.gather(*map(world.clients.ask, asks))
 
-    strict = AdmissionConfig(burst_wait_s=0, max_group_wait_s=0.01)
+    strict = AdmissionConfig(max_queue_wait_s=1, max_group_wait_s=0.01)
     result = run(plan(num_slots=400, admission=strict), seed=1, script=script)
     assert result.outcomes == {"done": 100}
 
@@ -101,5 +101,6 @@ def test_who_is_refused_finds_room_when_told_to_come_back() -> None:
 
         await asyncio.gather(*(client() for _ in range(400)))
 
-    run(plan(num_slots=400), seed=1, script=script)
+    admission = AdmissionConfig(max_queue_wait_s=5)
+    run(plan(num_slots=400, admission=admission), seed=1, script=script)
     assert set(num_refusals) == {0, 1}

@@ -38,7 +38,8 @@ def cluster(
     *, num_gateways: int = 1, admission: AdmissionConfig | None = None, **changes: Any
 ) -> ClusterPlan:
     gateway = GatewayConfig(
-        completion=CompletionConfig(group_wait_s=60.0), admission=admission or AdmissionConfig()
+        completion=CompletionConfig(group_wait_s=60.0),
+        admission=admission or AdmissionConfig(max_queue_wait_s=1.0),
     )
     plan = ClusterPlan(
         num_groups=2,
@@ -164,7 +165,7 @@ def test_gateways_learn_how_many_they_are() -> None:
 @pytest.mark.slow
 def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:
     """Half of what the cluster can do is urgent, five times as much is not. Bursts may wait."""
-    patient = AdmissionConfig(max_queue_wait_s=10, standing_wait_s=10)
+    patient = AdmissionConfig(max_queue_wait_s=10)
     half = capacity_per_s() / 2
     urgent: list[Ask] = []
     others: list[Ask] = []
@@ -241,6 +242,21 @@ def test_requests_wake_a_cluster_that_was_scaled_to_zero_and_lose_nothing() -> N
         assert all(ask.first_s is None for ask in asks[-3:])
 
     play(script, plan=cluster(start_s=10.0, cost=StepCost(step_s=0.1)))
+    assert {ask.outcome for ask in asks} == {"done"}
+
+
+def test_requests_that_come_while_all_groups_start_again_wait_for_them() -> None:
+    """By default; each group takes half a minute."""
+    asks: list[Ask] = []
+
+    async def script(world: World) -> None:
+        await asyncio.sleep(1)
+        asks.extend(await come(world, per_s=10.0, until_s=3.0))
+        for group in tuple(world.cluster.groups):
+            world.chaos.begin("crash", group=group)
+        asks.extend(await come(world, per_s=10.0, until_s=5.0))
+
+    play(script, plan=cluster(start_s=40.0, gateway=GatewayConfig()), seeds=(1, 2, 3))
     assert {ask.outcome for ask in asks} == {"done"}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.router.config import RoutingConfig
@@ -15,9 +16,6 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import model_name
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
-_WAIT_OF_TARGET = 5.0
-"""A burst may wait for this many times the autoscaler's target: the excess tells how many groups to
-start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +93,18 @@ class ClusterConfig:
     template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
     max_queue_wait_s: float | None = None
-    """A request is refused at once if its predicted wait exceeds this. ``None`` is 1 s, and 5 s in
-    a burst of requests for which there are slots and blocks (`AdmissionConfig.burst_wait_s`); with
-    ``autoscaling`` it is five times ``target_ttft_s``, because the queue beyond the target is what
-    starts groups."""
-    standing_wait_s: float = AdmissionConfig.standing_wait_s
-    """Replaces ``max_queue_wait_s``, if it is less, once no request has found a free group for this
-    time."""
+    """A request is refused at once if its predicted wait exceeds this, or its own deadline.
+    ``None`` lets requests wait for as long as their clients do."""
     max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
-    max_queued_tokens: int = AdmissionConfig.max_queued_tokens
-    """Prompt tokens of these."""
+    max_queued_bytes: int = AdmissionConfig.max_queued_bytes
+    """Memory of their prompts: six bytes for each token."""
+    max_inflight: int = AdmissionConfig.max_inflight
+    """Completions that a gateway has under way, those that wait among them."""
+    group_wait_s: float = CompletionConfig.group_wait_s
+    """How long requests and streams wait for a group, where all were lost and others start. Longer
+    than a group takes to start. Where autoscaling may stop the last group, the
+    ``autoscaling.start_wait_s`` is used instead."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
     handover_s: float = 5.0
@@ -158,7 +157,7 @@ class ClusterConfig:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
             )
-        for name in ("cpus_per_group", "drain_timeout_s", "handover_s"):
+        for name in ("cpus_per_group", "drain_timeout_s", "handover_s", "group_wait_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more, and finite")
         for name in ("silence_timeout_s", "step_deadline_s"):
@@ -181,22 +180,11 @@ class ClusterConfig:
 
     def admission(self) -> AdmissionConfig:
         """For each gateway."""
-        max_queue_wait_s = self.max_queue_wait_s
-        if max_queue_wait_s is None:
-            max_queue_wait_s = AdmissionConfig.max_queue_wait_s
-            if self.autoscaling is not None:
-                max_queue_wait_s = max(
-                    max_queue_wait_s, _WAIT_OF_TARGET * self.autoscaling.target_ttft_s
-                )
-        burst_wait_s = AdmissionConfig.burst_wait_s
-        if self.max_queue_wait_s is not None:
-            burst_wait_s = self.max_queue_wait_s
         return AdmissionConfig(
-            max_queue_wait_s=max_queue_wait_s,
-            burst_wait_s=burst_wait_s,
-            standing_wait_s=self.standing_wait_s,
+            max_queue_wait_s=inf if self.max_queue_wait_s is None else self.max_queue_wait_s,
             max_queued_requests=self.max_queued_requests,
-            max_queued_tokens=self.max_queued_tokens,
+            max_queued_bytes=self.max_queued_bytes,
+            max_inflight=self.max_inflight,
         )
 
     def connections(self) -> ConnectionLimits:

@@ -149,12 +149,13 @@ capabilities: {drop: [ALL]}
   "body_timeout_s" $gateway.connections.bodyTimeoutSeconds
   "idle_timeout_s" $gateway.connections.idleTimeoutSeconds
   "max_queue_wait_s" $admission.maxQueueWaitSeconds
-  "standing_wait_s" $admission.standingWaitSeconds
   "max_queued_requests" (int $admission.maxQueuedRequests)
-  "max_queued_tokens" (int $admission.maxQueuedTokens)
+  "max_queued_bytes" (int $admission.maxQueuedBytes)
+  "max_inflight" (int $admission.maxInflight)
   "silence_timeout_s" $failover.silenceSeconds
   "step_deadline_s" $failover.stepDeadlineSeconds
   "max_group_deaths" $failover.maxGroupDeaths
+  "group_wait_s" $failover.groupWaitSeconds
   "drain_timeout_s" $gateway.drainSeconds
   "handover_s" $gateway.handoverSeconds
   "start_first" .Values.upgrade.startFirst -}}

@@ -192,20 +192,14 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
 def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
         "admission",
-        "A request beyond these bounds is refused at once, with a time to retry, so that accepted "
-        "requests keep their latency. Raise both waits to admit longer bursts.",
+        "Requests wait for as long as their clients do. One beyond these bounds is refused at "
+        "once, with a time to retry.",
     ).add_argument
     add(
         "--max-queue-wait-s",
         type=float,
-        help="refuse a request whose predicted wait is longer; 1 if absent, with "
-        "--max-groups five times --target-ttft-s",
-    )
-    add(
-        "--standing-wait-s",
-        type=float,
-        default=ClusterConfig.standing_wait_s,
-        help="replaces it, if less, once no request has found a free group for this time",
+        help="refuse a request whose predicted wait is longer, or longer than its own deadline, so "
+        "that accepted requests keep their latency; if absent, none is refused for its wait",
     )
     add(
         "--max-queued-requests",
@@ -214,10 +208,16 @@ def _add_admission_flags(parser: argparse.ArgumentParser) -> None:
         help="most completions that wait at a gateway",
     )
     add(
-        "--max-queued-tokens",
+        "--max-queued-bytes",
         type=int,
-        default=ClusterConfig.max_queued_tokens,
-        help="most prompt tokens of waiting completions",
+        default=ClusterConfig.max_queued_bytes,
+        help="most memory of their prompts: six bytes for each token",
+    )
+    add(
+        "--max-inflight",
+        type=int,
+        default=ClusterConfig.max_inflight,
+        help="most completions under way at a gateway, those that wait among them",
     )
 
 
@@ -237,6 +237,12 @@ def _add_failover_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=ClusterConfig.step_deadline_s,
         help="a group that takes longer for a step is lost; set it well above the longest step",
+    )
+    add(
+        "--group-wait-s",
+        type=float,
+        default=ClusterConfig.group_wait_s,
+        help="how long requests and streams wait for a group, where all were lost and others start",
     )
     add(
         "--max-group-deaths",
@@ -306,9 +312,10 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         api_keys_file=arguments.api_keys_file,
         allow_origins=tuple(arguments.allow_origin or ()),
         max_queue_wait_s=arguments.max_queue_wait_s,
-        standing_wait_s=arguments.standing_wait_s,
         max_queued_requests=arguments.max_queued_requests,
-        max_queued_tokens=arguments.max_queued_tokens,
+        max_queued_bytes=arguments.max_queued_bytes,
+        max_inflight=arguments.max_inflight,
+        group_wait_s=arguments.group_wait_s,
         silence_timeout_s=arguments.silence_timeout_s,
         step_deadline_s=arguments.step_deadline_s,
         max_group_deaths=arguments.max_group_deaths,

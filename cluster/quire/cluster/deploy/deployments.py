@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
@@ -147,7 +147,8 @@ class Gateway:
         if config.autoscaling:
             self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
         stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
-        self._at_end.callback(asyncio.create_task(drain_when_told(stop)).cancel)
+        drain = partial(self._drain_for_good, stop)
+        self._at_end.callback(asyncio.create_task(drain_when_told(drain)).cancel)
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
         # started only then.
         self._at_end.push_async_callback(stop)
@@ -156,6 +157,10 @@ class Gateway:
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """The routing table of this gateway; benchmarks override it to inject faults."""
         return new_table(config)
+
+    async def _drain_for_good(self, stop: Callable[[], Awaitable[None]]) -> None:
+        self._server.groups.expect_no_more("the cluster stops, and no group is started any more")
+        await stop()
 
     def _take_members(self, members: Sequence[Member]) -> None:
         # Serve passes on what a replica said of itself, and nothing for one that could not say.

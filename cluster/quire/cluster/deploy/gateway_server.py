@@ -187,7 +187,7 @@ class GatewayServer:
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
     settings = config.autoscaling
-    completion = CompletionConfig(resume=resume)
+    completion = CompletionConfig(group_wait_s=config.group_wait_s, resume=resume)
     wakes_groups = settings is not None and not settings.min_groups
     if settings is not None and wakes_groups:
         # The first group's start may be what a request waits for.

@@ -21,7 +21,7 @@ from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
-from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -121,7 +121,8 @@ def build_grpc_server(
     if keys is not None:  # First, so that a stranger is told nothing else.
         interceptors.insert(0, GrpcAuth(keys, open_services=_OPEN))
     server = grpc.aio.server(
-        interceptors=interceptors, options=_options(limits or ConnectionLimits())
+        interceptors=interceptors,
+        options=_options(limits or ConnectionLimits(), gateway.config.admission.max_inflight),
     )
     service = InferenceService(gateway, keys=keys)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
@@ -139,13 +140,13 @@ def build_grpc_server(
     return server
 
 
-def _options(limits: ConnectionLimits) -> list[tuple[str, int]]:
+def _options(limits: ConnectionLimits, max_inflight: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         # One more is closed as it comes: gRPC closes no idle one for it.
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         # Above what a gateway takes in flight: past it, a client waits without being told why.
-        ("grpc.max_concurrent_streams", 2 * GatewayConfig.max_inflight),
+        ("grpc.max_concurrent_streams", 2 * max_inflight),
         ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
         # Past the first, more and more are refused; past the second, all.

@@ -140,7 +140,7 @@ class Attempts:
             if self._is_new:
                 is_last = self._num_refusals >= self._config.max_refusals
             else:
-                is_last = self._clock() - self._full_since_s >= self._config.resume_wait_s
+                is_last = self._clock() - self._full_since_s >= self._config.group_wait_s
             if is_last:
                 raise error
             return
@@ -205,11 +205,8 @@ class Attempts:
             self._avoided.add(self.decision.group)
 
     async def _begin(self, token_ids: Sequence[int]) -> GroupStream:
-        wait_s = self._config.group_wait_s
-        if not self._is_new:
-            wait_s = max(wait_s, self._config.resume_wait_s)
         if self._deadline_s is None:
-            self._deadline_s = self._clock() + wait_s
+            self._deadline_s = self._clock() + self._config.group_wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
             while self._losses.is_suspect and not self._on_probation:
@@ -278,7 +275,7 @@ class Attempts:
             Quarantined: Guilty, or nothing else was known in time, though there were groups.
             Unavailable: Not, but too many attempts were lost, or there was no group.
         """
-        deadline_s = self._clock() + self._config.resume_wait_s
+        deadline_s = self._clock() + self._config.group_wait_s
         verdict = Verdict.OPEN
         try:
             while verdict is Verdict.OPEN and self._clock() < deadline_s:
@@ -307,7 +304,8 @@ class Attempts:
         """Returns when it is time to look for a group again."""
         full = self._error if isinstance(self._error, QueueFull) else None
         timeout_s = deadline_s - self._clock()
-        if timeout_s <= 0 or (full is not None and self._is_new):
+        is_over = timeout_s <= 0 or not self._groups.may_come
+        if is_over or (full is not None and self._is_new):
             raise full or self._unavailable() from error
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)

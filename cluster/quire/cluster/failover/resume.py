@@ -39,7 +39,7 @@ class ResumeConfig:
     step, with steps ahead of two, and those in frames that a slow network held."""
     retry_burst: int = 4096
     """Resumes that a gateway can do at once: as many as it has completions under way
-    (`GatewayConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
+    (`AdmissionConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
     retry_share: float = 0.2
     """Resumes that each new completion adds, up to that maximum. In the long run resumes are at
     most this share of the traffic: each costs a prefill, and resumes must not overload the

@@ -74,6 +74,7 @@ class Groups:
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
+        self._no_more = ""
         self._is_closed = False
         self._housekeeper = asyncio.create_task(
             keep_going(self._keep_house, name="housekeeping", pause_s=_HOUSEKEEPING_S)
@@ -112,6 +113,16 @@ class Groups:
         for client, _ in self._clients.values():
             client.is_draining = True
 
+    def expect_no_more(self, reason: str) -> None:
+        """No group is started from now on: requests that wait for one are told ``reason``."""
+        self._no_more = reason
+        self._update_members()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether waiting for a group makes sense: there is one, or one may be started."""
+        return bool(self._routable()) or not self._no_more
+
     @property
     def num_ready(self) -> int:
         """Groups that requests can be routed to."""
@@ -138,7 +149,7 @@ class Groups:
 
     def troubles(self) -> list[str]:
         """Why groups take no requests, one line for each that does not."""
-        return [
+        return [self._no_more] * bool(self._no_more) + [
             f"{address}: {'draining' if client.is_attached else client.last_error or 'connecting'}"
             for address, (client, _) in self._clients.items()
             if not self.is_routed_to(client)

@@ -2,9 +2,10 @@
 
 A request is *released* to the groups when one of them can begin it within ``max_group_wait_s``. A
 request that waits at a group can no longer be reordered, so only enough are released to keep the
-groups busy until their next frames. The others wait here, by priority and then in order of arrival.
-A request whose predicted wait exceeds ``max_queue_wait_s`` or its deadline is refused before it
-costs anything. Admitted requests are never delayed by later ones of the same priority.
+groups busy until their next frames. The others wait here, by priority and then in order of arrival,
+for as long as their clients do. Where ``max_queue_wait_s`` is set, a request whose predicted wait
+exceeds it or its own deadline is refused before it costs anything. Admitted requests are never
+delayed by later ones of the same priority.
 
 Always true: a request that could be released waits only behind one that could not; the queue is
 within its bounds; each request of lower priority waits behind each of higher priority.
@@ -23,9 +24,6 @@ from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad, order
 from quire.router.policies.policy import GroupState
 
-BURST_S = 3.0
-"""Requests that come so soon after one that began on arrival are a burst, and later ones a lasting
-overload."""
 _MAX_RETRY_AFTER_S = 60.0
 
 
@@ -41,10 +39,6 @@ class Admission:
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
         self._num_offered = 0
-        self._wait_bound_s = config.max_queue_wait_s
-        self._is_burst = True
-        self._free_s: float | None = None  # When a request last found the groups free.
-        self._began_s: float | None = None  # When one was last begun on arrival.
 
     @property
     def queued(self) -> Sequence[Ticket]:
@@ -62,12 +56,9 @@ class Admission:
         Raises:
             Overloaded: It is refused; nothing has changed.
         """
-        self._set_bound(states, now_s)
         self._count(ticket)
         displaced: list[Ticket] = []
         begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
-        if begins or self._began_s is None:
-            self._began_s = now_s
         if not begins:
             displaced = self._make_room(ticket, states, now_s)
             for victim in displaced:
@@ -91,7 +82,6 @@ class Admission:
         if not self._queue:
             return
         least = Ticket(num_prompt_tokens=0, priority=priority)
-        self._set_bound(states, now_s)
         self._make_room(least, states, now_s)
 
     def release(self, states: Sequence[GroupState]) -> list[Ticket]:
@@ -132,21 +122,6 @@ class Admission:
             ticket.num_prompt_tokens, num_known=ticket.num_known_tokens
         )
 
-    def _set_bound(self, states: Sequence[GroupState], now_s: float) -> None:
-        config = self._config
-        self._wait_bound_s = config.max_queue_wait_s
-        if config.standing_wait_s >= config.max_queue_wait_s:
-            return  # The bound is the same, be groups free or not.
-        if self._free_s is None or (not self._queue and self._is_free(states)):
-            self._free_s = now_s
-        if now_s - self._free_s > config.standing_wait_s:
-            self._wait_bound_s = config.standing_wait_s
-
-    def _is_free(self, states: Sequence[GroupState]) -> bool:
-        # Each departure leaves room for one for a moment, and all gateways see it.
-        enough = self._capacity.num_gateways + self._unrouted.num_requests
-        return self._capacity.room(states, wait_s=0, tokens_each=1, enough=enough) >= enough
-
     def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
         """Whether a group begins it soon, behind the released requests that no group state shows
         yet."""
@@ -157,13 +132,11 @@ class Admission:
         self, ticket: Ticket, states: Sequence[GroupState], now_s: float
     ) -> list[Ticket]:
         """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
-        began_s = now_s if self._began_s is None else self._began_s
-        self._is_burst = now_s - began_s <= BURST_S
-        if states:
+        bound_s = self._config.max_queue_wait_s
+        if states and bound_s < inf:
             ahead = self._ahead_of(ticket).plus(self._unrouted)
-            _, ticket.bound_s = self._bound(ticket, states, ahead)
             if not self._is_bearable(ticket, states, ahead):
-                raise self._refusal("wait", ticket, states, ahead, too_short_s=ticket.bound_s)
+                raise self._refusal("wait", ticket, states, ahead, too_short_s=bound_s)
             time_s = max(0.0, ticket.deadline_s - now_s)
             if not self._begins_within(time_s, ticket, states, ahead=ahead):
                 raise self._refusal("deadline", ticket, states, ahead, too_short_s=time_s)
@@ -186,7 +159,7 @@ class Admission:
             return False
         return (
             queued.num_requests + ticket.num_requests > config.max_queued_requests
-            or queued.num_tokens + ticket.num_tokens > config.max_queued_tokens
+            or queued.num_bytes + ticket.num_bytes > config.max_queued_bytes
             or (bool(states) and not self._is_bearable(ticket, states, queued.plus(self._unrouted)))
         )
 
@@ -195,25 +168,13 @@ class Admission:
     ) -> bool:
         """Whether one request behind ``ahead`` waits for no longer than the bound."""
         config = self._config
+        if config.max_queue_wait_s == inf:
+            return True
         num_waiting, num_reserved = self._capacity.num_queued(states)
         num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
         if num_waiting < len(states) * config.min_queued_per_group:
             return True
-        _, bound_s = self._bound(ticket, states, ahead)
-        return self._begins_within(bound_s, ticket, states, ahead=ahead)
-
-    def _bound(
-        self, ticket: Ticket, states: Sequence[GroupState], ahead: WaitingLoad
-    ) -> tuple[str, float]:
-        """The bound of a request's wait behind ``ahead``: the setting's name and seconds."""
-        config, bound_s = self._config, self._wait_bound_s
-        if self._is_burst and config.burst_wait_s > bound_s:
-            needed = ahead.num_requests * self._capacity.num_gateways + ticket.num_requests
-            tokens_each = ahead.tokens_each_with(ticket)
-            if self._capacity.room_beside(states, tokens_each=tokens_each) >= needed:
-                return "burst_wait_s", config.burst_wait_s
-        is_standing = bound_s < config.max_queue_wait_s
-        return ("standing_wait_s" if is_standing else "max_queue_wait_s"), bound_s
+        return self._begins_within(config.max_queue_wait_s, ticket, states, ahead=ahead)
 
     def _begins_within(
         self, wait_s: float, ticket: Ticket, states: Sequence[GroupState], *, ahead: WaitingLoad
@@ -239,26 +200,20 @@ class Admission:
         """``too_short_s``: a wait within which the request was found not to begin."""
         config, tokens_each = self._config, ahead.tokens_each_with(ticket)
         predicted_s = retry_after_s = 1.0
-        name, bound_s = self._bound(ticket, states, ahead)
         if states:
             room = self._capacity.room(states, wait_s=too_short_s, tokens_each=tokens_each)
             need = ahead.num_requests * self._capacity.num_gateways + 1
             per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
-            # The burst will be over by then.
-            allowed_s = self._wait_bound_s if reason != "deadline" else 0.0
+            allowed_s = config.max_queue_wait_s if reason == "wait" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)
-        waits = (
-            f"{ahead.num_requests} requests with {ahead.num_tokens:.0f} prompt tokens to compute "
-            "wait here"
-        )
-        bound = f"{name} is {bound_s:g}"
+        waits = f"{ahead.num_requests} requests wait here"
+        begins = f"{waits}, and this one would begin in about {predicted_s:.1f} s"
         why = {
-            "wait": f"{waits}, and this one would begin in about {predicted_s:.1f} s: {bound}",
-            "deadline": f"{waits}, and this one would begin in about {predicted_s:.1f} s, after "
-            "its deadline: give it more time",
-            "queue_full": f"{waits}: max_queued_requests is {config.max_queued_requests}, "
-            f"max_queued_tokens {config.max_queued_tokens}, {bound}",
+            "wait": f"{begins}: --max-queue-wait-s is {config.max_queue_wait_s:g}",
+            "deadline": f"{begins}, after its deadline: give it more time",
+            "queue_full": f"{waits} and take up {ahead.num_bytes} bytes: --max-queued-requests is "
+            f"{config.max_queued_requests}, --max-queued-bytes {config.max_queued_bytes}",
         }[reason]
         return Overloaded(
             f"{why}; try again in {retry_after_s:.0f} s", reason=reason, retry_after_s=retry_after_s

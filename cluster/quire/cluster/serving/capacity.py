@@ -14,10 +14,9 @@ the same result.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from math import exp, inf
 
-from quire.cluster.serving.headroom import Ask, Headroom, room_beside, room_of
+from quire.cluster.serving.headroom import Ask, Headroom, room_of
 from quire.cluster.serving.speeds import GroupPace, OutputLength, Speeds
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
@@ -46,8 +45,15 @@ class Capacity:
             None  # Of those whose states were last shown, if they are many.
         )
 
-    def observe(self, description: pb.GroupDescription, load: pb.Load, *, now_s: float) -> None:
-        """Takes in a group's load after a step."""
+    def observe(
+        self,
+        description: pb.GroupDescription,
+        load: pb.Load,
+        *,
+        now_s: float,
+        is_awaited: bool = False,
+    ) -> None:
+        """Takes in a group's load after a step. ``is_awaited``: requests wait at the gateway."""
         group_id = GroupId(description.group_id)
         pace = self._groups.get(group_id)
         if pace is None or pace.epoch != description.epoch:
@@ -56,7 +62,7 @@ class Capacity:
         if pace.num_gateways != load.num_gateways:
             pace.num_gateways = load.num_gateways
             self._count_gateways()
-        num_prompt, num_hits = pace.observe(load, now_s)
+        num_prompt, num_hits = pace.observe(load, now_s, is_awaited=is_awaited)
         if self._rooms is not None:
             self._rooms.heard(group_id)
         if num_prompt > 0:
@@ -131,15 +137,6 @@ class Capacity:
             return self._rooms_of(states).num_queued()
         num_waiting = sum(state.num_waiting for state in states)
         return num_waiting, sum(state.num_reserved_requests for state in states)
-
-    def room_beside(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
-        """How many requests beyond those sent find slots and blocks before any other ends."""
-        tokens_each = max(tokens_each, 1.0)
-        if len(states) >= self._many:
-            return self._rooms_of(states).room_beside(tokens_each)
-        paces = (self._pace_of(state.group) for state in states)
-        room = partial(room_beside, tokens_each=tokens_each, num_gateways=self.num_gateways)
-        return sum(map(room, states, paces))
 
     def _count_gateways(self) -> None:
         before = self.num_gateways

@@ -69,16 +69,6 @@ def free_slots(state: GroupState, pace: GroupPace, *, num_gateways: int) -> floa
     return pace.max_num_seqs - state.num_running - ahead
 
 
-def room_beside(
-    state: GroupState, pace: GroupPace, *, tokens_each: float, num_gateways: int
-) -> float:
-    """How many requests beyond those sent find slots and blocks before any other ends."""
-    room = free_slots(state, pace, num_gateways=num_gateways)
-    if state.num_available_blocks is not None and state.num_running:
-        room = min(room, _room_in_blocks(state, pace, Ask(0.0, tokens_each, 1.0)))
-    return max(room, 0.0)
-
-
 def _room_in_blocks(state: GroupState, pace: GroupPace, ask: Ask) -> float:
     assert state.num_available_blocks is not None
     num_held = max(0, (state.num_blocks or 0) - state.num_available_blocks)
@@ -157,11 +147,6 @@ class Headroom:
     def num_queued(self) -> tuple[int, int]:
         """How many requests wait at the groups, and how many were sent beyond these."""
         return int(self._waiting.sum()), int(self._reserved.sum())
-
-    def room_beside(self, tokens_each: float) -> float:
-        """The sum over the groups of `room_beside`."""
-        blocks = (self._available - self._wanted) / (tokens_each / self._block_size + 1)
-        return float(np.maximum(np.minimum(self._slots, blocks), 0.0).sum())
 
     def room(self, ask: Ask) -> float:
         """The sum of `room_of` over the groups, in their order."""

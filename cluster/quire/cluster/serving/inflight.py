@@ -25,7 +25,7 @@ class Inflight:
             self._refused()
             raise Overloaded(
                 f"{self.num} completions are under way, {num_completions} more exceed the "
-                f"gateway's limit of {self._limit}: try again later",
+                f"gateway's --max-inflight {self._limit}: try again in 1 s",
                 reason="inflight",
                 retry_after_s=1.0,
             )

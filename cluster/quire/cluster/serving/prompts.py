@@ -204,8 +204,8 @@ class Prompts:
         if self.num_waiting >= self._max_waiting:
             self._refused()
             raise Overloaded(
-                f"{self.num_waiting} prompts are being tokenized, at most {self._max_waiting} may "
-                "be: try again later",
+                f"{self.num_waiting} prompts are being tokenized, --max-inflight is "
+                f"{self._max_waiting}: try again in 1 s",
                 reason="inflight",
                 retry_after_s=1.0,
             )

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from math import inf
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -28,7 +30,15 @@ from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.hashing import BlockHashes
 
+_MIN_PATIENCE_S = 5.0
+"""A request that was to begin within less may wait for this long."""
 _WAIT_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class _Waiter(NamedTuple):
+    future: asyncio.Future[None]
+    timeout: asyncio.Timeout
+    begin_s: float
 
 
 class AdmissionQueue:
@@ -52,10 +62,12 @@ class AdmissionQueue:
         self._table = table
         self._clock = clock
         self._recent = RecentBlocks()
-        self._futures: dict[Ticket, asyncio.Future[None]] = {}
+        self._waiters: dict[Ticket, _Waiter] = {}
         self._starting = 0
         self._starting_tokens = 0
         self._will_pump = False
+        self._has_groups = False
+        self._changed_s = clock()  # When that became so.
         self._metrics = _Metrics(self, registry)
         groups.watch(self._on_members)
         groups.watch_loads(self._on_load)
@@ -92,7 +104,7 @@ class AdmissionQueue:
             raise self._overloaded(
                 "queue_full",
                 f"{self.queued.num_requests} requests wait for a first replica group, "
-                f"max_queued_requests is {self._config.max_queued_requests}",
+                f"--max-queued-requests is {self._config.max_queued_requests}",
             )
         self._starting += 1
         self._starting_tokens += num_prompt_tokens
@@ -115,7 +127,7 @@ class AdmissionQueue:
         Raises:
             Overloaded: It is refused, nearly always at once.
             DeadlineExceeded: Its deadline passed while it waited.
-            Unavailable: There was no group for ``start_wait_s``.
+            Unavailable: There was no group for ``start_wait_s``, or none will come.
         """
         begin_s = self._clock()
         try:
@@ -161,32 +173,43 @@ class AdmissionQueue:
         return self._table.block_size * sum(map(max, recent, held))
 
     async def _wait(self, ticket: Ticket) -> None:
-        self._futures[ticket] = future = asyncio.get_running_loop().create_future()
-        patience_s = self._start_wait_s
-        if self._groups.num_ready:
-            # At most half of this wait was predicted. The groups have become slower or fewer.
-            bound_s = max(self._config.max_queue_wait_s, ticket.bound_s)
-            patience_s = max(2 * bound_s, patience_s)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        begin_s = self._clock()
         try:
             with self._groups.demand.waiting(ticket.num_prompt_tokens):
-                async with asyncio.timeout(min(patience_s, ticket.deadline_s - self._clock())):
+                async with asyncio.timeout(None) as timeout:
+                    self._waiters[ticket] = _Waiter(future, timeout, begin_s)
+                    self._set_timeout(ticket)
                     await future
         except TimeoutError:
-            raise self._impatience(ticket, patience_s) from None
+            raise self._impatience(ticket, begin_s) from None
         finally:
-            del self._futures[ticket]
+            self._waiters.pop(ticket, None)
 
-    def _impatience(self, ticket: Ticket, waited_s: float) -> Exception:
+    def _set_timeout(self, ticket: Ticket) -> None:
+        """For how long it may wait, as things are now."""
+        waiter = self._waiters[ticket]
+        if waiter.timeout.expired():
+            return
+        # At most half of this wait was predicted. The groups have become slower or fewer.
+        wait_s = max(2 * self._config.max_queue_wait_s, _MIN_PATIENCE_S)
+        if not self._has_groups:
+            wait_s = self._start_wait_s if self._groups.may_come else 0.0
+        end_s = min(max(waiter.begin_s, self._changed_s) + wait_s, ticket.deadline_s)
+        now_s = asyncio.get_running_loop().time()
+        waiter.timeout.reschedule(None if end_s == inf else now_s + end_s - self._clock())
+
+    def _impatience(self, ticket: Ticket, begin_s: float) -> Exception:
         if self._clock() >= ticket.deadline_s:
             return DeadlineExceeded(
                 "the request's deadline passed before a replica group began it: give it more time"
             )
-        if not self._groups.num_ready:
+        if not self._has_groups:
             return unavailable(self._groups)
         return self._overloaded(
             "timeout",
-            f"no replica group began the request within {waited_s:g} s, though one was expected "
-            f"to within {max(self._config.max_queue_wait_s, ticket.bound_s):g} s",
+            f"no replica group began the request within {self._clock() - begin_s:.0f} s, though "
+            f"one was expected to: --max-queue-wait-s is {self._config.max_queue_wait_s:g}",
         )
 
     def _displace(self, ticket: Ticket) -> None:
@@ -194,24 +217,25 @@ class AdmissionQueue:
             "displaced",
             f"requests of higher priority than {ticket.priority} took its place in the queue",
         )
-        future = self._futures.get(ticket)
-        if future is not None and not future.done():
-            future.set_exception(error)
+        waiter = self._waiters.get(ticket)
+        if waiter is not None and not waiter.future.done():
+            waiter.future.set_exception(error)
 
     def _overloaded(self, reason: RefusalReason, message: str) -> Overloaded:
         self.refused(reason)
-        retry_after_s = max(1.0, self._config.max_queue_wait_s)
-        return Overloaded(
-            f"{message}; try again in {retry_after_s:.0f} s",
-            reason=reason,
-            retry_after_s=retry_after_s,
-        )
+        return Overloaded(f"{message}; try again in 1 s", reason=reason, retry_after_s=1.0)
 
     def _on_load(self, description: pb.GroupDescription, load: pb.Load) -> None:
-        self.capacity.observe(description, load, now_s=self._clock())
+        is_awaited = bool(self._admission.queued)
+        self.capacity.observe(description, load, now_s=self._clock(), is_awaited=is_awaited)
         self._pump_soon()
 
     def _on_members(self) -> None:
+        has_groups = self._groups.num_ready > 0
+        if has_groups != self._has_groups:
+            self._has_groups, self._changed_s = has_groups, self._clock()
+        for ticket in self._waiters:
+            self._set_timeout(ticket)
         self.capacity.keep(state.group for state in self._table.states())
         self._pump_soon()
 
@@ -226,7 +250,7 @@ class AdmissionQueue:
         if not self._admission.queued:
             return
         for ticket in self._admission.release(self._table.states()):
-            future = self._futures[ticket]
+            future = self._waiters[ticket].future
             if not future.done():
                 future.set_result(None)
 
@@ -260,6 +284,8 @@ class _Metrics:
         ):
             gauge = Gauge(name, help_text, registry=registry)
             gauge.set_function(partial(_queued, queue, index))
+        gauge = Gauge("quire_queued_bytes", "Memory that their prompts take up.", registry=registry)
+        gauge.set_function(lambda: sum(each.num_bytes for each in queue._admission.queued))
         gauge = Gauge(
             "quire_gateways", "Gateways that send to the groups, as these say.", registry=registry
         )

@@ -52,8 +52,6 @@ MAX_TOKEN_IDS = 2**20
 class GatewayConfig:
     """The limits of one gateway; those of its waiting requests are in ``admission``."""
 
-    max_inflight: int = 4096
-    """Completions under way; a request that would exceed it is refused."""
     max_completions: int = 1024
     """Prompts × n of one HTTP request."""
     max_body_bytes: int = 32 * 2**20
@@ -118,7 +116,7 @@ class ModelService:
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.suspects.set_function(lambda: self._resumes.probation.num_suspects)
         self._inflight = Inflight(
-            limit=self.config.max_inflight,
+            limit=self.config.admission.max_inflight,
             gauge=self.telemetry.inflight,
             refused=partial(self.admission.refused, "inflight"),
         )
@@ -128,7 +126,7 @@ class ModelService:
         self.prompts = Prompts(
             tokenizer,
             max_tokenizing_bytes=self.config.max_tokenizing_bytes,
-            max_waiting=self.config.max_inflight,
+            max_waiting=self.config.admission.max_inflight,
             template=self.config.template,
             registry=self.telemetry.registry,
             refused=partial(self.admission.refused, "inflight"),
@@ -136,7 +134,7 @@ class ModelService:
         )
         self._constraints = Constraints(
             tokenizer,
-            max_waiting=self.config.max_inflight,
+            max_waiting=self.config.admission.max_inflight,
             refused=partial(self.admission.refused, "inflight"),
             clock=clock,
         )
@@ -290,6 +288,8 @@ class ModelService:
         give_up_s = self._clock() + self.config.completion.group_wait_s
         with self.admission.starting(num_prompt_tokens):
             while self.groups.card is None:
+                if not self.groups.may_come:
+                    raise unavailable(self.groups)
                 remaining_s = min(give_up_s, deadline_s) - self._clock()
                 if not await self.groups.wait_for_change(timeout_s=remaining_s):
                     raise late() if self._clock() >= deadline_s else unavailable(self.groups)
@@ -312,6 +312,7 @@ class ModelService:
         ticket = Ticket(
             num_requests=num_completions,
             num_prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
+            num_bytes=sum(each.num_bytes for each in requests),
             max_tokens=first.sampling.max_tokens or 0,
             priority=first.priority,
             deadline_s=first.deadline_s,

@@ -2,7 +2,9 @@
 
 A speed is measured only while a group has more work than it can do at once; at other times its rate
 shows the demand and not the speed. If a step computed all pending prompt tokens, only the time
-beyond that of a step without prompts counts, and only if it is the greater part.
+beyond that of a step without prompts counts, and only if it is the greater part. While requests
+wait at the gateway, though the group has a free slot, its prompts are sent a few at a time, and
+steps without any lie between: then the whole time counts, of these steps too.
 
 Sequences that end per second are output tokens per second over the mean output length. That mean
 includes outputs under way as *censored* observations (they are at least that long); otherwise short
@@ -52,6 +54,7 @@ class GroupPace:
         self.own = Speeds()
         self._others = others
         self._decodes = Rate()  # Steps per second that compute no prompt.
+        self._gap_s = 0.0  # How long the last step took, if it computed none that were awaited.
         self._last: tuple[float, pb.Load] | None = None
 
     @property
@@ -75,8 +78,11 @@ class GroupPace:
         """How many requests it begins per second when it has enough of them."""
         return min(self.prefill_per_s / tokens_each, self.output_per_s / mean_output)
 
-    def observe(self, load: pb.Load, now_s: float) -> tuple[int, int]:
-        """Returns the prompt tokens that were begun since the last time, and the hits in them."""
+    def observe(self, load: pb.Load, now_s: float, *, is_awaited: bool = False) -> tuple[int, int]:
+        """Returns the prompt tokens that were begun since the last time, and the hits in them.
+
+        ``is_awaited``: requests wait at the gateway.
+        """
         last, self._last = self._last, (now_s, load)
         if last is None:
             return 0, 0
@@ -85,31 +91,36 @@ class GroupPace:
         num_prompt = load.num_prompt_tokens - before.num_prompt_tokens
         num_hits = load.num_hit_tokens - before.num_hit_tokens
         num_output = load.num_output_tokens - before.num_output_tokens
-        if before.num_pending_prefill_tokens:
-            # A prompt counts as begun as a whole; what of it is still to come is known exactly
-            # where nothing else waits, and evens out over time where something does.
-            num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
+        # A prompt counts as begun as a whole; what of it is still to come is known exactly
+        # where nothing else waits, and evens out over time where something does.
+        num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
+        is_fed = is_awaited and 0 < before.num_running < (self.max_num_seqs or inf)
+        if before.num_pending_prefill_tokens or (is_fed and num_computed > 0):
             if num_computed >= before.num_pending_prefill_tokens:
-                time_s = min(time_s, self._prefill_s(num_computed, time_s))
+                time_s = self._prefill_s(num_computed, time_s, is_fed=is_fed)
             self._add("prefill", num_computed, time_s)
-        elif before.num_running:
+            self._gap_s = 0.0
+        elif before.num_running and not num_prompt:
             self._decodes.add(1, time_s)
+            self._gap_s = time_s if is_fed else 0.0
         if self.max_num_seqs is not None and before.num_running >= self.max_num_seqs:
             self._add("output_when_full", num_output, time_s)
         elif before.num_waiting:
             self._add("output_when_short", num_output, time_s)
         return num_prompt, num_hits
 
-    def _prefill_s(self, num_tokens: int, step_s: float) -> float:
-        """Seconds that a step spent on prompts, if it computed all pending ones: the time beyond
-        that of a decode-only step if that is most of it, else the expected time.
+    def _prefill_s(self, num_tokens: int, step_s: float, *, is_fed: bool) -> float:
+        """Seconds that a step spent on prompts, if it computed all pending ones. If most of it is
+        the time beyond that of a decode-only step: that time, or all of it and of the decodes
+        before it while more wait to be sent. Else the expected time.
 
         Such a step had spare room, so its whole time would make a short prompt alone look like a
         slow group.
         """
         decode_s = 1 / self._decodes.per_s(prior=MIN_PER_S)
-        longer_s = step_s - decode_s if step_s >= 2 * decode_s else 0.0
-        return max(longer_s, num_tokens / self.prefill_per_s)
+        if step_s < 2 * decode_s:
+            return min(step_s, num_tokens / self.prefill_per_s)
+        return step_s + self._gap_s if is_fed else step_s - decode_s
 
     def _add(self, name: str, amount: float, time_s: float) -> None:
         for speeds in (self.own, self._others):

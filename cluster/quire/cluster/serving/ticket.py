@@ -44,22 +44,25 @@ class Ticket:
     """How many of its prompt tokens are computed already, or are for an earlier request."""
     num_tokens: float = 0
     """How many of its prompt tokens are likely to be computed."""
-    bound_s: float = 0.0
-    """The bound of its wait, where it was found to wait."""
+    num_bytes: int = 0
+    """Memory that it takes up while it waits, beyond what each request does."""
 
 
 class WaitingLoad:
     """Sums over several tickets."""
 
-    __slots__ = ("num_requests", "num_tokens")
+    __slots__ = ("num_bytes", "num_requests", "num_tokens")
 
-    def __init__(self, num_requests: int = 0, num_tokens: float = 0.0) -> None:
+    def __init__(self, num_requests: int = 0, num_tokens: float = 0.0, num_bytes: int = 0) -> None:
         self.num_requests = num_requests
         self.num_tokens = num_tokens
+        self.num_bytes = num_bytes
 
     def plus(self, other: "WaitingLoad") -> "WaitingLoad":
         return WaitingLoad(
-            self.num_requests + other.num_requests, self.num_tokens + other.num_tokens
+            self.num_requests + other.num_requests,
+            self.num_tokens + other.num_tokens,
+            self.num_bytes + other.num_bytes,
         )
 
     def tokens_each_with(self, ticket: Ticket) -> float:
@@ -73,9 +76,11 @@ class WaitingLoad:
 
     def add_ticket(self, ticket: Ticket) -> None:
         self.add(ticket.num_requests, ticket.num_tokens)
+        self.num_bytes += ticket.num_bytes
 
     def remove_ticket(self, ticket: Ticket) -> None:
         self.add(-ticket.num_requests, -ticket.num_tokens)
+        self.num_bytes -= ticket.num_bytes
 
 
 def order(ticket: Ticket) -> tuple[int, int]:

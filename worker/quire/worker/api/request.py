@@ -139,6 +139,11 @@ class Prepared(Terms):
     deadline_s: float = inf
     """Both on the gateway's clock."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its prompt takes up."""
+        return self.prompt_token_ids.nbytes + len(self.hashes.data)
+
     def completions(self) -> Iterator["Prepared"]:
         """One for each of ``sampling.n``, their seeds one after another. Only the first scores the
         prompt."""
