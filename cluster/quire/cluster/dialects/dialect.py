@@ -107,7 +107,7 @@ def _choose(
         else:
             _log.info("%s: read as %s: the response template says so", what, said.name)
             return said
-    source = tokenizer.template.source if tokenizer.template is not None else ""
+    source = tokenizer.template.text if tokenizer.template is not None else ""
     for each in formats:
         texts = sign_in(source, each.signs)
         if texts is not None:
