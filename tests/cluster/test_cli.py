@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -158,7 +159,21 @@ BOUNDS = {
     "handover_s": 2.0,
     "nodes_per_group": 2,
     "cpus_per_group": 4.0,
+    "chat_template": "{{ messages }}",
 }
+
+
+def test_a_chat_template_is_a_file_or_written_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[ClusterConfig] = []
+    monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
+    file = tmp_path / "template.jinja"
+    file.write_text("no braces")
+    assert main(["serve", "--chat-template", str(file)]) == 0
+    assert served[0].chat_template == "no braces"
+    assert main(["serve", "--chat-template", str(tmp_path / "missing")]) == 2
+    assert "missing: cannot be read as text" in capsys.readouterr().err
 
 
 def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(

@@ -210,7 +210,7 @@ def test_a_cut_off_answer_ends_where_it_was_cut() -> None:
     assert parse("hermes", [text], TOOLS) == [
         CallBegun(0, "weather"),
         CallArguments(0, '{"city": "Par'),
-        CallEnded(0),
+        CallEnded(0, is_whole=False),
     ]
     text = "<tool_call><function=weather><parameter=days>12"
     assert parse("qwen3_coder", [text], TOOLS)[1] == CallArguments(0, '{"days": 12')

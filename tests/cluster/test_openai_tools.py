@@ -184,7 +184,7 @@ async def test_a_conversation_with_calls_reaches_the_template_whole(
         ]
     )
     assert prompt == (
-        f"<|system|>{json.dumps([WEATHER])}<|end|><|user|>?<|end|><|assistant|>None{shown}<|end|>"
+        f"<|system|>{json.dumps([WEATHER])}<|end|><|user|>?<|end|><|assistant|>{shown}<|end|>"
         f"<|tool|>rain{call.id}<|end|><|assistant|>"
     )
 

@@ -88,6 +88,8 @@ class ClusterConfig:
     ignore_unknown_fields: bool = False
     """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
     that are not served are refused all the same."""
+    chat_template: str | None = None
+    """A Jinja template to use instead of the checkpoint's own, as text."""
     tool_call_parser: str = "auto"
     """The format in which the model writes calls of tools; "auto" is the one that its response
     template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""

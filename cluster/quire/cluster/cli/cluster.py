@@ -101,6 +101,11 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         help="ignore fields of HTTP bodies that are not known, rather than refuse the request",
     )
     add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template to use instead of the checkpoint's own",
+    )
+    add(
         "--tool-call-parser",
         metavar="NAME",
         default=ClusterConfig.tool_call_parser,
@@ -300,6 +305,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         http_port=arguments.http_port,
         metrics_port=arguments.metrics_port,
         ignore_unknown_fields=arguments.ignore_unknown_fields,
+        chat_template=_chat_template(arguments.chat_template),
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         max_connections=arguments.max_connections,
@@ -322,6 +328,16 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         drain_timeout_s=arguments.drain_timeout_s,
         handover_s=arguments.handover_s,
     )
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The text of a file, or a template that was written out."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
 
 
 def _group_host(arguments: argparse.Namespace) -> str:

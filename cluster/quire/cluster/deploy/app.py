@@ -272,7 +272,7 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
     model = read_model_spec(folder, model_impl=engine.model_impl)
     check_parallel(model, engine.tensor_parallel_size)
     resolve_max_model_len(engine, model)
-    Tokenizer.load(folder)
+    Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
     return config

@@ -118,7 +118,9 @@ class GatewayServer:
             CheckpointError: The model's tokenizer cannot be fetched or read.
         """
         folder = await asyncio.to_thread(fetch_text_files, config.engine.model)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        tokenizer = await asyncio.to_thread(
+            Tokenizer.load, folder, chat_template=config.chat_template
+        )
         if table is None:
             table = new_table(config)
         self = cls(config, tokenizer, table=table)

@@ -4,6 +4,7 @@ response template says or its chat template shows."""
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 from quire.cluster.dialects.formats import (
@@ -12,16 +13,19 @@ from quire.cluster.dialects.formats import (
     check_parsers,
     markers_of,
 )
+from quire.cluster.dialects.read_back import Shown, read_back, reads, shown_by
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
 from quire.worker.api.errors import InvalidRequest, UnreadableTemplate
 from quire.worker.api.hashing import TokenIds
+from quire.worker.text.chat_template import ChatTemplate
 from quire.worker.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     reasoning_from,
     sign_in,
 )
+from quire.worker.text.template_process import TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -71,7 +75,9 @@ def choose_dialect(
     one that the chat template shows, if any. The log tells which, and why. Raises ConfigError:
     there is no such name."""
     check_parsers(tool_call_parser, reasoning_parser)
-    calls = _choose("calls of tools", tool_call_parser, TOOL_FORMATS, calls_from, tokenizer)
+    may_fit = tool_call_parser == "auto" and tokenizer.response_template is None
+    formats = _fitting(tokenizer) if may_fit else TOOL_FORMATS
+    calls = _choose("calls of tools", tool_call_parser, formats, calls_from, tokenizer)
     reasoning = _choose("reasoning", reasoning_parser, REASONING_FORMATS, reasoning_from, tokenizer)
     texts = [*markers_of(calls), *markers_of(reasoning)]
     return Dialect(
@@ -107,7 +113,7 @@ def _choose(
         else:
             _log.info("%s: read as %s: the response template says so", what, said.name)
             return said
-    source = tokenizer.template.source if tokenizer.template is not None else ""
+    source = tokenizer.template.text if tokenizer.template is not None else ""
     for each in formats:
         texts = sign_in(source, each.signs)
         if texts is not None:
@@ -116,3 +122,51 @@ def _choose(
             return each
     _log.info("%s: none are read: the chat template shows no known format", what)
     return None
+
+
+def _fitting(tokenizer: Tokenizer) -> tuple[ToolFormat, ...]:
+    """The formats that read what the chat template writes where the model calls: of the table, or
+    else the template's own. All of the table where it shows no calls."""
+    template = tokenizer.template
+    shown = _shown(template) if template is not None else None
+    if template is None or shown is None:
+        return TOOL_FORMATS
+    signed = [each for each in TOOL_FORMATS if sign_in(template.text, each.signs)]
+    fitting = [each for each in signed if each.frame is not None or reads(each, shown)]
+    found = None if fitting else read_back(shown)
+    if found is None or _is_header(found, signed):
+        return tuple(fitting) or TOOL_FORMATS
+    return (found,)
+
+
+def _is_header(found: ToolFormat, signed: list[ToolFormat]) -> bool:
+    """Whether the marks that were found are those around a message, as in Llama 4's templates: its
+    calls have none of their own."""
+    opens = "".join(found.opens)
+    marks = [mark for each in signed if each.is_bare for mark in markers_of(each)]
+    return bool(signed) and ("header" in opens or any(opens.startswith(mark) for mark in marks))
+
+
+def _shown(template: ChatTemplate) -> Shown | None:
+    """What the template writes where the model calls."""
+    if "tool" not in template.text:
+        return None
+    special = tuple(template.special_tokens.items())
+    return _shown_once(template.source, template.tools_source, special)
+
+
+@lru_cache(maxsize=8)
+def _shown_once(
+    source: str, tools_source: str | None, special_tokens: tuple[tuple[str, str], ...]
+) -> Shown | None:
+    """Rendered in a process with limits, as every chat is."""
+    template = ChatTemplate(source, tools_source=tools_source, special_tokens=dict(special_tokens))
+    process = TemplateProcess(template)
+    try:
+        return shown_by(
+            lambda messages, tools: process.render(
+                messages, tools=tools, add_generation_prompt=False
+            )
+        )
+    finally:
+        process.close()

@@ -5,6 +5,7 @@ entry here, or a new part where it writes values as none did before. Sources: th
 the checkpoints named.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.worker.api.errors import ConfigError
@@ -16,6 +17,8 @@ class Literal:
     """This text. Whitespace at its ends is what models write; more or less of it is read too."""
 
     text: str
+    is_optional: bool = False
+    """Some answers lack it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Fields:
     newline: bool = False
     """A line break stands on either side of a value."""
 
+    attribute: Mapping[str, str] | None = None
+    """What stands between name and value, by the JSON type of the value, where that differs."""
+
 
 @dataclass(frozen=True)
 class Keywords:
@@ -70,7 +76,16 @@ class Number:
     """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
 
 
-Part = Literal | Spaces | Name | Arguments | CallObject | Fields | Keywords | Braces | Number
+@dataclass(frozen=True)
+class Given:
+    """The call's id, which the model gives: behind ``mark``, if that comes, where there is one."""
+
+    mark: str = ""
+
+
+Part = (
+    Literal | Spaces | Name | Arguments | CallObject | Fields | Keywords | Braces | Number | Given
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +127,9 @@ class ToolFormat:
 
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
-_MISTRAL_ARGS = Shape(call=(Name(), Literal("[ARGS]"), Arguments()), between="[TOOL_CALLS]")
+_MISTRAL_ARGS = Shape(
+    call=(Name(), Given("[CALL_ID]"), Literal("[ARGS]"), Arguments()), between="[TOOL_CALLS]"
+)
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -214,7 +231,8 @@ TOOL_FORMATS = (
         shapes=(
             Shape(
                 call=(
-                    Literal("<|tool_call_begin|>functions."),
+                    Literal("<|tool_call_begin|>"),
+                    Literal("functions.", is_optional=True),
                     Name(),
                     Literal(":"),
                     Number(),
@@ -313,6 +331,8 @@ def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
         for part in shape.call:
             if isinstance(part, Literal):
                 texts.append(part.text)
+            elif isinstance(part, Given):
+                texts.append(part.mark)
             elif isinstance(part, Fields):
                 texts += [*part.key, *part.value]
             elif isinstance(part, Braces):

@@ -15,6 +15,7 @@ from quire.cluster.dialects.formats import (
     Braces,
     CallObject,
     Fields,
+    Given,
     Keywords,
     Literal,
     Name,
@@ -102,7 +103,7 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     assert calls is not None, "checked before"
     opener = "" if calls.is_bare else calls.opens[0]
     shape = calls.shapes[0]
-    tools = [_call(grammar, shape, tool, use) for tool in use.tools]
+    tools = [_call(grammar, shape, tool, use, calls.id_chars) for tool in use.tools]
     call = grammar.rule(" | ".join(tools))
     # Whitespace behind a marker is part of some models' next token, and of others' not.
     space = "/[ \\n]?/" if shape.begin[:1].isspace() else ""
@@ -137,13 +138,13 @@ def _plain(grammar: Lark, calls: ToolFormat) -> str:
     return grammar.terminal(f"/([^\\s{first}]{ANYTHING})?/")
 
 
-def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse) -> str:
+def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse, id_chars: int) -> str:
     """A call of this tool."""
     schema = dict(tool.parameters) if tool.is_strict or use.is_required else {}
     if not schema:  # Of the arguments only the names are known.
         tool = replace(tool, parameters=_untyped(tool.parameters))
     schema.setdefault("type", "object")
-    parts = [_part(grammar, part, tool, schema) for part in shape.call]
+    parts = [_part(grammar, part, tool, schema, id_chars) for part in shape.call]
     return " ".join(part for part in parts if part)
 
 
@@ -155,7 +156,7 @@ def _untyped(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {"properties": {n: {"type": sorted(k)} if k else {} for n, k in kinds.items()}}
 
 
-def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
+def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any], id_chars: int) -> str:
     match part:
         case Literal(text):
             return grammar.text(text)
@@ -165,6 +166,8 @@ def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any]) -> str:
             return grammar.text(tool.name)
         case Number():
             return "/[0-9]{1,4}/"
+        case Given(mark):  # One that has a mark may be missing.
+            return "" if mark else f"/[0-9A-Za-z]{{{id_chars}}}/"
         case Arguments():
             return grammar.json(schema)
         case CallObject(arguments, name):
@@ -183,10 +186,14 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
     newline = "\n" if part.newline else ""
     fields = []
     for name, schema, is_required in _properties(tool):
-        head = part.key[0] + name + part.key[1]
-        head += f"\n{part.value[0]}" if part.value[0] else ""
-        close = f"{newline}{part.value[1]}"
         kinds = kinds_of(name, tool.parameters)
+        head = part.key[0] + name + part.key[1]
+        if part.attribute is not None:
+            kind = min(kinds or ("string",)).replace("integer", "number")
+            head += part.attribute.get(kind, part.attribute["string"]) + part.value[0]
+        elif part.value[0]:
+            head += f"\n{part.value[0]}"
+        close = f"{newline}{part.value[1]}"
         texts = _texts(schema)
         if texts is not None:
             value = " | ".join(grammar.text(f"{text}{close}") for text in texts)

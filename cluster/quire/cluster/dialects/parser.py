@@ -4,6 +4,7 @@ The parser waits only where the next text decides what the last was. Text that b
 is none comes back as content; a call that does not end comes out as far as it went.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from quire.cluster.dialects.formats import (
     Braces,
     CallObject,
     Fields,
+    Given,
     Keywords,
     Literal,
     Name,
@@ -26,13 +28,20 @@ from quire.cluster.dialects.formats import (
 )
 from quire.cluster.dialects.reader import Reader, Reading
 from quire.cluster.dialects.tools import MAX_NAME_CHARS, NAME_CHARS, Tool
-from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_json, written
+from quire.cluster.dialects.values import (
+    StrictStrings,
+    kinds_of,
+    python_as_json,
+    tagged_as_json,
+    written,
+)
 from quire.worker.text.reasoning import Frame, ReasoningFormat
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")
 _PLAIN_NAME = re.compile(r'[^\s:,{}\[\]"<]*')
 _SCALAR = re.compile(r"[^\s,{}\[\]]*")
+_ID = re.compile(r"[\w.:-]*")
 _NUMBER = re.compile(r"[0-9]*")
 _HEADER = re.compile(r"[^<]*")
 _MAX_NUMBER_CHARS = 9
@@ -71,6 +80,8 @@ class CallArguments:
 @dataclass(frozen=True)
 class CallEnded:
     index: int
+    is_whole: bool = True
+    """Its arguments are a JSON object; else it was cut, or is none."""
 
 
 Event = Content | Reasoning | CallBegun | CallArguments | CallEnded
@@ -103,6 +114,10 @@ class OutputParser:
         self._num_calls = 0
         self._name = ""
         self._number = ""
+        self._given_id = ""
+        self._arguments: list[str] = []
+        self._strings = StrictStrings()
+        self._unended: tuple[str, ...] = ()  # What may still end the reasoning.
         self._is_begun = False  # The call that is being read.
         self._is_bare = False  # It stands without a marker.
         self._machine = self._answer()
@@ -150,8 +165,10 @@ class OutputParser:
         if calls.is_bare:
             yield from self._read_calls(calls, marker="")
         implied = (calls.implied,) if calls.implied else ()
-        markers = (*calls.opens, *implied, *calls.closes)
+        markers = (*calls.opens, *implied, *calls.closes, *self._unended)
         while marker := (yield from reader.until(markers, self._say)):
+            if marker in self._unended:
+                continue
             if marker in calls.closes:
                 if not self._num_calls:
                     self._say(marker)
@@ -167,14 +184,14 @@ class OutputParser:
             channel, name = yield from self._read_header(frame)
         while True:
             ends = (*frame.ends, frame.start)
-            if name and self._format is not None:
-                self._name = name
+            self._name = name
+            if name in self._schemas and self._format is not None:
                 self._begin()
                 yield from reader.spaces()
                 if (yield from reader.peek()) in ("", "<"):
                     self._argue("{}")
-                end = yield from reader.until(ends, self._argue)
-                self._tell(CallEnded(self._num_calls - 1))
+                end = yield from reader.until(ends, self._argue_json)
+                self._end_call(is_whole=True)
             else:
                 reasons = self._reasoning is not None and channel == frame.reasoning
                 kind = Reasoning if reasons else Content
@@ -219,12 +236,27 @@ class OutputParser:
             return
         reader.forget()
         yield from reader.spaces()
-        yield from reader.until((reasoning.closes,), lambda text: self._say(text, of=Reasoning))
+        calls = self._format
+        opens = calls.opens if calls is not None else ()
+        while marker := (yield from reader.until((reasoning.closes, *opens), self._reason)):
+            if marker == reasoning.closes:
+                break
+            assert calls is not None
+            yield from self._read_calls(calls, marker=marker, of=Reasoning)
+            if self._num_calls:  # The model forgot to end the reasoning, or does so later.
+                self._unended = (reasoning.closes,)
+                return
         self._spaces.clear()
         yield from reader.spaces()
 
-    def _read_calls(self, calls: ToolFormat, *, marker: str) -> Reading[None]:
-        """Reads what follows ``marker``; if it is no call, it becomes content, or is put back."""
+    def _read_calls(
+        self,
+        calls: ToolFormat,
+        *,
+        marker: str,
+        of: Callable[[str], Content | Reasoning] = Content,
+    ) -> Reading[None]:
+        """Reads what follows ``marker``; if it is no call, it becomes ``of``, or is put back."""
         reader, num_before = self._reader, self._num_calls
         self._is_bare = not marker
         reader.record()
@@ -240,9 +272,9 @@ class OutputParser:
         if self._num_calls == num_before:
             if marker == calls.implied:
                 unread = unread.removeprefix(marker)
-            self._say(marker)
+            self._say(marker, of=of)
         if len(unread) > _MAX_REREAD_CHARS:
-            self._say(unread)
+            self._say(unread, of=of)
         else:
             reader.put_back(unread)
 
@@ -264,7 +296,7 @@ class OutputParser:
 
     def _read_call(self, shape: Shape) -> Reading[bool]:
         """Whether a call was read to its end. What is read of it is recorded until it begins."""
-        self._name, self._number, self._is_begun = "", "", False
+        self._name, self._number, self._given_id, self._is_begun = "", "", "", False
         parts = shape.call
         whole = True
         for number, part in enumerate(parts):
@@ -274,14 +306,14 @@ class OutputParser:
                 whole = False
                 break
         if self._is_begun:
-            self._tell(CallEnded(self._num_calls - 1))
+            self._end_call(is_whole=whole)
         return whole
 
     def _read_part(self, part: Part, follow: Part) -> Reading[bool]:
         yield from self._reader.spaces()
         match part:
-            case Literal(text):
-                return (yield from self._reader.literal(text.strip()))
+            case Literal(text, is_optional):
+                return (yield from self._reader.literal(text.strip())) or is_optional
             case Spaces():
                 return True
             case Name():
@@ -290,6 +322,11 @@ class OutputParser:
             case Number():
                 self._number = yield from self._reader.run(_NUMBER, max_chars=_MAX_NUMBER_CHARS)
                 return 0 < len(self._number) <= _MAX_NUMBER_CHARS
+            case Given(mark):
+                if mark and not (yield from self._reader.literal(mark)):
+                    return True
+                self._given_id = yield from self._reader.run(_ID, max_chars=MAX_NAME_CHARS)
+                return 0 < len(self._given_id) <= MAX_NAME_CHARS
             case Arguments():
                 return (yield from self._read_arguments())
             case CallObject():
@@ -305,15 +342,17 @@ class OutputParser:
                 return (yield from self._read_fields(part, follow.text.strip()))
 
     def _begin(self) -> bool:
-        """Tells of the call, unless it cannot be one."""
-        if self._is_bare and self._name not in self._schemas:
+        """Tells of the call, unless it is of no tool of the request."""
+        if self._name not in self._schemas:
             return False
         self._reader.forget()
         self._spaces.clear()
         self._is_begun = True
+        self._arguments.clear()
+        self._strings = StrictStrings()
         self._num_calls += 1
         given_id = f"functions.{self._name}:{self._number}" if self._number else ""
-        self._tell(CallBegun(self._num_calls - 1, self._name, given_id))
+        self._tell(CallBegun(self._num_calls - 1, self._name, self._given_id or given_id))
         return True
 
     def _read_arguments(self) -> Reading[bool]:
@@ -322,13 +361,13 @@ class OutputParser:
             return False
         if first == '"':  # JSON in a string of JSON.
             text = yield from self._reader.json_string()
-            self._argue(text or "")
+            self._argue_json((text or "").strip() or "{}")
             return text is not None
         if first == "n":
             yield from self._reader.json_value(lambda _: None)
             self._argue("{}")
             return True
-        return (yield from self._reader.json_value(self._argue))
+        return (yield from self._reader.json_value(self._argue_json))
 
     def _read_object(self, part: CallObject) -> Reading[bool]:
         reader = self._reader
@@ -358,13 +397,13 @@ class OutputParser:
                 if early is not None:
                     if not self._begin():
                         return False
-                    self._argue("".join(early))
+                    self._argue_json("".join(early))
             elif key in keys and self._name and not self._is_begun:
                 if not (yield from self._read_arguments()):
                     return False
             else:
                 is_early = key in keys and not self._name
-                if self._is_bare and not is_early and key != "type":
+                if self._is_bare and not is_early and key not in ("type", "id"):
                     return False
                 value: list[str] = []
                 if not (yield from reader.json_value(value.append)):
@@ -387,7 +426,11 @@ class OutputParser:
             key: list[str] = []
             if (yield from reader.until((part.key[1],), key.append)) is None:
                 return False
-            if part.value[0]:
+            attribute: list[str] = []
+            if part.attribute is not None:
+                if (yield from reader.until((part.value[0],), attribute.append)) is None:
+                    return False
+            elif part.value[0]:
                 yield from reader.spaces()
                 if not (yield from reader.literal(part.value[0])):
                     return False
@@ -395,7 +438,7 @@ class OutputParser:
                 return False
             name = "".join(key).strip()
             self._argue(f'{", " if num_fields else "{"}"{written(name)}": ')
-            if not (yield from self._read_field(part, name)):
+            if not (yield from self._read_field(part, name, "".join(attribute))):
                 return False
             num_fields += 1
         if not (yield from reader.literal(follow, take=False)):
@@ -405,7 +448,7 @@ class OutputParser:
         self._argue("}" if num_fields else "{}")
         return True
 
-    def _read_field(self, part: Fields, name: str) -> Reading[bool]:
+    def _read_field(self, part: Fields, name: str, attribute: str) -> Reading[bool]:
         reader = self._reader
         ends: tuple[str, ...] = (part.value[1],)
         if part.newline:
@@ -413,6 +456,8 @@ class OutputParser:
             ends = (f"\n{part.value[1]}", part.value[1])
         tool = self._schemas.get(self._name)
         kinds = kinds_of(name, tool.parameters if tool is not None else {})
+        if part.attribute is not None and attribute == part.attribute["string"]:
+            kinds = frozenset({"string"})
         if kinds == frozenset({"string"}):
             self._argue('"')
             if (yield from reader.until(ends, lambda text: self._argue(written(text)))) is None:
@@ -522,14 +567,29 @@ class OutputParser:
         if len(stripped) < len(text):
             self._spaces.append(text[len(stripped) :])
 
+    def _reason(self, text: str) -> None:
+        self._say(text, of=Reasoning)
+
     def _flush_spaces(self, *, of: Callable[[str], Content | Reasoning] = Content) -> None:
         spaces = "".join(self._spaces)
         self._spaces.clear()
         if spaces:
             self._tell(of(spaces))
 
+    def _argue_json(self, text: str) -> None:
+        """Arguments as the model writes them, in JSON of its own."""
+        self._argue(self._strings.strict(text))
+
+    def _end_call(self, *, is_whole: bool) -> None:
+        try:
+            is_whole = is_whole and isinstance(json.loads("".join(self._arguments)), dict)
+        except (ValueError, RecursionError):
+            is_whole = False
+        self._tell(CallEnded(self._num_calls - 1, is_whole))
+
     def _argue(self, text: str) -> None:
         if text:
+            self._arguments.append(text)
             self._tell(CallArguments(self._num_calls - 1, text))
 
     def _tell_of(self, kind: type[Content | Reasoning], text: str) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -47,6 +48,36 @@ def written(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+class StrictStrings:
+    """JSON in pieces, in which models write what JSON does not allow in a string: line breaks and
+    other control characters as they are, and escapes that there are not."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._held = ""  # A backslash at the end of a piece.
+
+    def strict(self, text: str) -> str:
+        """The next piece, as JSON has it."""
+        text, self._held = self._held + text, ""
+        if text.endswith("\\") and (len(text) - len(text.rstrip("\\"))) % 2:
+            text, self._held = text[:-1], "\\"
+        return _SPECIAL.sub(self._special, text)
+
+    def _special(self, found: re.Match[str]) -> str:
+        mark = found[0]
+        if mark == '"':
+            self._is_inside = not self._is_inside
+        elif self._is_inside and mark < " ":
+            return written(mark)
+        elif self._is_inside and mark[0] == "\\" and mark[1:] not in _ESCAPES:
+            return mark[1:] if mark == "\\'" else f"\\{mark}"
+        return mark
+
+
+_SPECIAL = re.compile(r'["\x00-\x1f]|\\.', re.DOTALL)
+_ESCAPES = set('"\\/bfnrtu')
+
+
 def tagged_as_json(text: str, kinds: frozenset[str] | None) -> str:
     """An argument that stands between tags: as it is where it is JSON that the schema may mean,
     else a string."""
@@ -58,6 +89,8 @@ def tagged_as_json(text: str, kinds: frozenset[str] | None) -> str:
             continue
         if kinds is None or "string" not in kinds or not kinds.isdisjoint(_kinds_of_value(value)):
             return candidate
+    if kinds is not None and "string" not in kinds and given[:1] in ("[", "{", "("):
+        return python_as_json(given)  # As a template writes it that has no `tojson`.
     return f'"{written(text)}"'
 
 

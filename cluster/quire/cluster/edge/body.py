@@ -2,6 +2,7 @@
 
     not JSON         415, unread
     too long         413; where its length is announced, unread
+    gzip, deflate    unpacked as it comes, within the same length; another encoding is 415
     many at a time   wait unread until others are done (`ByteBudget`), for so long, then 429
     slow             408, where it is large: it holds memory that others wait for
     too many parts   400, unparsed: what a parser makes of ``[[],[],…`` is 20 times as large
@@ -11,6 +12,7 @@ After an answer to a body that was not read to its end, the connection is closed
 
 import asyncio
 import re
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
@@ -40,6 +42,7 @@ MAX_PARTS = {
     b":": (100_000, "keys"),
     b",": (2**20 + 50_000, "values"),
 }
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
 _NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[{:,"')
 _JSON_TYPE = re.compile(r"application/(json|[^;\s]+\+json)\s*(;|$)", re.IGNORECASE)
 
@@ -87,6 +90,7 @@ class BodyReader:
             raise InvalidRequest("the body must be a JSON object")
         body_type.check_served(value, ignore_unknown=self._ignore_unknown_fields)
         body = body_type.model_validate(value)
+        body.note_ignored(value)
         body.check()
         return body
 
@@ -112,7 +116,8 @@ async def read_json(
     """
     request.state.body_is_unread = True  # For the answer, if there is an error.
     _check_type(request)
-    num_bytes = _announced(request)
+    unpack = _unpacking(request)
+    num_bytes = _announced(request) if unpack is None else MAX_BODY_BYTES
     hold = Hold(lambda: None)
     if num_bytes > SMALL_BODY_BYTES:
         hold = await _take(budget, num_bytes, refused)
@@ -120,7 +125,7 @@ async def read_json(
         data = bytearray()
         async with asyncio.timeout(READ_TIMEOUT_S if num_bytes > SMALL_BODY_BYTES else None) as end:
             async for piece in request.stream():
-                data += piece
+                data += piece if unpack is None else unpack(piece)
                 if len(data) > MAX_BODY_BYTES:
                     raise _too_large()
                 if num_bytes <= SMALL_BODY_BYTES < len(data):  # Its length was not announced.
@@ -159,6 +164,33 @@ def _check_type(request: Request) -> None:
             f"Content-Type is {given!r}: the body must be JSON, and the request say so with the "
             "header Content-Type: application/json"
         )
+
+
+def _unpacking(request: Request) -> Callable[[bytes], bytes] | None:
+    """What unpacks the body's pieces; ``None`` if they are as they are. It raises BodyTooLarge
+    and InvalidRequest, and raises NotJson for an encoding that is not known."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return None
+    if encoding not in _WINDOW_BITS:
+        raise NotJson(
+            f"Content-Encoding is {encoding[:64]!r}: must be {', '.join(_WINDOW_BITS)} or absent"
+        )
+    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
+    left = MAX_BODY_BYTES
+
+    def unpack(piece: bytes) -> bytes:
+        nonlocal left
+        try:
+            data = stream.decompress(piece, left + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body cannot be read as {encoding}: {error}") from error
+        left -= len(data)
+        if left < 0:
+            raise _too_large()
+        return data
+
+    return unpack
 
 
 def _announced(request: Request) -> int:

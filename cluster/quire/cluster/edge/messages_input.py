@@ -62,7 +62,11 @@ _FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tool_use": (("id", "name", "input"), ("cache_control", "caller")),
     "tool_result": (("tool_use_id",), ("content", "is_error", "cache_control")),
 }
-_TYPES = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+_TYPES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
 
 
 def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
@@ -74,14 +78,16 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
     for index, turn in enumerate(turns):
         place = f"messages[{index}]"
         if turn.role not in _TYPES:
-            remedy = "send it as system" if turn.role == "system" else "must be user or assistant"
-            raise InvalidRequest(f"{place}.role={turn.role[:64]!r}: {remedy}")
+            raise InvalidRequest(f"{place}.role={turn.role[:64]!r}: must be {', '.join(_TYPES)}")
         for name, value in (turn.model_extra or {}).items():
             raise _unknown(place, name, value)
         for number, block in enumerate(turn.content):
             _check(block, f"{place}.content[{number}]", _TYPES[turn.role])
-        add = _assistant if turn.role == "assistant" else _user
-        messages += add(turn.content, place)
+        if turn.role == "system":
+            _add_system(messages, _texts(turn.content, place))
+        else:
+            add = _assistant if turn.role == "assistant" else _user
+            messages += add(turn.content, place)
     if len(messages) == num_before:
         raise InvalidRequest("messages is empty: send a list of messages")
     if messages[-1].get("tool_calls"):
@@ -89,6 +95,14 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
             "messages: the last one has a tool_use: send its tool_result behind it"
         )
     return [ChatTurn(**message) for message in messages]
+
+
+def _add_system(messages: list[dict[str, Any]], text: str) -> None:
+    """Adds a system's message; two in a row are one, as templates read the first alone."""
+    if messages and messages[-1]["role"] == "system":
+        messages[-1]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": "system", "content": text})
 
 
 def _user(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The bodies of Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -33,16 +33,22 @@ class ThinkingFields(Body):
     budget_tokens: int | None = None
 
 
+class OutputFields(Body):
+    format: dict[str, Any] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+_PARTS: Mapping[str, type[Body]] = {"thinking": ThinkingFields, "output_config": OutputFields}
+
+
 class MessagesFields(ChatFields):
     """What decides the prompt."""
 
-    accepted = frozenset({"cache_control"})  # What was told before is always kept.
+    # Prefixes are cached without a mark, and the client keeps its context itself.
+    unserved = frozenset({"cache_control", "context_management"})
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "output_config": ({},),
-        "output_format": (),
         "mcp_servers": ([],),
         "container": (),
-        "context_management": ({},),
         # What the other endpoints have.
         "reasoning_effort": (),
         "parallel_tool_calls": (),
@@ -59,24 +65,38 @@ class MessagesFields(ChatFields):
     messages: Turns
     system: Blocks | None = None
     thinking: ThinkingFields | None = None
+    output_config: OutputFields | None = None
 
     @classmethod
     def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
         super().check_served(given, ignore_unknown=ignore_unknown)
-        thinking = given.get("thinking")
-        if isinstance(thinking, dict):
-            ThinkingFields.check_served(thinking, ignore_unknown=ignore_unknown)
+        for name, part in _PARTS.items():
+            fields = given.get(name)
+            if isinstance(fields, dict):
+                part.check_served(fields, ignore_unknown=ignore_unknown)
 
     @property
     def effort(self) -> str | None:
-        return "none" if self.thinking and self.thinking.type == "disabled" else None
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        effort = self.output_config.effort if self.output_config is not None else None
+        return "xhigh" if effort == "max" else effort
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        tools = enumerate(self.tools or ())
+        return [*super().ignored, *(f"tools[{index}]" for index, each in tools if _is_hosted(each))]
 
     def _template_kwargs(self) -> dict[str, Any]:
         is_enabled = self.thinking is not None and self.thinking.type == "enabled"
         return ({"enable_thinking": True} if is_enabled else {}) | super()._template_kwargs()
 
     def tool_use(self) -> ToolUse:
-        tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
+        tools = [
+            _tool(f"tools[{index}]", tool)
+            for index, tool in enumerate(self.tools or ())
+            if not _is_hosted(tool)
+        ]
         choice, is_parallel = _choice(self.tool_choice)
         return check_tool_use(tools, choice, is_parallel=is_parallel)
 
@@ -114,6 +134,11 @@ class MessagesBody(MessagesFields, GenerationBody):
     max_tokens: int
     stop_sequences: Texts | None = None
 
+    @property
+    def forms(self) -> dict[str, Any]:
+        form = self.output_config.format if self.output_config is not None else None
+        return super().forms | {"output_config.format": form}
+
     def prompts(self) -> list[Prompt]:
         return [self.spans()]
 
@@ -121,15 +146,16 @@ class MessagesBody(MessagesFields, GenerationBody):
         return self._params(max_tokens=self.max_tokens, stop=self.stop_sequences)
 
 
+def _is_hosted(tool: object) -> bool:
+    """Whether a tool runs on Anthropic's servers, or is known to its models alone. The model here
+    does not see it."""
+    return isinstance(tool, dict) and tool.get("type") not in (None, "custom")
+
+
 def _tool(place: str, tool: object) -> object:
     """``tool`` as chats have it. Raises InvalidRequest: it is none of the client's own."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object")
-    if tool.get("type") not in (None, "custom"):
-        raise InvalidRequest(
-            f"{place}: type={reprlib.repr(tool['type'])} is not supported: tools that run on the "
-            "server are not, send your own with name and input_schema"
-        )
     for name, value in tool.items():
         if name not in (*_TOOL_FIELDS, *_TOOL_HINTS) and value not in (None, False, []):
             shown = f"{name[:64]}={reprlib.repr(value)}"

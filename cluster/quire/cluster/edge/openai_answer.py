@@ -7,6 +7,7 @@ from quire.cluster.dialects.dialect import Dialect
 from quire.cluster.dialects.parser import (
     CallArguments,
     CallBegun,
+    CallEnded,
     Content,
     Event,
     OutputParser,
@@ -24,6 +25,7 @@ class Answer:
         self, name: str, *, dialect: Dialect, tool_use: ToolUse, is_reasoning: bool
     ) -> None:
         self.has_calls = False
+        """Whether there are calls, all of them whole."""
         self._name = name
         self._calls = dialect.calls
         self._given_ids: dict[int, str] = {}
@@ -71,8 +73,10 @@ class Answer:
             events = [event for event in events if getattr(event, "index", 0) == 0]
         for event in events:
             if isinstance(event, CallBegun):
-                self.has_calls = True
+                self.has_calls = event.index == 0 or self.has_calls
                 self._given_ids[event.index] = event.given_id
+            elif isinstance(event, CallEnded):
+                self.has_calls &= event.is_whole
         return events
 
     def _delta(self, event: Event) -> Json | None:

@@ -114,7 +114,7 @@ def build_http_app(
             allow_origins=allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
         )
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
@@ -155,6 +155,8 @@ class _Api:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: HttpRequest) -> Response:
+        if not request.path_params["model"]:  # The list, with a slash behind it.
+            return await self.models(request)
         self._gateway.check_model(request.path_params["model"])
         return JSONResponse(self._model())
 
@@ -184,6 +186,7 @@ class _Api:
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use()
+            ignored = ", ".join(body.ignored)
             forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
             del body
@@ -198,7 +201,10 @@ class _Api:
                 forms=forms,
                 tool_use=tool_use,
             )
-            return await unless_disconnected(request, answer)
+            response = await unless_disconnected(request, answer)
+            if ignored:
+                response.headers["X-Ignored-Fields"] = ignored
+            return response
 
     def _requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
         params, prompts = body.params(), body.prompts()

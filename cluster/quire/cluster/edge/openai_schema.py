@@ -8,12 +8,13 @@ call, or a setting whose name was misspelt, is worse than none.
 import difflib
 import reprlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.openai_messages import MANY, ChatTurn
@@ -35,6 +36,10 @@ _JSON: Mapping[object, Any] = {
 """What bodies have for types of sampling parameters; others they have as they are."""
 
 
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+"""Values with which an unserved field asks for nothing."""
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -43,11 +48,27 @@ class Body(BaseModel):
     accepted: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing in the answer, whatever their value."""
 
+    unserved: ClassVar[frozenset[str]] = frozenset()
+    """Fields without which the request is served as well as it can be; the answer's header
+    X-Ignored-Fields names those that ask for something."""
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
     remedies: ClassVar[Mapping[str, str]] = {}
     """What to do instead of using such a field, where it is more than to leave it out."""
 
     def check(self) -> None:
         """Raises InvalidRequest: fields contradict each other."""
+
+    def note_ignored(self, given: Mapping[str, object]) -> None:
+        """``given`` is the body as it came."""
+        names = (name for name in given if name in self.unserved)
+        self._ignored = tuple(name for name in names if given[name] not in _NOTHING)
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """What of the request is left out of the answer's making."""
+        return self._ignored
 
     @classmethod
     def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
@@ -72,7 +93,7 @@ class Body(BaseModel):
 
 @cache
 def _known(body: type[Body]) -> frozenset[str]:
-    return frozenset(body.model_fields) | body.neutral.keys() | body.accepted
+    return frozenset(body.model_fields) | body.neutral.keys() | body.accepted | body.unserved
 
 
 class StreamOptions(Body):
@@ -102,7 +123,14 @@ class GenerationBody(Body):
     accepted = frozenset(
         {
             *("user", "metadata", "safety_identifier"),  # OpenAI's own records.
-            *("prompt_cache_key", "prompt_cache_retention", "prediction"),  # Hints, for speed.
+            "prediction",  # A hint, for speed.
+        }
+    )
+    unserved = frozenset(
+        {
+            *("prompt_cache_key", "prompt_cache_retention"),  # Prefixes are cached without.
+            *("store", "client_metadata"),  # Nothing is kept.
+            "verbosity",
         }
     )
 
@@ -163,6 +191,10 @@ class GenerationBody(Body):
         with told_of(self.forms):
             values["structured_outputs"] = constraint_of(self.forms)
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        if given.get("seed") == -1:  # As some clients say that there is none.
+            del given["seed"]
+        if given.get("top_p") == 0:  # The likeliest token alone, whatever its share.
+            given |= {"top_p": 1.0, "top_k": 1}
         return SamplingParams(**{"max_tokens": None, **given})
 
 
@@ -172,8 +204,6 @@ _SHARED = PARAMETERS.keys() & GenerationBody.model_fields.keys()
 NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
     "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": ("medium",),
     # vLLM's.
     "allowed_token_strs": (),
     "early_stopping": (False,),
@@ -338,10 +368,22 @@ class ChatBody(ChatFields, GenerationBody):
 
     def params(self) -> SamplingParams:
         max_tokens = self.max_completion_tokens
-        return self._params(
-            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
+        with sent_as("max_tokens", "max_completion_tokens", unless=max_tokens is None):
+            return self._params(
+                max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            )
+
+
+@contextmanager
+def sent_as(ours: str, theirs: str, *, unless: bool = False) -> Iterator[None]:
+    """Errors name the field ``ours`` as the client sent it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if unless or not str(error).startswith(f"{ours}="):
+            raise
+        raise InvalidRequest(theirs + str(error).removeprefix(ours)) from error
 
 
 class TokenizeBody(ChatFields):

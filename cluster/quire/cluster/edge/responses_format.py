@@ -75,8 +75,8 @@ class ResponsesFormat(Format):
                     told += self._begin("function_call", call_id=call_id, name=name, arguments="")
                 case CallArguments(_, text):
                     told += self._add(text)
-                case CallEnded() if reason is None:
-                    told += self._end()
+                case CallEnded(_, is_whole):
+                    told += self._end("completed" if is_whole else "incomplete")
         if reason is not None:
             if not self._items:
                 told += self._begin("message", role="assistant", content=[])

@@ -1,7 +1,7 @@
 """The body of OpenAI's ``/v1/responses``, as far as it is served: a chat that is not kept."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -26,7 +26,7 @@ _MAX_METADATA_CHARS = (64, 512)
 
 
 class TextFields(Body):
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+    unserved = frozenset({"verbosity"})
 
     format: dict[str, Any] | None = None
 
@@ -41,9 +41,8 @@ _PARTS: Mapping[str, type[Body]] = {"text": TextFields, "reasoning": ReasoningFi
 
 
 class ResponsesBody(ChatFields, GenerationBody):
-    accepted = GenerationBody.accepted | {"store"}
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **{name: values for name, values in NOWHERE.items() if name != "store"},
+        **NOWHERE,
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
@@ -89,6 +88,18 @@ class ResponsesBody(ChatFields, GenerationBody):
             if isinstance(fields, dict):
                 part.check_served(fields, ignore_unknown=ignore_unknown)
 
+    def note_ignored(self, given: Mapping[str, object]) -> None:
+        super().note_ignored(given)
+        for name, part in _PARTS.items():
+            fields = given.get(name)
+            if isinstance(fields, dict):
+                self._ignored += tuple(f"{name}.{each}" for each in fields if each in part.unserved)
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        tools = enumerate(self.tools or ())
+        return [*super().ignored, *(f"tools[{index}]" for index, each in tools if _is_hosted(each))]
+
     def check(self) -> None:
         super().check()
         most_key, most_value = _MAX_METADATA_CHARS
@@ -110,8 +121,11 @@ class ResponsesBody(ChatFields, GenerationBody):
         return super().forms | {"text.format": self.text.format if self.text else None}
 
     def tool_use(self) -> ToolUse:
-        given = enumerate(self.tools or ())
-        tools = [_nested_tool(f"tools[{index}]", tool) for index, tool in given]
+        tools = [
+            _nested_tool(f"tools[{index}]", tool)
+            for index, tool in enumerate(self.tools or ())
+            if not _is_hosted(tool)
+        ]
         choice = _nested_choice(self.tool_choice)
         return check_tool_use(tools, choice, is_parallel=self.parallel_tool_calls is not False)
 
@@ -127,6 +141,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         tools = [
             {"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS}
             for tool in self.tools or ()
+            if not _is_hosted(tool)
         ]
         return {
             "instructions": self.instructions,
@@ -147,6 +162,12 @@ class ResponsesBody(ChatFields, GenerationBody):
             "top_logprobs": 0,
             "truncation": "disabled",
         }
+
+
+def _is_hosted(tool: object) -> bool:
+    """Whether a tool runs on OpenAI's servers, or is called in another form than functions. The
+    model does not see it."""
+    return isinstance(tool, dict) and tool.get("type", "function") != "function"
 
 
 def _nested_tool(place: str, tool: object) -> object:

@@ -44,9 +44,11 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
     return next(iter(asked.values()), None)
 
 
-def _of_text_format(value: Mapping[str, Any]) -> Constraint | None:
+def _with_schema_beside(name: str) -> Callable[[Any], Constraint | None]:
     """The schema stands beside its type."""
-    return _of_response_format({**value, "json_schema": value}, name="text.format", shown=value)
+    return lambda value: _of_response_format(
+        {**value, "json_schema": value}, name=name, shown=value
+    )
 
 
 def _of_response_format(
@@ -94,7 +96,8 @@ def _as(name: str) -> Callable[[Any], Constraint]:
 
 
 FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
-    "text.format": _of_text_format,
+    "text.format": _with_schema_beside("text.format"),
+    "output_config.format": _with_schema_beside("output_config.format"),
     "response_format": _of_response_format,
     # vLLM's, and what they were called before.
     "structured_outputs": _of_structured_outputs,

@@ -116,7 +116,7 @@ def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
             return reasoning_from(tokenizer.response_template)
         except UnreadableTemplate:
             pass
-    source = tokenizer.template.source if tokenizer.template is not None else ""
+    source = tokenizer.template.text if tokenizer.template is not None else ""
     return next((each for each in REASONING_FORMATS if sign_in(source, each.signs)), None)
 
 

@@ -15,7 +15,11 @@ TEXT, REFUSED = b"T", b"R"
 
 def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
     max_chars = first["max_chars"]
-    template = ChatTemplate(first["source"], special_tokens=first["special_tokens"])
+    template = ChatTemplate(
+        first["source"],
+        special_tokens=first["special_tokens"],
+        tools_source=first["tools_source"],
+    )
     return lambda request: _answer(template, request, max_chars=max_chars)
 
 

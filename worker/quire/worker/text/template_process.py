@@ -55,6 +55,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         first = {
             "source": template.source,
+            "tools_source": template.tools_source,
             "special_tokens": template.special_tokens,
             "max_chars": self._limits.max_chars,
         }

@@ -60,6 +60,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         chat_template: str | None = None,
+        tools_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         response_template: object = None,
         name: str = "the model",
@@ -80,7 +81,7 @@ class Tokenizer:
         if not encodes_in_bounds(backend):
             self._process = TokenizerProcess(backend.to_str, name=name)
         self._special_tokens = dict(special_tokens or {})
-        self._template = _chat_template(chat_template, self._special_tokens)
+        self._template = _chat_template(chat_template, tools_template, self._special_tokens)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
         self.bound: TextBound | None = text_bound(backend) if self.encodes_here else None
@@ -89,31 +90,17 @@ class Tokenizer:
         """As the checkpoint has it, unchecked; ``None`` where it has none."""
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+    def load(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
+        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the files of chat templates.
+
+        ``chat_template`` is a Jinja template to use instead of the checkpoint's own.
 
         Raises:
             CheckpointError: A file is missing or cannot be read; the message names it.
         """
         folder = Path(path)
-        settings = folder / "tokenizer_config.json"
-        config = read_json(settings) if settings.is_file() else {}
-        template = config.get("chat_template")
-        if isinstance(template, list):  # Several named ones: the one for plain chat.
-            named = (entry for entry in template if isinstance(entry, dict))
-            plain = (entry.get("template") for entry in named if entry.get("name") == "default")
-            template = next(plain, None)
-        if not isinstance(template, str | None):
-            raise CheckpointError(
-                f"{settings}: chat_template={reprlib.repr(template)} must "
-                "be a Jinja template, or a list of objects with name and template"
-            )
-        file = folder / "chat_template.jinja"
-        if file.is_file():
-            try:
-                template = file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file} cannot be read as text: {error}") from error
+        config = _json_of(folder / "tokenizer_config.json")
+        templates = {} if chat_template is not None else _named_templates(folder, config)
         tokens = {
             name: value.get("content") if isinstance(value, dict) else value
             for name, value in config.items()
@@ -122,7 +109,8 @@ class Tokenizer:
         special = {name: value for name, value in tokens.items() if isinstance(value, str)}
         return cls(
             _load_backend(folder),
-            chat_template=template,
+            chat_template=chat_template or templates.get("default"),
+            tools_template=templates.get("tool_use"),
             special_tokens=special,
             response_template=config.get("response_template"),
             name=model_name(folder),
@@ -145,7 +133,10 @@ class Tokenizer:
         """A ZIP archive of the files that `load` reads."""
         config: dict[str, object] = dict(self._special_tokens)
         if self._template is not None:
-            config["chat_template"] = self._template.source
+            named = {"default": self._template.source, "tool_use": self._template.tools_source}
+            config["chat_template"] = [
+                {"name": name, "template": source} for name, source in named.items() if source
+            ]
         if self.response_template is not None:
             config["response_template"] = self.response_template
         archive = io.BytesIO()
@@ -289,12 +280,48 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _chat_template(source: str | None, special_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+def _json_of(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The checkpoint's chat templates by name; "default" is that of chats without tools. Files
+    of templates come before what the configuration has."""
+    settings, found = folder / "tokenizer_config.json", config.get("chat_template")
+    if found is None:  # Where older processors have theirs.
+        settings = folder / "chat_template.json"
+        found = _json_of(settings).get("chat_template")
+    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    templates = {}
+    for entry in named:
+        name, source = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        )
+        if isinstance(name, str) and isinstance(source, str):
+            templates[name] = source
+        elif found is not None:
+            raise CheckpointError(
+                f"{settings}: chat_template={reprlib.repr(found)} must "
+                "be a Jinja template, or a list of objects with name and template"
+            )
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for name, file in [("default", folder / "chat_template.jinja"), *((f.stem, f) for f in more)]:
+        if file.is_file():
+            try:
+                templates[name] = file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file} cannot be read as text: {error}") from error
+    return templates
+
+
+def _chat_template(
+    source: str | None, tools_source: str | None, special_tokens: Mapping[str, str]
+) -> "ChatTemplate | None":
     if not source:
         return None
     from quire.worker.text.chat_template import ChatTemplate  # Its Jinja is slow to import.
 
     try:
-        return ChatTemplate(source, special_tokens=special_tokens)
+        return ChatTemplate(source, special_tokens=special_tokens, tools_source=tools_source)
     except RecursionError as error:
         raise CheckpointError("the chat template is nested too deeply to be read") from error

@@ -1,0 +1,153 @@
+"""What clients send is put into the form that a template reads, found by asking the template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.text.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = CHATML.replace("m.content", "m.content | trim")
+HEADERS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m['content'].strip() }}<|end|>{% endfor %}"
+    "<|assistant|>"
+)
+ROLES_KNOWN = (
+    "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}"
+    "{% elif m.role == 'system' %}[S]{{ m.content }}{% endif %}{% endfor %}"
+)
+USER = {"role": "user", "content": "Hi?"}
+# How templates of known models treat a message that has calls and no text.
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }}{% endfor %}"
+NULLS = {
+    "is written": "{{ m.content }}" + CALLS,  # GLM-4.6, MiniMax-M2.
+    "is asked for": "{% if m.content is none %}" + CALLS + "{% endif %}",  # DeepSeek.
+    "is searched": "{% if '<t>' in m.content %}{{ m.content }}{% endif %}" + CALLS,  # gpt-oss.
+    "is added": "{{ '' + m['content'] }}" + CALLS,  # Ministral 3, Llama 4.
+    "may be missing": "{% if m.content is defined %}{{ m.content }}{% endif %}" + CALLS,
+}
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens={"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMED, HEADERS])
+@given(content=st.text(st.sampled_from("<|>endimstar_ \n"), min_size=1) | st.text(min_size=1))
+def test_a_prefill_stands_in_the_prompt_once_whatever_marks_it_is_made_of(
+    source: str, content: str
+) -> None:
+    chat: list[Any] = [USER, {"role": "assistant", "content": content}]
+    if not content.strip():
+        with pytest.raises(InvalidRequest, match="the last message has no text"):
+            template(source).render(chat, continue_final_message=True)
+        return
+    whole: Any = render_jinja_template([chat], chat_template=source)
+    (ended,) = whole[0]
+    text = template(source).render(chat, continue_final_message=True)
+    shown = content if source == CHATML else content.strip()
+    assert text.endswith(shown)
+    assert ended.startswith(text)
+    assert ended[len(text) :] in ("<|im_end|>\n", "<|end|><|assistant|>")
+
+
+def test_a_prefill_that_the_template_shows_twice_or_not_at_all_is_refused() -> None:
+    chat = [USER, {"role": "assistant", "content": "So"}]
+    for source in ("{{ messages[-1].content }} {{ messages[-1].content }}", "nothing"):
+        with pytest.raises(InvalidRequest, match="the last message has no text that the chat"):
+            template(source).render(chat, continue_final_message=True)
+
+
+@pytest.mark.parametrize("source", NULLS.values(), ids=NULLS)
+@pytest.mark.parametrize("given", [{"content": None}, {}])
+def test_a_call_without_text_is_shown_and_no_none(source: str, given: dict[str, None]) -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat: list[dict[str, Any]] = [{"role": "assistant", "tool_calls": [call], **given}]
+    source = "{% for m in messages %}" + source + "{% endfor %}"
+    assert template(source).render(chat) == "<call>f"
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    chat = [{"role": "developer", "content": "Be brief."}, USER]
+    assert template(ROLES_KNOWN).render(chat) == "[S]Be brief.[U]Hi?"
+    knows = ROLES_KNOWN.replace("'system'", "'developer'").replace("[S]", "[D]")
+    assert template(knows).render(chat) == "[D]Be brief.[U]Hi?"
+    raises = "{% if messages[0].role == 'developer' %}{{ raise_exception('?') }}{% endif %}"
+    assert template(raises + ROLES_KNOWN).render(chat) == "[S]Be brief.[U]Hi?"
+
+
+def test_functions_of_the_older_api_are_calls_of_tools() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} "
+        "{{ c.function.arguments | tojson }}{% endfor %}{% if m.role == 'tool' %}, {{ m.name }} "
+        "{{ m.tool_call_id }} {{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    chat: list[Any] = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    assert template(source).render(chat) == 'call00000 f {"a": 1}, f call00000 2'
+
+
+@pytest.mark.parametrize("text", ['{"city": "Zür', "[1]", "7", "null", "x"])
+def test_arguments_that_are_no_object_are_shown_by_templates_that_go_through_them(
+    text: str,
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    source = f"{{% for k, v in {arguments} | items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}"
+    assert template(source).render(chat) == f"arguments={text}"
+    assert template(f"{{{{ '' + {arguments} }}}}").render(chat) == text
+
+
+def test_what_training_learns_from_is_rendered_like_other_text() -> None:
+    source = (
+        "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}"
+        "{{ x }}"
+        "{%- endgeneration %}{{ x }}{% endfor %}"
+    )
+    theirs: Any = render_jinja_template([[USER, USER]], chat_template=source)
+    assert template(source).render([USER, USER]) == theirs[0][0] == "Hi?21Hi?21"
+
+
+@pytest.mark.parametrize("place", ["config", "files", "processor"])
+def test_a_template_for_tools_is_used_with_tools(tmp_path: Path, place: str) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools {{ tools | length }}"},
+        {"name": "rag", "template": "rag"},
+    ]
+    if place == "config":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    elif place == "processor":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": named}))
+    else:
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        (tmp_path / "additional_chat_templates").mkdir()
+        for entry in named[1:]:
+            file = tmp_path / "additional_chat_templates" / f"{entry['name']}.jinja"
+            file.write_text(entry["template"])
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.render_chat([USER]) == "plain"
+    assert loaded.render_chat([USER], tools=[{"type": "function"}]) == "tools 1"
+    assert loaded.template is not None
+    assert loaded.template.text == "plaintools {{ tools | length }}"
+    own = Tokenizer.load(tmp_path, chat_template="mine")
+    assert own.render_chat([USER], tools=[{"type": "function"}]) == "mine"
+    with pytest.raises(CheckpointError, match="the chat template cannot be read"):
+        Tokenizer.load(tmp_path, chat_template="{% if")

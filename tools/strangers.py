@@ -1,0 +1,79 @@
+"""Files of other projects that our tools and tests read: chat templates, vocabularies, test cases.
+They are fetched from the projects' packages into a cache folder; none is part of this repository.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urljoin
+from urllib.request import urlopen
+
+from packaging.version import Version
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire/strangers"
+
+
+def sdist(name: str) -> Path:
+    """The folder of a project's newest source distribution on PyPI.
+
+    Raises:
+        OSError: It cannot be fetched.
+        LookupError: There is none.
+    """
+    return _unpacked(name, lambda folder: _download_sdist(name, folder))
+
+
+def npm(name: str) -> Path:
+    """The folder of a package of npm; raises as `sdist`."""
+    return _unpacked(name.replace("/", "+"), lambda folder: _pack(name, folder))
+
+
+def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
+    folder = CACHE / name
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            archive = download(Path(scratch))
+            with tarfile.open(archive) as files:
+                files.extractall(Path(scratch) / "files", filter="data")
+            (root,) = (Path(scratch) / "files").iterdir()
+            root.rename(folder)
+    return folder
+
+
+def _download_sdist(name: str, folder: Path) -> Path:
+    index = os.environ.get("PIP_INDEX_URL") or _index()
+    page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
+    with urlopen(page_url, timeout=60) as page:
+        links = re.findall(r'href="([^"#]+\.tar\.gz)', page.read().decode())
+    if not links:
+        raise LookupError(f"{name}: the index has no source distribution")
+    newest = max(links, key=lambda link: Version(link.rsplit("-", 1)[1].removesuffix(".tar.gz")))
+    archive = folder / "sdist.tar.gz"
+    with urlopen(urljoin(page_url, newest), timeout=600) as answer:
+        archive.write_bytes(answer.read())
+    return archive
+
+
+def _index() -> str:
+    """The address of pip's own index. ``pip download`` would run the project's build."""
+    asked = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    for python in (sys.executable, "python3"):
+        told = subprocess.run([python, "-c", asked], capture_output=True, text=True)
+        if told.returncode == 0:
+            return told.stdout.strip()
+    raise LookupError("pip is not installed: set PIP_INDEX_URL")
+
+
+def _pack(name: str, folder: Path) -> Path:
+    told = subprocess.run(
+        ["npm", "pack", name, "--silent"], cwd=folder, capture_output=True, text=True
+    )
+    if told.returncode:
+        raise OSError(f"npm pack {name}: {told.stderr.strip()}")
+    return folder / told.stdout.strip()
