@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("run")
+WAITS, COMPUTES = "--ignore=tests/worker", " tests/worker"
+"""What the arguments of each half hold."""
 
 
 @pytest.fixture
@@ -19,26 +21,23 @@ def stand_in(tmp_path: Path) -> Path:
     return program
 
 
+@pytest.mark.parametrize("last", [WAITS, COMPUTES])
 @pytest.mark.parametrize(
-    ("fails", "status"),
-    [
-        ("none", 0),
-        ("--ignore=tests/golden", 1),  # In the half that waits.
-        (" tests/worker", 1),
-        (" tests/kernels/interpreted", 1),
-    ],
+    ("fails", "status"), [("none", 0), (WAITS, 1), (COMPUTES, 1), (" tests/kernels/interpreted", 1)]
 )
-@pytest.mark.parametrize("last", ["the half that waits", "the half that computes"])
 def test_the_exit_status_says_if_a_half_failed(
-    stand_in: Path, fails: str, status: int, last: str
+    stand_in: Path, last: str, fails: str, status: int
 ) -> None:
-    waits = "--ignore=tests/golden" if last == "the half that waits" else " tests/worker"
     stand_in.write_text(
-        f'#!/bin/sh\ncase " $*" in *"{waits}"*) sleep 0.3;; esac\n'
+        f'#!/bin/sh\ncase " $*" in *"{last}"*) sleep 0.3;; esac\n'
         f'case " $*" in *"{fails}"*) exit 1;; esac\n'
     )
-    run = subprocess.run([RUN], env={**os.environ, "PYTEST": str(stand_in)}, capture_output=True)
-    assert run.returncode == status, run
+    assert run(stand_in).returncode == status
+
+
+def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> None:
+    stand_in.write_text('#!/bin/sh\n[ "$*" != "-m slow tests/kernels/interpreted" ] || exit 5\n')
+    assert run(stand_in, "-m", "slow").returncode == 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
@@ -46,7 +45,7 @@ def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> 
     # The second process of each half does not hear the interrupt. All hold the pipe's writing end.
     stand_in.write_text("#!/usr/bin/env bash\n(trap '' INT; exec sleep 600) &\necho started >&$PIPE\nwait\n")
     reads, writes = os.pipe()
-    run = subprocess.Popen(
+    process = subprocess.Popen(
         [RUN],
         env={**os.environ, "PYTEST": str(stand_in), "PIPE": str(writes)},
         pass_fds=[writes],
@@ -55,7 +54,12 @@ def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> 
     os.close(writes)
     with open(reads) as told:
         assert [told.readline(), told.readline()] == ["started\n"] * 2
-        run.send_signal(sent)
-        assert run.wait() == 128 + sent
+        process.send_signal(sent)
+        assert process.wait() == 128 + sent
         assert select.select([told], [], [], 60)[0], "a process is left"
         assert told.read() == ""
+
+
+def run(stand_in: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    variables = {**os.environ, "PYTEST": str(stand_in)}
+    return subprocess.run([RUN, *arguments], env=variables, capture_output=True)
