@@ -29,10 +29,10 @@ test: OPTIONS := -m 'not slow'
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
 
-test-python: .venv/ready
+test-python:
 	tests/on_python wheel $(PYTHON)
 
-test-without-torch: .venv/ready
+test-without-torch:
 	tests/on_python without-torch $(PYTHON)
 
 # Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends

@@ -43,7 +43,9 @@ def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> No
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> None:
     # The second process of each half does not hear the interrupt. All hold the pipe's writing end.
-    stand_in.write_text("#!/usr/bin/env bash\n(trap '' INT; exec sleep 600) &\necho started >&$PIPE\nwait\n")
+    stand_in.write_text(
+        "#!/usr/bin/env bash\n(trap '' INT; exec sleep 600) &\necho started >&$PIPE\nwait\n"
+    )
     reads, writes = os.pipe()
     process = subprocess.Popen(
         [RUN],
