@@ -98,9 +98,10 @@ LOCKED = $(UV) pip install --quiet --python .venv/bin/python $(addsuffix require
 	$(LOCKED) --editable '.[dev]'
 	touch $@
 
-# One file for all Pythons, from the oldest on, and all platforms.
+# One file for all Pythons, from the oldest on, and all platforms. Triton's version is the CUDA build's
+# of torch, which pins it, or the newest on a CPU, so it is not in there.
 lock: .venv/ready
-	$(UV) pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate --no-emit-package triton \
 	  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade) --output-file requirements.lock pyproject.toml
 
 clean:
