@@ -5,12 +5,16 @@ FROM python:3.11-slim-bookworm AS build
 ARG TORCH_INDEX=""
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && python -m venv /opt/quire
-ENV PATH=/opt/quire/bin:$PATH
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} torch==2.13.0
+    && python -m venv /opt/quire \
+    && pip install --no-cache-dir uv
+COPY requirements.lock /src/
+RUN /opt/quire/bin/pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--index-url $TORCH_INDEX} \
+    $(grep -o '^torch==[0-9.]*' /src/requirements.lock)
 COPY . /src
 # With the CPU kernels compiled, for any x86-64 node.
-RUN QUIRE_BUILD_NATIVE=1 pip install --no-cache-dir '/src[cluster,vllm-grpc]'
+RUN QUIRE_BUILD_NATIVE=1 uv pip install --no-cache --python /opt/quire/bin/python \
+    --constraints /src/requirements.lock --build-constraints /src/requirements.lock \
+    '/src[cluster,vllm-grpc]'
 
 FROM python:3.11-slim-bookworm
 # Ray's start script wants bash and ps; Triton, on a node with a GPU, a C compiler.

@@ -1,13 +1,16 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
 # make serve  serve its model with one group of one rank, until Ctrl-C
 # make test   run the tests that are quick and touch every promise: seven minutes
-# make test-all  run every test that this machine can run, as CI does
+# make test-all  run every test that this machine can run
+# make test-python PYTHON=python3.13  install the wheel for another Python; generate, serve, stop
+# make test-without-torch PYTHON=python3.13  run the tests that need no torch on another Python
 # make sanitize  run the tests of our C++ under the address and undefined behaviour sanitizers
 # make check  lint, types, and that the committed gRPC stubs are fresh
 # make format  lay out Python and C++ as `make check` wants them
 # make wheel  build a wheel with our C++ libraries in it, compiled for this platform
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
 # make stubs  write the gRPC stubs again from proto/
+# make lock   write requirements.lock again, after a change of pyproject.toml; UPGRADE=1 takes what is new
 PYTHON ?= python3.11
 
 # Without a driver, take PyTorch's CPU build. With one, PyPI's build is the CUDA build.
@@ -25,6 +28,12 @@ serve: .venv/ready
 test: OPTIONS := -m 'not slow'
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
+
+test-python:
+	tests/on_python wheel $(PYTHON)
+
+test-without-torch:
+	tests/on_python without-torch $(PYTHON)
 
 # Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends
 # is no leak. QUIRE_NATIVE_ISA=… leaves out the kernels of other instruction sets, each of which
@@ -72,20 +81,30 @@ stubs: .venv-stubs/ready
 	$(STUBS)/pip install --quiet -r proto/requirements.txt
 	touch $@
 
-.venv/ready: pyproject.toml
+# torch is pip's, which finds the CPU build. All else is uv's, by the lock and its hashes.
+UV = $(or $(shell command -v uv),.venv/bin/uv)
+LOCKED = $(UV) pip install --quiet --python .venv/bin/python $(addsuffix requirements.lock,--constraints= --build-constraints=)
+.venv/ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet torch==2.13.0
-	.venv/bin/pip install --quiet --editable '.[cluster]'
+	.venv/bin/pip install --quiet --no-deps $(shell grep -o '^torch==[0-9.]*' requirements.lock)
+	command -v uv >/dev/null || .venv/bin/pip install --quiet uv
+	$(LOCKED) --editable '.[bench,cluster]'
 	.venv/bin/python -m quire.kernels.native
 	.venv/bin/python -m quire.worker.api.native_hashing
 	.venv/bin/python -m quire.router.prefix_index.native_index
 	touch $@
 
 .venv/dev: .venv/ready
-	.venv/bin/pip install --quiet --editable '.[dev]'
+	$(LOCKED) --editable '.[dev]'
 	touch $@
+
+# One file for all Pythons, from the oldest on, and all platforms. Triton's version is the CUDA build's
+# of torch, which pins it, or the newest on a CPU, so it is not in there.
+lock: .venv/ready
+	$(UV) pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate --no-emit-package triton \
+	  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade) --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all sanitize check format wheel bench-peers stubs clean
+.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers stubs lock clean

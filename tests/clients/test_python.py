@@ -108,7 +108,7 @@ async def test_llama_index(
 
 
 async def test_schemathesis_finds_no_answer_that_the_reference_does_not_know(
-    start_cluster: Any, python: Path
+    start_cluster: Any, python: Path, tmp_path: Path
 ) -> None:
     """Requests made of ``/openapi.json``, most of them wrong; none may end in a server's error."""
     checks = (
@@ -121,6 +121,7 @@ async def test_schemathesis_finds_no_answer_that_the_reference_does_not_know(
             *("--phases", "examples,fuzzing", "--max-examples", "20", "--seed", "1"),
             *("--checks", ",".join(checks), "--request-timeout", "60", "--warnings", "off"),
             "--no-color",
+            cwd=tmp_path,  # It keeps what it finds in the folder where it runs.
             stdout=asyncio.subprocess.PIPE,
         )
         told, _ = await process.communicate()

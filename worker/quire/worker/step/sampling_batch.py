@@ -8,12 +8,12 @@ the logits of some tokens is part of `Adjustments`, whose meaning is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.api.arrays import Floats, Ints, Longs
+from quire.worker.api.arrays import DTYPES, Floats, Ints, Longs
 
 # S samples of the step   A biased and E seen pairs of a sample and a token   K masked samples
 # W words of 32 tokens
@@ -161,9 +161,7 @@ class SamplingBatch:
 
 
 SAMPLE_TYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(get_args(get_args(kind)[1])[0])
-    for name, kind in get_type_hints(SamplingBatch).items()
-    if get_origin(kind) is np.ndarray
+    name: DTYPES[kind] for name, kind in get_type_hints(SamplingBatch).items() if kind in DTYPES
 }
 """The arrays of a `SamplingBatch` by name, and the type of their numbers."""
 
