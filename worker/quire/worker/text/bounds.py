@@ -44,8 +44,8 @@ class TextBound(NamedTuple):
 
 def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
     """The bound that holds for ``backend``; ``None`` where none is known to hold."""
-    normalizers = _parts(backend.normalizer, "normalizers")
-    pre_tokenizers = _parts(backend.pre_tokenizer, "pretokenizers")
+    normalizers = parts(backend.normalizer, "normalizers")
+    pre_tokenizers = parts(backend.pre_tokenizer, "pretokenizers")
     shrinks_by = prod(map(_shrinks_by, normalizers))
     if not shrinks_by or not all(map(_keeps_all, pre_tokenizers)) or backend.truncation:
         return None
@@ -60,7 +60,7 @@ def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
     return TextBound(longest * shrinks_by, any(token.lstrip or token.rstrip for token in added))
 
 
-def _parts(step: Any, name: str) -> list[Part]:
+def parts(step: Any, name: str) -> list[Part]:
     """The steps of which ``step`` is made, one after another."""
     try:
         return [] if step is None else _flat(json.loads(step.__getstate__()), name)

@@ -8,7 +8,7 @@ import io
 import json
 import reprlib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.api.hashing import TokenIds
 from quire.worker.model.checkpoint import read_json
 from quire.worker.text.bounds import TextBound, text_bound
+from quire.worker.text.detokenizer import Detokenizer, Pieces, readable
 
 if TYPE_CHECKING:
     from quire.worker.text.chat_template import ChatTemplate
@@ -26,21 +28,7 @@ Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
 
 _MANY_TOKENS = 4_000
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: GPT-2's.
-
-    A byte that can be printed stands for itself, the others for the characters from 256 on.
-    """
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printed)
-    return {chr(byte): byte for byte in printed} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_alphabet()
+_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -57,8 +45,7 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._template = _chat_template(chat_template, self._special_tokens)
-        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._token_bytes: dict[int, bytes] = {}
+        self._pieces = Pieces(backend)
         self.bound: TextBound | None = text_bound(backend)
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
         self.response_template = response_template
@@ -145,43 +132,42 @@ class Tokenizer:
         return encoded.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``. Other threads run meanwhile where there are many."""
+        """The text of ``token_ids``, as a `Detokenizer` has it. Other threads run meanwhile where
+        there are many."""
         ids = list(token_ids)
         if len(ids) < _MANY_TOKENS:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        # As in `encode`: a million tokens held a gateway up for 0.23 s.
-        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
-        return str(text)
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # As in `encode`: a million tokens held a gateway up for 0.23 s.
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        if _REPLACEMENT not in text or not self._pieces.has_byte_fallback:
+            return str(text)
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.finish()
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: Set[int] = frozenset(),
+        follows: Sequence[int] | TokenIds = (),
+    ) -> Detokenizer:
+        """Decodes tokens one by one. ``shown_token_ids``: special tokens that are part of the text
+        although it leaves out the others. ``follows``: the tokens before it."""
+        skipped = self.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self._pieces, skipped=skipped, follows=follows)
 
     def to_json(self) -> str:
         """The contents of a ``tokenizer.json``, without the chat template."""
         return self._backend.to_str()
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text, for the log-probabilities that an API shows."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
+        """One token's own text behind others, or its bytes where it is no text by itself."""
+        return readable(self._pieces.later[token_id])
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `decode` leaves out."""
         return frozenset(self.special_tokens())
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether a text is the UTF-8 of its tokens' bytes, one token behind the other."""
-        return self._is_byte_level
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text; only where `is_byte_level`. Unknown ids add nothing."""
-        told = self._token_bytes.get(token_id)
-        if told is None:
-            spelled = self._backend.id_to_token(token_id) or ""
-            try:
-                told = bytes(_BYTES[character] for character in spelled)
-            except KeyError:  # An added token, which is spelled as it is.
-                told = spelled.encode()
-            self._token_bytes[token_id] = told
-        return told
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a chat, up to where the assistant's next turn begins.
