@@ -17,7 +17,12 @@ import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
-from quire.worker.model.checkpoint import read_json
+from quire.worker.model.tokenizer_config import (
+    CONFIG_FILE,
+    named_tokens,
+    read_config,
+    with_added_tokens,
+)
 from quire.worker.text.bounds import TextBound, text_bound
 from quire.worker.text.detokenizer import Detokenizer, Pieces, readable
 
@@ -59,8 +64,7 @@ class Tokenizer:
             CheckpointError: A file is missing or cannot be read; the message names it.
         """
         folder = Path(path)
-        settings = folder / "tokenizer_config.json"
-        config = read_json(settings) if settings.is_file() else {}
+        config = read_config(folder)
         template = config.get("chat_template")
         if isinstance(template, list):  # Several named ones: the one for plain chat.
             named = (entry for entry in template if isinstance(entry, dict))
@@ -68,7 +72,7 @@ class Tokenizer:
             template = next(plain, None)
         if not isinstance(template, str | None):
             raise CheckpointError(
-                f"{settings}: chat_template={reprlib.repr(template)} must "
+                f"{folder / CONFIG_FILE}: chat_template={reprlib.repr(template)} must "
                 "be a Jinja template, or a list of objects with name and template"
             )
         file = folder / "chat_template.jinja"
@@ -77,16 +81,10 @@ class Tokenizer:
                 template = file.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file} cannot be read as text: {error}") from error
-        tokens = {
-            name: value.get("content") if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token")
-        }
-        special = {name: value for name, value in tokens.items() if isinstance(value, str)}
         return cls(
-            _load_backend(folder),
+            _load_backend(folder, config),
             chat_template=template,
-            special_tokens=special,
+            special_tokens=named_tokens(config),
             response_template=config.get("response_template"),
         )
 
@@ -153,7 +151,9 @@ class Tokenizer:
     ) -> Detokenizer:
         """Decodes tokens one by one. ``shown_token_ids``: special tokens that are part of the text
         although it leaves out the others. ``follows``: the tokens before it."""
-        skipped = self.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        if shown_token_ids:
+            skipped -= shown_token_ids
         return Detokenizer(self._pieces, skipped=skipped, follows=follows)
 
     def to_json(self) -> str:
@@ -192,23 +192,40 @@ class Tokenizer:
         return self._template.render(messages, **options)
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
-    file = folder / "tokenizer.json"
+def _load_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    file, model = folder / "tokenizer.json", folder / "tokenizer.model"
     if file.is_file():
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises no narrower type.
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-    if not (folder / "tokenizer.model").is_file():
+        backend = with_added_tokens(backend, config)
+    elif model.is_file():
+        backend = _converted(model)
+    else:
         raise CheckpointError(
             f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
             "checkpoint?"
         )
-    # Older checkpoints: transformers knows how to convert them, once, in seconds.
+    # Those that were saved are of the training: a prompt has the tokens that it has.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _converted(model: Path) -> tokenizers.Tokenizer:
+    """Older checkpoints: transformers knows how to convert them, once, in seconds."""
     from transformers import AutoTokenizer
 
-    converted = AutoTokenizer.from_pretrained(folder, use_fast=True)
-    backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    try:
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
+            model.parent, use_fast=True
+        ).backend_tokenizer
+    except Exception as error:  # It raises many types, and its own parsers' too.
+        raise CheckpointError(
+            f"{model} cannot be converted: {error}; install sentencepiece if it is missing, or "
+            "save a tokenizer.json beside it"
+        ) from error
     return backend
 
 
