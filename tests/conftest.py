@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,10 @@ from hypothesis import HealthCheck, settings
 # Ray forks to start its processes, and gRPC's handlers of a fork may end or hang the child where
 # gRPC has threads, as in this process. gRPC reads this as it starts.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # For `tools` and `bench`.
 
 # How long an example takes is the machine's business, and a run is to find what the last one found:
 # `--hypothesis-profile=default` looks for more.

@@ -7,16 +7,10 @@ each packed weight and each buffer ends where its memory does, so that reads bey
 import ctypes
 import os
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
 from quire.kernels import native, native_linear
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # `tools.ptx`
 
 
 @pytest.fixture(scope="session", params=native.available_isas())

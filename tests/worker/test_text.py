@@ -9,6 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.call_templates import TAKE_TEXT, TEMPLATES
+from tests.tokenizer_kinds import loaded
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -163,65 +164,36 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@given(st.lists(st.integers(0, 260), max_size=40))
-def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, ids: list[int]) -> None:
-    stream = TextStream(tokenizer, SamplingParams())
-    assert _stream(stream, ids) == tokenizer.decode(ids)
-
-
-_PIECE = st.integers(258, 266).map(lambda word: [word]) | st.sampled_from("aé€𝄞").map(
-    lambda character: [2 + byte for byte in character.encode()]
-)
-
-
-@given(st.lists(_PIECE | st.just([0]), max_size=60), st.booleans())
-def test_streamed_text_is_the_decoded_text_where_tokens_are_no_bytes(
-    pieces: list[list[int]], skip: bool
-) -> None:
-    ids = [token_id for piece in pieces for token_id in piece]
-    stream = TextStream(PIECES, SamplingParams(skip_special_tokens=skip))
-    assert _stream(stream, ids) == PIECES.decode(ids, skip_special_tokens=skip)
-
-
-def test_bytes_of_tokens_are_what_they_decode_to(tokenizer: Tokenizer) -> None:
-    assert tokenizer.is_byte_level
-    assert not PIECES.is_byte_level
-    for token_id in range(tokenizer.vocab_size):
-        text = tokenizer.token_bytes(token_id).decode(errors="replace")
-        assert text == tokenizer.decode([token_id], skip_special_tokens=False)
-    assert tokenizer.token_bytes(10**6) == b""
-
-
+@pytest.mark.parametrize("kind", ["gpt2", "llama2", "unigram"])
 @given(
     st.text(alphabet="the cat🌍", max_size=40),
     st.lists(st.text(alphabet="the ca🌍", min_size=1, max_size=4), min_size=1, max_size=3),
     st.booleans(),
+    st.integers(0, 12),
 )
 def test_the_first_stop_string_to_be_complete_ends_the_text(
-    tokenizer: Tokenizer, text: str, stops: list[str], keep: bool
+    kind: str, text: str, stops: list[str], keep: bool, min_tokens: int
 ) -> None:
-    params = SamplingParams(stop=stops, include_stop_str_in_output=keep)
+    tokenizer = loaded(kind)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=keep, min_tokens=min_tokens)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    shown = _stream(TextStream(tokenizer, SamplingParams()), ids)
+    num_kept = len("".join(map(tokenizer.detokenizer().push, ids[:min_tokens])))
     stream = TextStream(tokenizer, params)
-    assert _stream(stream, tokenizer.encode(text)) == _cut(text, stops, keep=keep)
+    assert _stream(stream, ids) == _cut(shown, stops, keep=keep, num_kept=num_kept)
+
+
+def test_a_stop_string_within_the_fewest_tokens_is_text(tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.encode(letter)[0] for letter in "abcab"]
+    for min_tokens, text in ((1, ""), (2, "abc"), (4, "abc"), (5, "abcab")):
+        stream = TextStream(tokenizer, SamplingParams(stop="ab", min_tokens=min_tokens))
+        assert _stream(stream, ids) == text
 
 
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🌍!")
     stream = TextStream(tokenizer, SamplingParams())
     assert [stream.push(token).text for token in ids] == ["", "", "", "🌍", "!"]
-
-
-@given(st.data())
-def test_some_special_tokens_can_be_shown_although_others_are_not(
-    tokenizer: Tokenizer, data: st.DataObject
-) -> None:
-    special = tokenizer.special_tokens()
-    shown = frozenset(token_id for token_id, text in special.items() if text == "<|user|>")
-    text = data.draw(st.lists(st.sampled_from(["<|user|>", "<|end|>", "the ", "ß", "🌍"])))
-    token_ids = tokenizer.encode("".join(text))
-    stream = TextStream(tokenizer, SamplingParams(), shown_token_ids=shown)
-    told = [stream.push(token_id).text for token_id in token_ids]
-    assert "".join([*told, stream.finish()]) == "".join(text).replace("<|end|>", "")
 
 
 def test_endless_broken_bytes_are_shown_in_the_end(tokenizer: Tokenizer) -> None:
@@ -249,29 +221,6 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     assert turns[1] - turns[0] > 2  # Kept from running, this one has at most its first turns.
 
 
-def _pieces() -> Tokenizer:
-    """As Llama 2's: words with their space, else bytes; the first space of a text is dropped."""
-    vocab = {"<s>": 0, "<unk>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    for word in ("▁", "▁the", "▁cat", "s", ".", "ß", "🌍", "▁▁", "e"):
-        vocab[word] = len(vocab)
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
-    )
-    backend.add_special_tokens(["<s>"])
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return Tokenizer(backend)
-
-
-PIECES = _pieces()
-
-
 def _stream(stream: TextStream, ids: list[int]) -> str:
     text = ""
     for position, token_id in enumerate(ids):
@@ -283,9 +232,9 @@ def _stream(stream: TextStream, ids: list[int]) -> str:
     return text + stream.finish()
 
 
-def _cut(text: str, stops: list[str], *, keep: bool) -> str:
-    """The plain rule, character by character."""
-    for end in range(len(text) + 1):
+def _cut(text: str, stops: list[str], *, keep: bool, num_kept: int) -> str:
+    """The plain rule, character by character; those of the first tokens are kept."""
+    for end in range(num_kept + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
             return text[:end] if keep else text[: end - max(map(len, ended))]

@@ -182,6 +182,13 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
     (copy / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     facts = model_facts(config_of(copy, dtype="bfloat16", max_model_len=100))
     assert facts.eos_token_ids == (2, 7)
+    for token_id, ends in ((9, (2, 7, 9)), (7, (2, 7)), (331, (2, 7))):
+        listed = {
+            "eos_token": "<|turn|>",
+            "added_tokens_decoder": {token_id: {"content": "<|turn|>"}},
+        }
+        (copy / "tokenizer_config.json").write_text(json.dumps(listed))
+        assert read_model_spec(copy).eos_token_ids == ends
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
     on_gpu = config_of(copy, kv_cache_dtype="fp8", device="cuda")
     assert model_facts(on_gpu).kv_dtype == "fp8 of float32"

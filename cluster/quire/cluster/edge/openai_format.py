@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.cluster.edge.openai_answer import Answer
+from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, StreamOptions
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.hashing import TokenIds
@@ -31,7 +32,6 @@ _FINISH_REASONS = {
 class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    text_offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -81,18 +81,18 @@ class Format(ABC):
         model: str,
         num_choices: int,
         num_per_prompt: int,
-        logprobs: bool,
         tokenizer: Tokenizer,
         fingerprint: str,
         prompt_token_ids: Sequence[TokenIds] | None = None,
         scores: bool = False,
         echo: Echo | None = None,
+        logprobs: Sequence[Logprobs] = (),
         answers: Sequence[Answer] = (),
     ) -> None:
         """``fingerprint`` names what decides the bits of an answer besides the request. With
         ``prompt_token_ids``, one for each prompt, answers show token ids; with ``scores``, the
-        log-probabilities of prompts, which cannot be streamed. ``answers``: of a chat, one for each
-        choice."""
+        log-probabilities of prompts, which cannot be streamed. ``logprobs``: one for each choice,
+        where they are shown. ``answers``: of a chat, one for each choice."""
         self._echo = echo
         self._scores: dict[int, Sequence[pb.TokenLogprobs]] | None = {} if scores else None
         self._prompt_lens: dict[int, int] = {}
@@ -260,23 +260,30 @@ class CompletionFormat(ChoicesFormat):
 
     def _whole_choice(self, index: int) -> Json:
         choice, prompt = self._choices[index], index // self._num_per_prompt
-        text, entries = "".join(choice.texts), choice.logprobs
-        unscored: Sequence[int] = ()
+        text = "".join(choice.texts)
         if self._echo is not None:
             text = self._echoed(index) + ("" if self._echo.is_all else text)
-            if self._scores is not None:
-                scores, token_ids = self._scores.get(prompt, ()), self._echo.token_ids[prompt]
-                unscored = token_ids[: len(token_ids) - len(scores)].tolist()
-                entries = [*scores, *([] if self._echo.is_all else entries)]
         shown = {
             "index": index,
             "text": text,
-            "logprobs": self._render_logprobs(choice, entries, unscored=unscored),
+            "logprobs": self._shown_logprobs(index) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         if self._scores is not None:
             shown["prompt_logprobs"] = self._prompt_logprobs(prompt)
         return shown
+
+    def _shown_logprobs(self, index: int) -> Json:
+        entries = self._choices[index].logprobs
+        if self._echo is None:
+            return self._logprobs[index].completion(entries)
+        prompt = index // self._num_per_prompt
+        return self._logprobs[index].completion_with_prompt(
+            [] if self._echo.is_all else entries,
+            prompt=self._echo.token_ids[prompt].tolist(),
+            text=self._echoed(index),
+            scores=(self._scores or {}).get(prompt, ()),
+        )
 
     def _echoed(self, index: int) -> str:
         """The prompt's text, where it is shown before a choice."""
@@ -291,7 +298,9 @@ class CompletionFormat(ChoicesFormat):
             text = (self._echoed(chunk.index) if chunk.HasField("start") else "") + text
         if not (text or chunk.logprobs or chunk.finish_reason or self._shows_ids(chunk)):
             return []  # Its text is held back yet: half a character, or perhaps a stop string.
-        logprobs = self._render_logprobs(self._choices[chunk.index], chunk.logprobs)
+        logprobs = None
+        if self._logprobs:
+            logprobs = self._logprobs[chunk.index].completion(chunk.logprobs)
         piece = {
             "index": chunk.index,
             "text": text,
@@ -299,34 +308,6 @@ class CompletionFormat(ChoicesFormat):
             "finish_reason": finish_reason(chunk),
         }
         return [piece]
-
-    def _render_logprobs(
-        self,
-        choice: _Choice,
-        entries: Iterable[pb.TokenLogprobs],
-        *,
-        unscored: Sequence[int] = (),
-    ) -> Json | None:
-        """``unscored``: the first tokens of a prompt that is shown, which have none."""
-        if not self._logprobs:
-            return None
-        shown: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id in unscored:
-            shown["tokens"].append(self._tokenizer.token_text(token_id))
-            shown["token_logprobs"].append(None)
-            shown["top_logprobs"].append(None)
-            shown["text_offset"].append(choice.text_offset)
-            choice.text_offset += len(shown["tokens"][-1])
-        for entry in entries:
-            text = self._tokenizer.token_text(entry.token_id)
-            # The chosen token is listed even where it is not among the most probable.
-            top = {self._tokenizer.token_text(top.token_id): top.logprob for top in entry.top}
-            shown["tokens"].append(text)
-            shown["token_logprobs"].append(entry.logprob)
-            shown["top_logprobs"].append(top | {text: entry.logprob})
-            shown["text_offset"].append(choice.text_offset)
-            choice.text_offset += len(text)
-        return shown
 
 
 class ChatFormat(ChoicesFormat):
@@ -345,7 +326,7 @@ class ChatFormat(ChoicesFormat):
         return {
             "index": index,
             "message": self._answers[index].message("".join(choice.texts)),
-            "logprobs": self._render_logprobs(choice.logprobs),
+            "logprobs": self._shown_logprobs(index, choice.logprobs),
             "finish_reason": self._reason(index, choice.finish_reason),
         }
 
@@ -362,7 +343,7 @@ class ChatFormat(ChoicesFormat):
             if not deltas:
                 pieces.append(_delta(chunk.index, {}))
             pieces[-1] |= {
-                "logprobs": self._render_logprobs(chunk.logprobs),
+                "logprobs": self._shown_logprobs(chunk.index, chunk.logprobs),
                 "finish_reason": self._reason(chunk.index, finish_reason(chunk)),
             }
         return pieces
@@ -371,20 +352,8 @@ class ChatFormat(ChoicesFormat):
         has_calls = self._answers[index].has_calls
         return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
-    def _render_logprobs(self, entries: Iterable[pb.TokenLogprobs]) -> Json | None:
-        if not self._logprobs:
-            return None
-        content = []
-        for entry in entries:
-            top = [self._render_token(top.token_id, top.logprob) for top in entry.top]
-            content.append(
-                self._render_token(entry.token_id, entry.logprob) | {"top_logprobs": top}
-            )
-        return {"content": content, "refusal": None}
-
-    def _render_token(self, token_id: int, logprob: float) -> Json:
-        text = self._tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _shown_logprobs(self, index: int, entries: Iterable[pb.TokenLogprobs]) -> Json | None:
+        return self._logprobs[index].chat(entries) if self._logprobs else None
 
 
 def _delta(

@@ -35,6 +35,7 @@ from quire.cluster.edge.openai_format import (
     Format,
     Json,
 )
+from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import (
     ChatBody,
     CompletionBody,
@@ -250,7 +251,6 @@ class _Api:
             model=self._gateway.model,
             num_choices=len(prepared) * params.n,
             num_per_prompt=params.n,
-            logprobs=params.num_logprobs >= 0,
             tokenizer=self._gateway.tokenizer,
             fingerprint=_fingerprint(prepared[0].model),
             prompt_token_ids=[each.prompt_token_ids for each in prepared]
@@ -258,6 +258,12 @@ class _Api:
             else None,
             scores=params.prompt_logprobs is not None,
             echo=echo,
+            logprobs=[
+                Logprobs.of(each, self._gateway.tokenizer)
+                for each in prepared
+                for _ in range(params.n)
+                if params.num_logprobs >= 0
+            ],
             answers=[
                 answer
                 for number, each in enumerate(prepared)

@@ -77,7 +77,10 @@ class Completion:
         self._telemetry = telemetry
         self._clock = clock
         self._text = TextStream(
-            tokenizer, request.sampling, shown_token_ids=request.shown_token_ids
+            tokenizer,
+            request.sampling,
+            follows=request.prompt_token_ids,
+            shown_token_ids=request.shown_token_ids,
         )
         self._token_ids: list[int] = []
         self._is_started = False  # This attempt's first delta has come.

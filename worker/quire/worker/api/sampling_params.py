@@ -37,7 +37,8 @@ class SamplingParams:
     """Tokens to generate at most; ``None`` is as many as the context has room for."""
     min_tokens: int = 0
     """Neither end-of-sequence nor a stop token is sampled before this many tokens, as long as
-    ``allowed_token_ids`` or the form of the output leave another."""
+    ``allowed_token_ids`` or the form of the output leave another; and no stop string that is
+    complete by then ends the text."""
     seed: Annotated[int | None, whole(0, MAX_SEED, said="0 to 2**63 - 1")] = None
     """Seeds this request's sampling; ``None`` lets the engine choose one."""
     stop: Annotated[str | Sequence[str] | None, strings(16, but="empty")] = None

@@ -14,6 +14,7 @@ from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
+from quire.worker.model.tokenizer_config import eos_token_id
 
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -25,7 +26,8 @@ WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
-    """Reads ``config.json`` (and the end tokens of ``generation_config.json``) in ``path``.
+    """Reads ``config.json`` in ``path`` (and the end tokens of ``generation_config.json`` and
+    ``tokenizer_config.json``).
 
     ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are not
     used, but checked.
@@ -131,7 +133,8 @@ def _divides(attention: Attention, size: int) -> bool:
 
 
 def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
-    """Those of ``generation_config.json``, if it has any: chat models end turns by its list."""
+    """Those of ``generation_config.json``, if it has any: chat models end turns by its list. And
+    the tokenizer's."""
     fields, generation = config, path / "generation_config.json"
     if generation.is_file():
         from_generation = Fields(read_json(generation), generation)
@@ -147,6 +150,9 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
             # No text would ever end.
             raise fields.wrong("eos_token_id", value, f"a token of the vocabulary of {vocab_size}")
         token_ids.append(token_id)
+    named = eos_token_id(path)  # A chat model's turns may end by it alone.
+    if named is not None and named < vocab_size and named not in token_ids:
+        token_ids.append(named)
     return tuple(token_ids)
 
 

@@ -32,10 +32,11 @@ class OfflineCompletion:
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        # Only a stop string must be seen when it comes; other text is decoded once, at the end.
-        watched = tokenizer if request.sampling.stop_strings else None
-        self._stream = TextStream(watched, request.sampling) if watched else None
-        self._streamed = ""
+        self._stream: TextStream | None = None
+        if tokenizer is not None:
+            follows = request.prompt_token_ids
+            self._stream = TextStream(tokenizer, request.sampling, follows=follows)
+        self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -59,11 +60,11 @@ class OfflineCompletion:
         stopped = False
         for token_id in self._shown(delta.token_ids, delta.finish_reason):
             text, stopped = self._stream.push(token_id)
-            self._streamed += text
+            self._texts.append(text)
         if stopped:
             self.finish_reason = "stop"
         elif delta.finish_reason is not None:
-            self._streamed += self._stream.finish()
+            self._texts.append(self._stream.finish())
             if self._stream.stop_string is not None:
                 self.finish_reason = "stop"
 
@@ -76,7 +77,7 @@ class OfflineCompletion:
             logprobs = [self._readable(token, num_ranked) for token in self._logprobs]
         return CompletionOutput(
             index=self.index,
-            text=self._text(),
+            text="".join(self._texts),
             token_ids=self._token_ids,
             logprobs=logprobs,
             cumulative_logprob=None
@@ -93,14 +94,6 @@ class OfflineCompletion:
             return None
         scores = [self._readable(token, num_ranked) for token in self._prompt_logprobs]
         return [None] * (len(self.request.prompt_token_ids) - len(scores)) + scores
-
-    def _text(self) -> str:
-        if self._tokenizer is None or self._stream is not None:
-            return self._streamed
-        return self._tokenizer.decode(
-            self._shown(self._token_ids, self.finish_reason),
-            skip_special_tokens=self.request.sampling.skip_special_tokens,
-        )
 
     def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
         """As in vLLM, the token that ends the text is not part of it."""

@@ -1,19 +1,11 @@
 """Text that arrives token by token: what can be shown of it yet, and where it stops."""
 
-import codecs
-from collections.abc import Set
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence, Set
+from typing import NamedTuple
 
+from quire.worker.api.hashing import TokenIds
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.tokenizer import Tokenizer
-
-_REPLACEMENT = "\ufffd"
-# A tokenizer may decode a token differently at the start of a text (a space is dropped), so new
-# tokens are decoded behind a few old ones: as few as these again once they are as many as those.
-_MIN_CONTEXT_TOKENS = 4
-_MAX_CONTEXT_TOKENS = 16
-# A model that emits nothing but broken UTF-8 must not make each token cost more than the last.
-_MAX_UNFINISHED_TOKENS = 64
 
 
 class TextDelta(NamedTuple):
@@ -35,16 +27,20 @@ class TextStream:
         tokenizer: Tokenizer,
         params: SamplingParams,
         *,
+        follows: Sequence[int] | TokenIds = (),
         shown_token_ids: Set[int] = frozenset(),
     ) -> None:
-        """``shown_token_ids``: special tokens that are part of the text although it leaves out the
-        others."""
-        self._tokenizer = tokenizer
-        self._shown_token_ids = shown_token_ids if params.skip_special_tokens else frozenset()
-        decoder = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder: _Decoder = decoder(tokenizer, params.skip_special_tokens)
+        """``follows``: the prompt. ``shown_token_ids``: special tokens that are part of the text
+        although it leaves out the others."""
+        self._text = tokenizer.detokenizer(
+            skip_special_tokens=params.skip_special_tokens,
+            shown_token_ids=shown_token_ids,
+            follows=follows,
+        )
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
+        self._num_unstopped = params.min_tokens
+        """How many more tokens cannot complete a stop string."""
         self._held = ""  # Text that could be the beginning of a stop string.
         self._stopped = False
         self.stop_string: str | None = None
@@ -54,11 +50,9 @@ class TextStream:
         """Adds a token; returns the text that is now certain. After a stop, nothing more."""
         if self._stopped:
             return TextDelta("", True)
-        if token_id in self._shown_token_ids:
-            text = self._decoder.finish() + self._tokenizer.token_text(token_id)
-        else:
-            text = self._decoder.push(token_id)
+        text = self._text.push(token_id)
         if self._stops:
+            self._num_unstopped -= 1
             text = self._hold_back_stops(text)
         return TextDelta(text, self._stopped)
 
@@ -66,7 +60,7 @@ class TextStream:
         """The rest of the text, once no more tokens come."""
         if self._stopped:
             return ""
-        rest = self._decoder.finish()
+        rest = self._text.finish()
         shown = self._hold_back_stops(rest) if self._stops else rest
         rest, self._held = ("" if self._stopped else self._held), ""
         self._stopped = True
@@ -74,9 +68,14 @@ class TextStream:
 
     def _hold_back_stops(self, text: str) -> str:
         """Passes ``text`` on, less a tail that may yet become a stop string."""
+        num_held = len(self._held)
         text = self._held + text
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
+        found = [
+            (start, stop)
+            for stop in self._stops
+            if stop in text and (start := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+        ]
+        if found and self._num_unstopped < 0:
             # The one that is complete first ends the text, however tokens fell together.
             start, stop = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._stopped = True
@@ -86,70 +85,6 @@ class TextStream:
         num_held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
-
-
-class _Decoder(Protocol):
-    """Tokens to text, as `Tokenizer.decode` has it."""
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain with this token, behind what was."""
-
-    def finish(self) -> str:
-        """The rest, half a character included. More tokens may follow."""
-
-
-class _ByteDecoder:
-    """For byte-level vocabularies."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        return "" if token_id in self._skipped else self._utf8.decode(self._token_bytes(token_id))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _WindowDecoder:
-    """For any tokenizer: decodes the last tokens together, once for each new one."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # Context tokens, then those that are not shown whole.
-        self._num_context = 0
-        self._shown = ""  # What went out of the window's text.
-
-    def push(self, token_id: int) -> str:
-        self._window.append(token_id)
-        text = self._text()
-        stable = text.rstrip(_REPLACEMENT) if text.endswith(_REPLACEMENT) else text
-        unfinished = len(stable) < len(text)
-        too_long = len(self._window) - self._num_context > _MAX_UNFINISHED_TOKENS
-        if unfinished and not too_long:
-            # Characters of one to four bytes can end in the middle; the next token may tell.
-            new = stable[len(self._shown) :]
-            self._shown += new
-            return new
-        return self._show(text)
-
-    def finish(self) -> str:
-        return self._show(self._text())
-
-    def _show(self, text: str) -> str:
-        """All of the window, whose text is ``text``, is shown, and is context from now on."""
-        new, self._shown = text[len(self._shown) :], text
-        if len(self._window) > _MAX_CONTEXT_TOKENS:
-            self._window = self._window[-_MIN_CONTEXT_TOKENS:]
-            self._shown = self._text()
-        self._num_context = len(self._window)
-        return new
-
-    def _text(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -12,9 +12,8 @@ or panics with is an InvalidRequest.
 
 import io
 import json
-import reprlib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,16 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.model.checkpoint import read_json
+from quire.worker.api.hashing import TokenIds
 from quire.worker.model.hub import model_name
+from quire.worker.model.tokenizer_config import (
+    chat_templates,
+    named_tokens,
+    read_config,
+    with_added_tokens,
+)
 from quire.worker.text.bounds import TextBound, text_bound
+from quire.worker.text.detokenizer import Detokenizer, Pieces, readable
 from quire.worker.text.tokenizer_process import TokenizerProcess
 from quire.worker.text.tokenizer_work import decodes_in_bounds, encodes_in_bounds
 
@@ -35,21 +41,7 @@ Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
 
 _MANY_TOKENS = 4_000
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: GPT-2's.
-
-    A byte that can be printed stands for itself, the others for the characters from 256 on.
-    """
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printed)
-    return {chr(byte): byte for byte in printed} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
-
-
-_BYTES = _byte_alphabet()
+_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -82,8 +74,7 @@ class Tokenizer:
             self._process = TokenizerProcess(backend.to_str, name=name)
         self._special_tokens = dict(special_tokens or {})
         self._template = _chat_template(chat_template, tools_template, self._special_tokens)
-        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._token_bytes: dict[int, bytes] = {}
+        self._pieces = Pieces(backend)
         self.bound: TextBound | None = text_bound(backend) if self.encodes_here else None
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
         self.response_template = response_template
@@ -99,19 +90,13 @@ class Tokenizer:
             CheckpointError: A file is missing or cannot be read; the message names it.
         """
         folder = Path(path)
-        config = _json_of(folder / "tokenizer_config.json")
-        templates = {} if chat_template is not None else _named_templates(folder, config)
-        tokens = {
-            name: value.get("content") if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token")
-        }
-        special = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        config = read_config(folder)
+        templates = {} if chat_template is not None else chat_templates(folder, config)
         return cls(
-            _load_backend(folder),
+            _load_backend(folder, config),
             chat_template=chat_template or templates.get("default"),
             tools_template=templates.get("tool_use"),
-            special_tokens=special,
+            special_tokens=named_tokens(config),
             response_template=config.get("response_template"),
             name=model_name(folder),
         )
@@ -170,43 +155,44 @@ class Tokenizer:
         return encode(self._backend, text, add_special_tokens=add_special_tokens, name=self._name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``. Other threads run meanwhile where there are many."""
+        """The text of ``token_ids``, as a `Detokenizer` has it. Other threads run meanwhile where
+        there are many."""
         ids = list(token_ids)
         if len(ids) < _MANY_TOKENS:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        # As in `encode`: a million tokens held a gateway up for 0.23 s.
-        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
-        return str(text)
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # As in `encode`: a million tokens held a gateway up for 0.23 s.
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        if _REPLACEMENT not in text or not self._pieces.has_byte_fallback:
+            return str(text)
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.finish()
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_token_ids: Set[int] = frozenset(),
+        follows: Sequence[int] | TokenIds = (),
+    ) -> Detokenizer:
+        """Decodes tokens one by one. ``shown_token_ids``: special tokens that are part of the text
+        although it leaves out the others. ``follows``: the tokens before it."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        if shown_token_ids:
+            skipped -= shown_token_ids
+        return Detokenizer(self._pieces, skipped=skipped, follows=follows)
 
     def to_json(self) -> str:
         """The contents of a ``tokenizer.json``, without the chat template."""
         return self._backend.to_str()
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text, for the log-probabilities that an API shows."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
+        """One token's own text behind others, or its bytes where it is no text by itself."""
+        return readable(self._pieces.later[token_id])
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `decode` leaves out."""
         return frozenset(self.special_tokens())
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether a text is the UTF-8 of its tokens' bytes, one token behind the other."""
-        return self._is_byte_level
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text; only where `is_byte_level`. Unknown ids add nothing."""
-        told = self._token_bytes.get(token_id)
-        if told is None:
-            spelled = self._backend.id_to_token(token_id) or ""
-            try:
-                told = bytes(_BYTES[character] for character in spelled)
-            except KeyError:  # An added token, which is spelled as it is.
-                told = spelled.encode()
-            self._token_bytes[token_id] = told
-        return told
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a chat, up to where the assistant's next turn begins.
@@ -254,8 +240,8 @@ def _is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
-    file = folder / "tokenizer.json"
+def _load_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    file, model = folder / "tokenizer.json", folder / "tokenizer.model"
     if file.is_file():
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -263,55 +249,34 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             if not _is_of_library(error):
                 raise
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-        # As transformers, which does neither unless it is asked to.
-        backend.no_padding()
-        backend.no_truncation()
-        return backend
-    if not (folder / "tokenizer.model").is_file():
+        backend = with_added_tokens(backend, config)
+    elif model.is_file():
+        backend = _converted(model)
+    else:
         raise CheckpointError(
             f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
             "checkpoint?"
         )
-    # Older checkpoints: transformers knows how to convert them, once, in seconds.
-    from transformers import AutoTokenizer
-
-    converted = AutoTokenizer.from_pretrained(folder, use_fast=True)
-    backend = converted.backend_tokenizer
+    # Those that were saved are of the training: a prompt has the tokens that it has.
+    backend.no_truncation()
+    backend.no_padding()
     return backend
 
 
-def _json_of(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+def _converted(model: Path) -> tokenizers.Tokenizer:
+    """Older checkpoints: transformers knows how to convert them, once, in seconds."""
+    from transformers import AutoTokenizer
 
-
-def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The checkpoint's chat templates by name; "default" is that of chats without tools. Files
-    of templates come before what the configuration has."""
-    settings, found = folder / "tokenizer_config.json", config.get("chat_template")
-    if found is None:  # Where older processors have theirs.
-        settings = folder / "chat_template.json"
-        found = _json_of(settings).get("chat_template")
-    named = found if isinstance(found, list) else [{"name": "default", "template": found}]
-    templates = {}
-    for entry in named:
-        name, source = (
-            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        )
-        if isinstance(name, str) and isinstance(source, str):
-            templates[name] = source
-        elif found is not None:
-            raise CheckpointError(
-                f"{settings}: chat_template={reprlib.repr(found)} must "
-                "be a Jinja template, or a list of objects with name and template"
-            )
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    for name, file in [("default", folder / "chat_template.jinja"), *((f.stem, f) for f in more)]:
-        if file.is_file():
-            try:
-                templates[name] = file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file} cannot be read as text: {error}") from error
-    return templates
+    try:
+        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
+            model.parent, use_fast=True
+        ).backend_tokenizer
+    except Exception as error:  # It raises many types, and its own parsers' too.
+        raise CheckpointError(
+            f"{model} cannot be converted: {error}; install sentencepiece if it is missing, or "
+            "save a tokenizer.json beside it"
+        ) from error
+    return backend
 
 
 def _chat_template(

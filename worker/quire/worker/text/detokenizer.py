@@ -1,0 +1,212 @@
+"""Token ids to text, one token at a time.
+
+A token's piece is the bytes that it adds to a text. A text is the UTF-8 of its tokens' pieces, one
+behind the other, with U+FFFD in place of bytes that are none. That is what the tokenizer's own
+decoder makes of all tokens at once, but for one difference: where a run of byte tokens is not
+UTF-8, as when an output ends within a character, that decoder makes each of the run's bytes U+FFFD.
+Here the whole characters of the run stay, since they may have been shown before.
+
+Pieces are read off the tokenizer's own decoder, a chain of steps. Those before tokens are joined
+see one token, whether it is the first and whether it is the last. Behind them only the text's
+beginning may be stripped.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence, Set
+
+import tokenizers
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.api.hashing import TokenIds
+from quire.worker.text.bounds import Part, parts_of
+
+_PROBE = "a"
+"""A token that no step changes."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_STEPS_OF_A_TOKEN = {"Replace", "Strip", "Metaspace", "WordPiece", "BPEDecoder", "ByteFallback"}
+_JOINS = {"Fuse", "ByteLevel"}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in a byte-level vocabulary: GPT-2's.
+
+    A byte that can be printed stands for itself, the others for the characters from 256 on.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printed)
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
+
+
+class Pieces:
+    """The pieces of a tokenizer's tokens. An unknown id's is empty."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Raises CheckpointError: its decoder cannot be had token by token."""
+        self._token = backend.id_to_token
+        steps = parts_of(backend.decoder, "decoders")
+        kinds = [step["type"] for step in steps]
+        join = next((place for place, kind in enumerate(kinds) if kind in _JOINS), len(steps))
+        behind = [step for step in steps[join + 1 :] if step["type"] != "Fuse"]
+        is_known = _STEPS_OF_A_TOKEN.issuperset(kinds[:join]) and (
+            not behind or (len(behind) == 1 and _strips_start(behind[0]))
+        )
+        if not is_known:
+            raise CheckpointError(
+                f"the tokenizer's decoder ({', '.join(kinds)}) is not supported: texts must come "
+                "of it token by token"
+            )
+        self._is_byte_level = "ByteLevel" in kinds
+        self.has_byte_fallback = "ByteFallback" in kinds
+        self._spell: Callable[[list[str]], str]
+        self._spell = " ".join if backend.decoder is None else _speller(steps[:join])
+        self.leading = behind[0]["content"].encode() if behind else b""
+        """What is stripped from a text's beginning, up to ``num_leading`` times."""
+        self.num_leading: int = behind[0]["start"] if behind else 0
+        self.has_gaps = "BPEDecoder" in kinds
+        """`gap` may be something."""
+        self.later = _Later(self._later)
+        """Of tokens behind others."""
+        self.is_plain = not (self.num_leading or backend.decoder is None or kinds[:join])
+        """Whether pieces do not depend on where they stand."""
+
+    def first(self, token_id: int) -> bytes:
+        """The piece of a text's first token, before anything is stripped."""
+        token = self._token(token_id) or ""
+        return self._bytes(token, self._spell([token]))
+
+    def gap(self, token_id: int) -> bytes:
+        """What a token adds once another one follows it."""
+        if not self.has_gaps:
+            return b""
+        token = self._token(token_id) or ""
+        alone, followed = self._spell([_PROBE, token]), self._spell([_PROBE, token, _PROBE])
+        return followed.removesuffix(_PROBE).removeprefix(alone).encode()
+
+    def knows(self, token_id: int) -> bool:
+        return self._token(token_id) is not None
+
+    def _later(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        spelled = self._spell([_PROBE, token])
+        return self._bytes(token, spelled.removeprefix(self._spell([_PROBE])))
+
+    def _bytes(self, token: str, spelled: str) -> bytes:
+        if self.has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        if self._is_byte_level and all(character in _BYTES for character in spelled):
+            return bytes(_BYTES[character] for character in spelled)
+        return spelled.encode()  # In a byte-level vocabulary: an added token.
+
+
+class Detokenizer:
+    """A text on its way, whose tokens come one by one."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        *,
+        skipped: Set[int] = frozenset(),
+        follows: Sequence[int] | TokenIds = (),
+    ) -> None:
+        """``skipped``: tokens that the text leaves out. ``follows``: the tokens before it, which
+        decide whether it begins with the space that its first word may have."""
+        self.skipped = skipped
+        self._pieces = pieces
+        self._later = pieces.later
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_first = True
+        self._num_leading = pieces.num_leading
+        self._gap = b""
+        self._is_plain = pieces.is_plain
+        if not self._is_plain:
+            self._follow(follows)
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token, behind what was: never half a character."""
+        if token_id in self.skipped:
+            return ""
+        piece = self._later[token_id] if self._is_plain else self._take(token_id)
+        return self._utf8.decode(piece)
+
+    def piece(self, token_id: int) -> bytes:
+        """What a token would add now; nothing where it is left out."""
+        if token_id in self.skipped:
+            return b""
+        return self._later[token_id] if self._is_plain else self._placed(token_id)[0]
+
+    def finish(self) -> str:
+        """The rest: U+FFFD for half a character."""
+        return self._utf8.decode(b"", final=True)
+
+    def _follow(self, token_ids: Sequence[int] | TokenIds) -> None:
+        for token_id in token_ids:
+            if not (self._is_first or self._num_leading):
+                break
+            if token_id not in self.skipped:
+                self._take(int(token_id))
+        if self._pieces.has_gaps:
+            last = next((each for each in reversed(token_ids) if each not in self.skipped), None)
+            self._gap = b"" if last is None else self._pieces.gap(int(last))
+
+    def _take(self, token_id: int) -> bytes:
+        piece, num_leading = self._placed(token_id)
+        if self._pieces.knows(token_id):
+            self._is_first, self._num_leading = False, num_leading
+            self._gap = self._pieces.gap(token_id)
+            self._is_plain = not (num_leading or self._pieces.has_gaps)
+        return piece
+
+    def _placed(self, token_id: int) -> tuple[bytes, int]:
+        """A token's piece here, and how often the text may still be stripped behind it."""
+        piece = self._pieces.first(token_id) if self._is_first else self._later[token_id]
+        left, leading = self._num_leading, self._pieces.leading
+        while left and piece.startswith(leading):
+            piece, left = piece[len(leading) :], left - 1
+        gap = self._gap if self._pieces.knows(token_id) else b""
+        return gap + piece, 0 if piece else left
+
+
+def readable(piece: bytes) -> str:
+    """A piece's text, or its bytes in OpenAI's way where it is no text by itself."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class _Later(dict[int, bytes]):
+    """Computes what it does not have."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._compute(token_id)
+        return piece
+
+
+def _strips_start(step: Part) -> bool:
+    return bool(step["type"] == "Strip" and step["stop"] == 0)
+
+
+def _speller(steps: list[Part]) -> Callable[[list[str]], str]:
+    """Tokens to text by those of ``steps`` that change single tokens."""
+    steps = [step for step in steps if step["type"] != "ByteFallback"]
+    if not steps:
+        return "".join
+    empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    made = tokenizers.Tokenizer.from_str(
+        json.dumps(empty | {"decoder": {"type": "Sequence", "decoders": steps}})
+    )
+    spell: Callable[[list[str]], str] = made.decoder.decode
+    return spell
