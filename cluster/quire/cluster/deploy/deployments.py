@@ -26,6 +26,7 @@ from quire.cluster.deploy.line import drain_when_told
 from quire.cluster.deploy.logs import log_beside_serve
 from quire.cluster.deploy.port_claims import claim_ports
 from quire.cluster.deploy.serve_port import keep_to_node_address
+from quire.cluster.deploy.start_steps import StartSteps
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -63,7 +64,11 @@ class ReplicaGroup:
         self._config = config
         self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
         self._group_id = serve.get_replica_context().replica_id.unique_id
-        self._server = await GroupServer.start(config, group_id=self._group_id)
+        app = serve.get_replica_context().app_name
+        with StartSteps(app, self._group_id) as steps:
+            self._server = await GroupServer.start(
+                config, group_id=self._group_id, on_step=steps.begin
+            )
         self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
         _freeze_garbage()
 
@@ -136,7 +141,7 @@ class Gateway:
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve()
         keep_to_node_address()
-        claims = claim_ports(config, owner=_owner())
+        claims = claim_ports(config, owner=_owner)
         self._at_end.callback(claims.close)
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
@@ -222,6 +227,10 @@ class Gateway:
     async def addresses(self) -> tuple[str, str]:
         """``host:port`` of the gRPC server and of the HTTP server."""
         return self._server.grpc_address, self._server.http_address
+
+    async def node(self) -> str:
+        """The address of this gateway's node."""
+        return str(ray.util.get_node_ip_address())
 
     async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
         """Returns an empty list once ``num_groups`` groups can be routed to, or after ``timeout_s``

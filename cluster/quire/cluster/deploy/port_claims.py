@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.cluster.config import ClusterConfig
@@ -23,9 +24,9 @@ _CLAIM = re.compile(r" @quire-port/(\d+)/(\S+)/(\S+)/(\w+)/\d+$", re.MULTILINE)
 _ANY_HOST = {"0.0.0.0", "::", ""}
 
 
-def claim_ports(config: ClusterConfig, *, owner: str) -> contextlib.ExitStack:
-    """Claims the gateway's ports for ``owner``, an ``APPLICATION@CLUSTER``, until what is returned
-    is closed.
+def claim_ports(config: ClusterConfig, *, owner: Callable[[], str]) -> contextlib.ExitStack:
+    """Claims the gateway's ports, if they are not any free ones, for ``owner``, an
+    ``APPLICATION@CLUSTER``, until what is returned is closed.
 
     Raises:
         ConfigError: Another application has one of them. None is claimed then.
@@ -34,7 +35,7 @@ def claim_ports(config: ClusterConfig, *, owner: str) -> contextlib.ExitStack:
         for name in ("grpc_port", "http_port"):
             port = getattr(config, name)
             if port and _TAKEN.exists():
-                _claim(claims, name, port, config.host, owner)
+                _claim(claims, name, port, config.host, owner())
         return claims.pop_all()
 
 
