@@ -147,23 +147,10 @@ def serve_until_signal(
     """
     cluster = running_cluster(config, name=name, ray_address=ray_address, progress=progress)
     with cluster as endpoints:
-        print(
-            f"Serving {config.model_name} as application {endpoints.app} after "
-            f"{progress.elapsed_s:.1f} s; Ctrl-C drains and stops."
-        )
-        print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
-        scheme = "https" if config.tls_certificate else "http"
-        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
-        if ray_address is not None:
-            print(f"  gateways on  {', '.join(endpoints.nodes)}    each answers at these ports")
         session = endpoints.session
-        if session.kept_logs is not None:
-            print(f"  logs  {session.kept_logs}    kept; live/ while it serves")
-        elif session.logs is not None:
-            print(f"  logs  {session.logs}    on each node")
-        sys.stdout.flush()
         watching = AppWatch(endpoints.app, folder=session.logs)
         with contextlib.suppress(KeyboardInterrupt), watching as watch:
+            _announce(config, endpoints, start_s=progress.elapsed_s)
             while not (what := session.lost()):
                 for line in watch.news():
                     print(f"quire: {line}", file=sys.stderr, flush=True)
@@ -180,6 +167,23 @@ def serve_until_signal(
             )
         print("Draining …", flush=True)
     print("Stopped.")
+
+
+def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) -> None:
+    print(
+        f"Serving {config.model_name} as application {endpoints.app} after {start_s:.1f} s; "
+        "Ctrl-C drains and stops."
+    )
+    print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
+    scheme = "https" if config.tls_certificate else "http"
+    print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
+    session = endpoints.session
+    if session.kept_logs is not None:
+        print(f"  logs  {session.kept_logs}    kept; live/ while it serves")
+    elif session.logs is not None:
+        print(f"  logs  {session.logs}    on each node")
+        print(f"  gateways on {', '.join(endpoints.nodes)}: each answers at these ports")
+    sys.stdout.flush()
 
 
 def _in_words(config: ClusterConfig) -> str:
