@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,9 @@ settings.register_profile(
     "quire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("quire")
+
+# Logs of clusters that tests start are not kept among the user's.
+os.environ.setdefault("QUIRE_STATE_DIR", str(Path(tempfile.gettempdir(), "quire-tests-state")))
 
 MakeLlama = Callable[..., Path]
 

@@ -130,4 +130,25 @@ def test_a_group_that_cannot_start_says_why_once(capsys: pytest.CaptureFixture[s
         r"quire: ReplicaGroup: ConfigError: .* 0 blocks .* kv_cache_memory_bytes=\d+ or more",
         said.err,
     )
-    assert said.out.count("\n") == 1, "that it starts"
+    assert (said.out + said.err).count("0 blocks") == 1
+    assert re.search(r"^logs: (\S+)$", said.err, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_a_failed_start_shows_the_traceback_and_keeps_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("QUIRE_NATIVE_ISA", "none")
+    assert main(["serve", "--grpc-port", "0", "--http-port", "0", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(
+        r"^ReplicaGroup: .*Traceback .*in start_ranks\n", said, re.DOTALL | re.MULTILINE
+    )
+    *_, logs, last = said.splitlines()
+    assert last.startswith("quire: ReplicaGroup: ValueError: QUIRE_NATIVE_ISA='none'")
+    kept = Path(logs.removeprefix("logs: "))
+    assert kept.parent == tmp_path / "logs"
+    texts = [path.read_text(errors="replace") for path in kept.rglob("*.log")]
+    assert any("QUIRE_NATIVE_ISA='none'" in text for text in texts)
+    assert not (kept / "live").is_symlink()

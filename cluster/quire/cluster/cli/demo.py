@@ -1,7 +1,6 @@
 """The quickstart: a cluster on this machine, a few questions, and what each of them cost."""
 
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from quire import demo_model
 from quire.cluster.client import chat_request, generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster
+from quire.cluster.deploy.progress import Progress
 from quire.v1 import inference_pb2 as pb
 
 NUM_STREAMED = 3
@@ -46,16 +46,17 @@ class Answer:
         return (self.usage.num_output_tokens - 1) / decode_s if decode_s > 0 else 0.0
 
 
-def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
+def run_demo(
+    config: ClusterConfig, *, name: str | None, ray_address: str | None, progress: Progress
+) -> int:
     """Starts the cluster, asks, prints, stops it; returns the process's exit status."""
     engine = config.engine
     if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is None:
         engine = replace(engine, kv_cache_memory_bytes=_KV_CACHE_BYTES)
         config = replace(config, engine=engine)
-    began_s = time.monotonic()
-    say = partial(print, flush=True)
-    with running_cluster(config, ray_address=ray_address, say=say) as endpoints:
-        print(f"Up after {time.monotonic() - began_s:.1f} s: gRPC on {endpoints.grpc}\n")
+    cluster = running_cluster(config, name=name, ray_address=ray_address, progress=progress)
+    with cluster as endpoints:
+        print(f"Up after {progress.elapsed_s:.1f} s: gRPC on {endpoints.grpc}\n")
         try:
             answers = _ask_all(endpoints)
         except grpc.RpcError as error:
@@ -63,7 +64,7 @@ def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
             return 1
         _print_table(answers)
         print("\nStopping …", flush=True)
-    print(f"Stopped. All of it took {time.monotonic() - began_s:.0f} s.")
+    print(f"Stopped. All of it took {progress.elapsed_s:.0f} s.")
     return 0
 
 

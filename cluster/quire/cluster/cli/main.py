@@ -22,6 +22,8 @@ from quire.cluster.cli.help import (
     server_of,
 )
 from quire.cluster.cli.simulate import add_simulate_parser
+from quire.cluster.cli.stop import add_stop_parser
+from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except QuireError as error:
+        for note in getattr(error, "__notes__", ()):  # Tracebacks of others, where the logs are.
+            print(note, file=sys.stderr)
         print(f"quire: {error}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_USAGE) else 1
     # The reader of the pipe, such as `head`, has closed it.
@@ -104,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
     demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
 
+    add_stop_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="send a prompt to a running server and print the text as it arrives",
@@ -133,18 +138,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    with ended_by_signal():  # From here on: the imports alone take seconds.
-        from quire.cluster.deploy.app import serve_until_signal
+    with ended_by_signal(), on_stdout() as progress:  # The imports alone take seconds.
+        with progress.step("imports"):
+            from quire.cluster.deploy.app import serve_until_signal
 
-        serve_until_signal(cluster_config(arguments), ray_address=arguments.ray_address)
+        serve_until_signal(
+            cluster_config(arguments),
+            name=arguments.name,
+            ray_address=arguments.ray_address,
+            progress=progress,
+        )
     return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    with ended_by_signal():
-        from quire.cluster.cli.demo import run_demo
+    with ended_by_signal(), on_stdout() as progress:
+        with progress.step("imports"):
+            from quire.cluster.cli.demo import run_demo
 
-        return run_demo(cluster_config(arguments), ray_address=arguments.ray_address)
+        return run_demo(
+            cluster_config(arguments),
+            name=arguments.name,
+            ray_address=arguments.ray_address,
+            progress=progress,
+        )
 
 
 def _generate(arguments: argparse.Namespace) -> int:

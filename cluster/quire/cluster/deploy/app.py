@@ -7,15 +7,19 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.local import check_ports, ray_session
+from quire.cluster.deploy.app_watch import AppWatch
+from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
+from quire.cluster.deploy.names import check_free, name_of_application
+from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
-from quire.cluster.deploy.start import Say, check_nodes, check_room, start_app
+from quire.cluster.deploy.start import check_nodes, check_room, start_app, start_serve
 from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.errors import ClusterLost
+from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.group.placement import placement_options
 from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
@@ -31,27 +35,37 @@ if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its 
 
     from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
 
-APP_NAME = "quire"
+SILENT = Progress()
 _WATCH_EVERY_S = 0.2
+_TOLD_FROM_S = 0.5
 
 
 @dataclass(frozen=True)
 class Endpoints:
     """Where clients connect: ``host:port`` each."""
 
+    app: str
+    """The application's name on its Ray cluster."""
     grpc: str
     http: str
+    nodes: tuple[str, ...] = ()
+    """The address of each gateway's node, as of now: Serve may start one again elsewhere."""
     session: RaySession = UNKNOWN
     """Whether Ray still supervises them."""
 
 
 @contextlib.contextmanager
 def running_cluster(
-    config: ClusterConfig, *, ray_address: str | None = None, say: Say = lambda _: None
+    config: ClusterConfig,
+    *,
+    name: str | None = None,
+    ray_address: str | None = None,
+    progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
     """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
     its own. At the end requests at hand are drained and everything started here is stopped.
-    ``say`` hears that it starts, and what it waits for.
+    ``name`` is the application's, by default made from the model's. ``progress`` hears of
+    each step of the start.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -59,69 +73,91 @@ def running_cluster(
         StartFailed: A group or gateway failed as it started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
-    config = _checked(config)
+    name = name_of_application(config.model_name, name)
+    progress.say(f"Starting {_in_words(config)} …")
+    with progress.step("model files", has_bars=is_hub_name(config.engine.model)):
+        config = _checked(config)
+        if ray_address is None:
+            check_nodes(config)
+            check_ports(config)
+            _check_files(config)
+            # Here, where the user sees how far it is; groups then find it in the cache.
+            open_checkpoint(fetch_checkpoint(config.engine.model))
     if ray_address is None:
-        check_nodes(config)
-        check_ports(config)
-        _check_files(config)
-        # Here, where the user sees how far it is; groups then find it in the cache.
-        open_checkpoint(fetch_checkpoint(config.engine.model))
-    say(f"Starting {_in_words(config)} …")
-    with ray_session(address=ray_address, drain_timeout_s=config.drain_timeout_s) as session:
+        with progress.step("native code", told_from_s=_TOLD_FROM_S):
+            compile_native_code(device=config.engine.device, is_logged=False)
+    with contextlib.ExitStack() as stack:
+        with progress.step("Ray"):
+            ray = ray_session(address=ray_address, drain_timeout_s=config.drain_timeout_s)
+            session = stack.enter_context(ray)
         if ray_address is None:
             _check_room(config)
             config = _shared_out(config)
-        with running_app(config, session=session, say=say) as endpoints:
-            yield replace(endpoints, session=session)
+        app = running_app(config, name=name, session=session, progress=progress)
+        endpoints = replace(stack.enter_context(app), session=session)
+        progress.end()
+        yield endpoints
 
 
 @contextlib.contextmanager
 def running_app(
     config: ClusterConfig,
     *,
+    name: str | None = None,
     gateway: "type[Gateway] | None" = None,
     group: "type[ReplicaGroup] | None" = None,
     session: RaySession = UNKNOWN,
-    say: Say = lambda _: None,
+    progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
-    """The same on the Ray cluster that this process is connected to; several can follow on from
-    each other there. ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray
-    dies.
+    """The same on the Ray cluster that this process is connected to, beside what else runs there.
+    ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray dies.
 
     Raises:
-        ConfigError: A group or gateway cannot start with these settings.
+        ConfigError: The name is in use; or a group or gateway cannot start with these settings.
         StartFailed: One failed as it started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
-    from ray import serve
-
-    serve.start(proxy_location="Disabled")
+    name = name_of_application(config.model_name, name)
+    check_free(name)
+    if is_only_node():  # On others, each gateway looks for itself.
+        check_ports(config)
+    with progress.step("Ray Serve"):
+        start_serve()
     try:
         app = build_app(config, gateway=gateway, group=group)
-        handle = start_app(app, name=APP_NAME, num_groups=config.min_groups, say=say)
-        yield Endpoints(*handle.addresses.remote().result())
+        handle = start_app(app, name=name, num_groups=config.min_groups, progress=progress)
+        nodes = tuple(sorted(set(handle.broadcast("node").results())))
+        grpc, http = handle.addresses.remote().result()
+        yield Endpoints(name, grpc=grpc, http=http, nodes=nodes)
     finally:
-        stop_app(APP_NAME, session, drain_timeout_s=config.drain_timeout_s)
+        stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
-def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
+def serve_until_signal(
+    config: ClusterConfig,
+    *,
+    name: str | None = None,
+    ray_address: str | None = None,
+    progress: Progress = SILENT,
+) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started.
 
     Raises:
-        ClusterLost: It ended for another reason: Ray died.
+        ClusterLost: It ended for another reason: Ray died, or the application is gone.
     """
-    cluster = running_cluster(config, ray_address=ray_address, say=partial(print, flush=True))
+    cluster = running_cluster(config, name=name, ray_address=ray_address, progress=progress)
     with cluster as endpoints:
-        print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
-        print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
-        scheme = "https" if config.tls_certificate else "http"
-        print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
         session = endpoints.session
-        if session.logs is not None:
-            print(f"  logs  {session.logs}    gone after the stop")
-        sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):
+        watching = AppWatch(endpoints.app, folder=session.logs)
+        with contextlib.suppress(KeyboardInterrupt), watching as watch:
+            _announce(config, endpoints, start_s=progress.elapsed_s)
             while not (what := session.lost()):
+                for line in watch.news():
+                    print(f"quire: {line}", file=sys.stderr, flush=True)
+                if watch.is_gone:
+                    raise ClusterLost(
+                        f"the application {endpoints.app!r} is gone: another process stopped it"
+                    )
                 time.sleep(_WATCH_EVERY_S)
             print(
                 f"quire: {what}: nothing is restarted or scaled any more. Streams may take "
@@ -131,6 +167,23 @@ def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None)
             )
         print("Draining …", flush=True)
     print("Stopped.")
+
+
+def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) -> None:
+    print(
+        f"Serving {config.model_name} as application {endpoints.app} after {start_s:.1f} s; "
+        "Ctrl-C drains and stops."
+    )
+    print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
+    scheme = "https" if config.tls_certificate else "http"
+    print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
+    session = endpoints.session
+    if session.kept_logs is not None:
+        print(f"  logs  {session.kept_logs}    kept; live/ while it serves")
+    elif session.logs is not None:
+        print(f"  logs  {session.logs}    on each node")
+        print(f"  gateways on {', '.join(endpoints.nodes)}: each answers at these ports")
+    sys.stdout.flush()
 
 
 def _in_words(config: ClusterConfig) -> str:

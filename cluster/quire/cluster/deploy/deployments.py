@@ -24,7 +24,9 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer, new_table
 from quire.cluster.deploy.line import drain_when_told
 from quire.cluster.deploy.logs import log_beside_serve
+from quire.cluster.deploy.port_claims import claim_ports
 from quire.cluster.deploy.serve_port import keep_to_node_address
+from quire.cluster.deploy.start_steps import StartSteps
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -62,7 +64,11 @@ class ReplicaGroup:
         self._config = config
         self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
         self._group_id = serve.get_replica_context().replica_id.unique_id
-        self._server = await GroupServer.start(config, group_id=self._group_id)
+        app = serve.get_replica_context().app_name
+        with StartSteps(app, self._group_id) as steps:
+            self._server = await GroupServer.start(
+                config, group_id=self._group_id, on_step=steps.begin
+            )
         self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
         _freeze_garbage()
 
@@ -135,6 +141,8 @@ class Gateway:
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve()
         keep_to_node_address()
+        claims = claim_ports(config, owner=_owner)
+        self._at_end.callback(claims.close)
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
         # and go. Serve refers to routers weakly: the handle has to be kept.
@@ -152,6 +160,7 @@ class Gateway:
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
         # started only then.
         self._at_end.push_async_callback(stop)
+        self._at_end.callback(claims.close)  # First of all: it listens no more.
         _freeze_garbage()
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
@@ -219,6 +228,10 @@ class Gateway:
         """``host:port`` of the gRPC server and of the HTTP server."""
         return self._server.grpc_address, self._server.http_address
 
+    async def node(self) -> str:
+        """The address of this gateway's node."""
+        return str(ray.util.get_node_ip_address())
+
     async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
         """Returns an empty list once ``num_groups`` groups can be routed to, or after ``timeout_s``
         the reasons why they cannot be."""
@@ -239,6 +252,12 @@ def _freeze_garbage() -> None:
     through 275,000 objects, which held up all streams for 0.1 s or more."""
     gc.collect()
     gc.freeze()
+
+
+def _owner() -> str:
+    """This replica's application, and the Ray cluster where it runs."""
+    context = ray.get_runtime_context()
+    return f"{serve.get_replica_context().app_name}@{context.gcs_address}"
 
 
 async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.kept_logs import kept, logs_named
 from quire.cluster.deploy.line import PATH, Line
 from quire.cluster.deploy.processes import descendants, end_all_with, finished, kill
 from quire.cluster.deploy.session import OthersCluster, OwnNode, RaySession
@@ -79,7 +80,10 @@ def ray_session(
             stack.callback(_shut_down)
             with ray_leaves_signals_alone():
                 _connect(address)
-            yield _others_cluster()
+            session = _others_cluster()
+            if session.logs is not None:
+                stack.enter_context(logs_named(f"{session.logs} on the node of each part"))
+            yield session
             return
         # A folder of our own: short, for the sockets in it, and gone with the cluster. Ray opens
         # the folder that it is given to every user, so it is given one inside.
@@ -87,6 +91,9 @@ def ray_session(
         private = Path(tempfile.mkdtemp(prefix="quire-", dir=None if is_short else "/tmp"))
         stack.callback(_remove, private)
         folder = private / "r"
+        logs = folder / "session_latest" / "logs"
+        kept_logs = stack.enter_context(kept(logs))
+        stack.enter_context(logs_named(kept_logs))
         line = stack.enter_context(Line(private / "line"))
         stack.enter_context(_environment(PATH, str(line.path)))
         # Where Ray's agents make a folder that find no GCS any more.
@@ -99,8 +106,7 @@ def ray_session(
             _start_node(folder, without_gcs_s=_WITHOUT_GCS_S + math.ceil(drain_timeout_s))
         pids = _pids()
         stack.callback(lambda: below.extend(descendants(pids["raylet"])))
-        logs = folder / "session_latest" / "logs" / "serve"
-        yield OwnNode(logs=logs, line=line, pids=pids)
+        yield OwnNode(logs=logs / "serve", kept_logs=kept_logs, line=line, pids=pids)
 
 
 def _remove(folder: Path) -> None:
@@ -127,7 +133,8 @@ def _others_cluster() -> OthersCluster:
     node = worker._global_node
     if node is None:  # Through a proxy, which knows.
         return OthersCluster(gcs=None, raylet=None)
-    return OthersCluster(gcs=node.gcs_address, raylet=node.raylet_socket_name)
+    logs = Path(node.get_logs_dir_path()) / "serve"
+    return OthersCluster(gcs=node.gcs_address, raylet=node.raylet_socket_name, logs=logs)
 
 
 def _pids() -> dict[str, int]:
@@ -167,8 +174,9 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
         raise ConfigError(
-            f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
-            "starts one, and without an address one is started for you"
+            f"ray_address={address!r}: no Ray cluster is there, or it wants a token "
+            f"({error}); `ray start --head` starts one, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+            "must be as on its head, and without an address a cluster is started for you"
         ) from error
 
 
@@ -265,6 +273,17 @@ def _check_address(address: str) -> None:
             f"ray_address={address!r}: nothing answers there ({error}); give the address of a "
             "Ray cluster's head, or 'auto' on one of its nodes"
         ) from error
+
+
+def is_only_node() -> bool:
+    """Whether the Ray cluster that this process is connected to has this machine alone."""
+    import ray
+    from ray._private import worker
+
+    if worker._global_node is None:  # Connected through a proxy, from anywhere.
+        return False
+    nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
+    return nodes == [ray.get_runtime_context().get_node_id()]
 
 
 def check_ports(config: ClusterConfig) -> None:

@@ -24,7 +24,9 @@ class RaySession:
     known."""
 
     logs: Path | None = None
-    """Where what Serve runs on a cluster of our own logs."""
+    """Where what Serve runs on this node logs."""
+    kept_logs: Path | None = None
+    """Where all of that stays after the end of a cluster of our own."""
 
     def lost(self) -> str | None:
         """The supervising process that has died, in words for a user; None if all live."""
@@ -50,6 +52,7 @@ class OwnNode(RaySession):
     """
 
     logs: Path | None
+    kept_logs: Path | None = None
     line: Line
     pids: dict[str, int]
     """Process ids of raylet and GCS, both children of this process."""
@@ -74,7 +77,8 @@ class OwnNode(RaySession):
 class OthersCluster(RaySession):
     """A cluster that was there before, at these addresses; None where Ray does not tell."""
 
-    def __init__(self, *, gcs: str | None, raylet: str | None) -> None:
+    def __init__(self, *, gcs: str | None, raylet: str | None, logs: Path | None = None) -> None:
+        self.logs = logs
         self._gcs, self._raylet = gcs, raylet
         self._seen_s = self._looked_s = time.monotonic()
         self._what: str | None = None

@@ -4,11 +4,15 @@ Ray Serve waits without end: for a GPU that no node has, or for groups that no g
 The user should read why.
 """
 
+import itertools
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.progress import Progress
+from quire.cluster.deploy.start_steps import Steps, forgotten_at_end, steps_of
 from quire.cluster.errors import StartFailed
 from quire.worker.api.errors import ConfigError
 
@@ -19,48 +23,126 @@ if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its 
 
     from quire.cluster.deploy.deployments import Gateway
 
-Say = Callable[[str], object]
-
 _LOOK_EVERY_S = 0.1
+_STEPS_EVERY_S = 0.5
+_STARTING = "groups and gateways start"
+_LABELS = {"ReplicaGroup": "groups", "Gateway": "gateways"}
 _GROUPS_TOLD_AFTER_S = 10.0
 _MAX_SHOWN_CHARS = 600
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _AGAIN = "failed as it started, and is started again"
 _OUR_ERRORS = "quire.worker.api.errors."
 # Which a second attempt would raise again.
 _HOPELESS = (f"{_OUR_ERRORS}ConfigError: ", f"{_OUR_ERRORS}CheckpointError: ")
 
 
+def start_serve() -> None:
+    """Starts Serve's controller on the Ray cluster, or finds the one that it has."""
+    from ray import serve
+
+    try:
+        serve.start(proxy_location="Disabled")
+    except ValueError:  # Another process has started it since this one looked.
+        serve.start(proxy_location="Disabled")
+
+
 def start_app(
-    app: "serve.Application", *, name: str, num_groups: int, say: Say
+    app: "serve.Application", *, name: str, num_groups: int, progress: Progress
 ) -> "DeploymentHandle[Gateway]":
-    """Runs ``app`` until it can route to ``num_groups`` groups; ``say`` hears what it waits for.
+    """Runs ``app`` until it can route to ``num_groups`` groups; ``progress`` hears how far it is.
 
     Raises:
         ConfigError: A group or gateway cannot start with these settings.
-        StartFailed: One failed as it started.
+        StartFailed: One failed as it started; its notes have the tracebacks.
     """
     from ray import serve
 
+    start = _Start(name, progress)
     target = serve.RunTarget(target=app, name=name, route_prefix=None)
-    (handle,) = serve.run_many([target], wait_for_applications_running=False)
-    told = ""
-
-    def tell(reasons: str) -> None:
-        nonlocal told
-        if reasons and reasons != told:
-            told = reasons
-            say(f"  waiting: {reasons}")
-
-    while (status := serve.status().applications[name]).status != "RUNNING":
-        if is_hopeless(status.deployments):
-            raise ConfigError(obstacles(status.deployments))
-        if status.status == "DEPLOY_FAILED":
-            raise StartFailed(obstacles(status.deployments) or status.message)
-        tell(obstacles(status.deployments, is_over=False))
-        time.sleep(_LOOK_EVERY_S)
-    while troubles := handle.wait_for_groups.remote(num_groups, _GROUPS_TOLD_AFTER_S).result():
-        tell("; ".join(troubles))
+    with forgotten_at_end(name):
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        while (status := serve.status().applications[name]).status != "RUNNING":
+            if is_hopeless(status.deployments):
+                raise ConfigError(obstacles(status.deployments))
+            if status.status == "DEPLOY_FAILED":
+                raise failure(status.deployments, otherwise=status.message)
+            start.look(status.deployments)
+            time.sleep(_LOOK_EVERY_S)
+        start.look(status.deployments)
+        progress.pending("routes", "gateways connect to groups")
+        while troubles := handle.wait_for_groups.remote(num_groups, _GROUPS_TOLD_AFTER_S).result():
+            start.tell("; ".join(troubles))
     return handle
+
+
+class _Start:
+    """What `start_app` has seen and told."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name = name
+        self._progress = progress
+        self._begin_s = time.monotonic()
+        self._told = ""
+        self._ready: set[str] = set()
+        self._steps: dict[str, Steps] = {}
+        self._looked_s = 0.0
+        progress.pending(_STARTING)
+
+    def look(self, deployments: "Mapping[str, DeploymentStatusOverview]") -> None:
+        if time.monotonic() - self._looked_s >= _STEPS_EVERY_S:
+            self._looked_s = time.monotonic()
+            now_s, steps = time.time(), steps_of(self._name)
+            self._steps |= {id_: [*known, ("", now_s)] for id_, known in steps.items()}
+            under_way = sorted({known[-1][0] for known in steps.values() if known})
+            waits = [
+                f"{num_running(each)} of {sum(each.replica_states.values())} {label_of(name)}"
+                for name, each in deployments.items()
+                if each.status != "HEALTHY" and each.replica_states
+            ]
+            detail = ", ".join(waits) + (f"; {', '.join(under_way)}" if under_way else "")
+            self._progress.pending(_STARTING, detail)
+        for name, each in deployments.items():
+            if each.status == "HEALTHY" and name not in self._ready:
+                self._ready.add(name)
+                detail = f"{num_running(each)} ready"
+                if name == "ReplicaGroup" and self._steps:
+                    detail += f": {self._durations()}"
+                self._progress.done(label_of(name), time.monotonic() - self._begin_s, detail)
+        self.tell(obstacles(deployments, is_over=False))
+
+    def tell(self, reasons: str) -> None:
+        if reasons and reasons != self._told:
+            self._told = reasons
+            self._progress.say(f"  waiting: {reasons}")
+
+    def _durations(self) -> str:
+        """How long each step of the group took that was seen last."""
+        last = max(self._steps.values(), key=lambda steps: steps[-1][1])
+        return ", ".join(
+            f"{name} {max(0.0, end_s - begin_s):.1f} s"
+            for (name, begin_s), (_, end_s) in itertools.pairwise(last)
+        )
+
+
+def label_of(deployment: str) -> str:
+    """A deployment's name in words."""
+    return _LABELS.get(deployment, deployment)
+
+
+def num_running(deployment: "DeploymentStatusOverview") -> int:
+    return sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
+
+
+def failure(
+    deployments: "Mapping[str, DeploymentStatusOverview]", *, otherwise: str
+) -> StartFailed:
+    """What to raise for a start that Serve gave up, with the tracebacks in its notes; its message
+    is ``otherwise`` where deployments say nothing."""
+    error = StartFailed(obstacles(deployments) or otherwise)
+    for name, message in _messages(deployments).items():
+        if _raised(message):
+            error.add_note(f"{name}: {_COLOURS.sub('', message).strip()}")
+    return error
 
 
 def obstacles(

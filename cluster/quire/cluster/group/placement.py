@@ -6,11 +6,13 @@ resources of its own, beside as many ranks as in each of the others. Serve makes
 group, and when it removes it with its replica, Ray ends what ran there.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.group.native_code import compile_native_code
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.model.config import check_parallel, read_model_spec
@@ -18,6 +20,8 @@ from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.model.hub import fetch_checkpoint
 from quire.worker.ranks.executor import make_executor
 from quire.worker.step.messages import Executor
+
+OnStep = Callable[[str], object]
 
 
 def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
@@ -52,19 +56,26 @@ def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def start_ranks(config: ClusterConfig) -> tuple[Executor, ModelFacts]:
-    """Starts the ranks of one group, in the replica that is to have them.
+def start_ranks(
+    config: ClusterConfig, on_step: OnStep = lambda _: None
+) -> tuple[Executor, ModelFacts]:
+    """Starts the ranks of one group, in the replica that is to have them. ``on_step`` hears of each
+    part of it as it begins.
 
     Meanwhile a thread hashes the weights, which gateways tell models apart by.
 
     Raises:
         ConfigError, CheckpointError, RankFailure: As `make_executor`.
     """
+    on_step("model files")
     engine = replace(config.engine, model=fetch_checkpoint(config.engine.model))
     # Bad settings are refused at once, before the weights are hashed.
     model_facts(engine, with_fingerprint=False)
     spec = read_model_spec(engine.model, model_impl=engine.model_impl)
     check_parallel(spec, engine.tensor_parallel_size)
+    on_step("native code")
+    compile_native_code(device=engine.device)
+    on_step("weights")
     with ThreadPoolExecutor(1, "quire-fingerprint") as thread:
         hashed = thread.submit(model_facts, engine)
         executor = _start_executor(config, engine)

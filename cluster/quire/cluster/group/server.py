@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.placement import start_ranks
+from quire.cluster.group.placement import OnStep, start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.tls import own_certificate
@@ -75,8 +75,11 @@ class GroupServer:
         """For gateways."""
 
     @classmethod
-    async def start(cls, config: ClusterConfig, *, group_id: str) -> Self:
-        """Starts the ranks, lets them decode once, and listens on a free port.
+    async def start(
+        cls, config: ClusterConfig, *, group_id: str, on_step: OnStep = lambda _: None
+    ) -> Self:
+        """Starts the ranks, lets them decode once, and listens on a free port. ``on_step`` hears
+        the name of each step as it begins.
 
         Raises:
             ConfigError, CheckpointError: The model cannot run like this.
@@ -85,7 +88,8 @@ class GroupServer:
         # The executor's own deadline first: it knows which rank it is that does not answer.
         step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
         config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
-        executor, facts = await asyncio.to_thread(start_ranks, config)
+        executor, facts = await asyncio.to_thread(start_ranks, config, on_step)
+        on_step("first step")
         try:
             engine = Engine(config.engine, facts, executor, epoch=time.time_ns())
         except BaseException:

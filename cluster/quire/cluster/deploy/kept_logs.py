@@ -1,0 +1,108 @@
+"""A folder for the logs of each start, which outlives the cluster that wrote them.
+
+    QUIRE_STATE_DIR   where they are, instead of ``$XDG_STATE_HOME/quire`` or ~/.local/state/quire
+
+While the cluster runs, the folder has a link ``live`` to the logs; at its end it gets a copy.
+The oldest folders go: at most `_MAX_FOLDERS` are kept, of at most `_MAX_BYTES` together.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+_MAX_FOLDERS = 10
+_MAX_BYTES = 256 * 2**20
+_MAX_FILE_BYTES = 16 * 2**20
+"""Of a longer file the end is kept."""
+_LIVE = "live"
+
+
+def state_folder() -> Path:
+    """May not exist yet. Raises RuntimeError where there is no home directory."""
+    if chosen := os.environ.get("QUIRE_STATE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "quire"
+
+
+@contextlib.contextmanager
+def kept(logs: Path) -> Iterator[Path | None]:
+    """The folder that has what is in ``logs`` at the end of the block; ``None``, and a warning,
+    where none can be made."""
+    try:
+        folder = _new_folder(state_folder() / "logs")
+        (folder / _LIVE).symlink_to(logs)
+    except (OSError, RuntimeError) as error:
+        _log.warning("logs are not kept: %s; QUIRE_STATE_DIR names another folder", error)
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        _copy(logs, folder)
+        (folder / _LIVE).unlink(missing_ok=True)
+        _remove_oldest(folder.parent)
+
+
+@contextlib.contextmanager
+def logs_named(place: object) -> Iterator[None]:
+    """What the block raises says where the logs are, in a note."""
+    try:
+        yield
+    except BaseException as error:
+        if place is not None:
+            error.add_note(f"logs: {place}")
+        raise
+
+
+def _new_folder(parent: Path) -> Path:
+    # Prompts may be in it, in a traceback.
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    _remove_oldest(parent)
+    return folder
+
+
+def _copy(logs: Path, folder: Path) -> None:
+    """As far as it can be: what is lost here must not keep a cluster from its end."""
+    try:
+        for source in sorted(path for path in logs.rglob("*") if path.is_file()):
+            if source.is_symlink() or not source.stat().st_size:
+                continue
+            target = folder / source.relative_to(logs)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with source.open("rb") as whole, target.open("wb") as copy:
+                whole.seek(max(0, source.stat().st_size - _MAX_FILE_BYTES))
+                shutil.copyfileobj(whole, copy)
+    except OSError as error:
+        _log.warning("not all logs are kept in %s: %s", folder, error)
+
+
+def _remove_oldest(parent: Path) -> None:
+    num_bytes = 0
+    folders = [each for each in parent.iterdir() if each.is_dir() and not each.is_symlink()]
+    for number, folder in enumerate(sorted(folders, key=_age)):
+        num_bytes += sum(file.lstat().st_size for file in folder.rglob("*"))
+        if (
+            number
+            and not _is_of_running(folder)
+            and (number >= _MAX_FOLDERS or num_bytes > _MAX_BYTES)
+        ):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_of_running(folder: Path) -> bool:
+    """By the process id in its name."""
+    pid = folder.name.rpartition("-")[2]
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()
+
+
+def _age(folder: Path) -> float:
+    return -folder.lstat().st_mtime

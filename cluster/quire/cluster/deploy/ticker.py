@@ -1,0 +1,71 @@
+"""Repeats on standard output what is pending, until standard input ends.
+
+A process of its own, run as a file: Ray connects in one call that holds the interpreter's lock, for
+seconds on a busy machine, and no thread of that process would come to write.
+
+Each line of input has three fields, parted by tabs: what is pending, empty for nothing; how far it
+is; and whether something was written beside this process, which need not speak so soon then.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+_EVERY_S = 1.5
+"""A busy machine may delay it."""
+_LIVE_EVERY_S = 0.25
+_COLUMNS = 80
+ERASE = "\r\x1b[K"
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # It ends with its input.
+    is_live = os.isatty(1)
+    every_s = _LIVE_EVERY_S if is_live else _EVERY_S
+    name = detail = ""
+    begin_s = said_s = time.monotonic()
+    unread = b""
+    while True:
+        wait_s = max(0.0, said_s + every_s - time.monotonic())
+        if select.select([0], [], [], wait_s)[0]:
+            read = os.read(0, 2**16)
+            if not read:
+                break
+            *lines, unread = (unread + read).split(b"\n")
+            for line in lines:
+                before = name
+                name, detail, was_said = line.decode().split("\t")
+                if name != before:
+                    begin_s = time.monotonic()
+                if was_said:
+                    said_s = time.monotonic()
+            continue
+        said_s = time.monotonic()
+        if name:
+            text = f"  … {name}, {said_s - begin_s:.0f} s"
+            text = f"{text}: {detail}" if detail else text
+            # A line that wraps could not be erased.
+            _write(f"{ERASE}{text[: _width() - 1]}" if is_live else f"{text}\n")
+        elif is_live:
+            _write(ERASE)
+    if is_live and name:
+        _write(ERASE)
+
+
+def _width() -> int:
+    try:
+        return os.get_terminal_size(1).columns or _COLUMNS
+    except OSError:
+        return _COLUMNS
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):  # Nobody reads any more.
+        os.write(1, text.encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Compiles our C++ libraries ahead of their first use, so that a start can say what it waits for.
+
+Where a wheel brought them or they were compiled before, this is done at once.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from quire import native_build
+from quire.kernels import native
+from quire.router.prefix_index import native_index
+from quire.worker.api import native_hashing
+
+_NVIDIA = Path("/dev/nvidiactl")
+
+
+def compile_native_code(*, device: str, is_logged: bool = True) -> None:
+    """For ``device``, as `EngineConfig.device` has it. What cannot be compiled is done without, as
+    the log of each process that misses it says."""
+    if os.environ.get("QUIRE_NATIVE", "1") == "0":
+        return
+    builds = [native_hashing.build, native_index.build]
+    if device == "cpu" or (device == "auto" and not _NVIDIA.exists()):
+        isa = os.environ.get("QUIRE_NATIVE_ISA") or native.available_isas()[0]
+        builds.append(lambda: native.build(isa))
+    native_build.logger.disabled = not is_logged
+    try:
+        for build in builds:
+            with contextlib.suppress(native_build.BuildError, OSError, KeyError):
+                build()
+    finally:
+        native_build.logger.disabled = False
