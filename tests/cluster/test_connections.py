@@ -142,6 +142,16 @@ def error_of(answer: bytes) -> str:
     return message
 
 
+async def test_connections_of_one_address_are_bounded() -> None:
+    async with serving(max_connections_per_address=1) as server:
+        first = await server.client(GET, sees=b"done")
+        assert status_of(await server.answer(GET)) == 503
+        await first.close()
+        await server.until_open(0)
+        await server.client(GET, sees=b"done")
+        assert server.cuts == ["address"]
+
+
 async def test_connections_that_say_nothing_make_room_for_new_ones() -> None:
     async with serving(max_connections=3) as server:
         stream = await server.client(STREAM, sees=b"begun")

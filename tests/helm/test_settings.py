@@ -35,6 +35,8 @@ BOUNDS = {
 }
 CONNECTIONS = {
     "max": "max_connections",
+    "maxPerAddress": "max_connections_per_address",
+    "shutOutSeconds": "shut_out_s",
     "headTimeoutSeconds": "head_timeout_s",
     "bodyTimeoutSeconds": "body_timeout_s",
     "idleTimeoutSeconds": "idle_timeout_s",

@@ -61,13 +61,19 @@ class ClusterConfig:
     one on, so that those of one node can be told apart; 0 takes any free port."""
     max_connections: int = ConnectionLimits.max_connections
     """Connections of clients that a gateway keeps open, over HTTP and over gRPC each; fewer where a
-    process may not have four times as many files open. HTTP connections without a request make room
-    for new ones."""
+    process may not have four times as many files open. HTTP connections without a request, and gRPC
+    connections without a call that was let in, make room for new ones."""
+    max_connections_per_address: int | None = None
+    """Of these, those from one address. ``None`` sets no limit: behind a load balancer, all clients
+    may have its address."""
+    shut_out_s: float = ConnectionLimits.shut_out_s
+    """An address that floods the gRPC port again and again gets no new connection for this time; 0
+    ends the connections that flood and shuts nobody out."""
     head_timeout_s: float = ConnectionLimits.head_timeout_s
     """From the opening of a connection to the end of its first request's headers, and from the
     first byte of each other request to that; over gRPC, to the end of the handshake."""
     body_timeout_s: float = ConnectionLimits.body_timeout_s
-    """From there to the end of the request's body, over HTTP."""
+    """From there to the end of the request's body; over gRPC, of the call's message."""
     idle_timeout_s: float = ConnectionLimits.idle_timeout_s
     """How long a connection without requests is kept."""
     group_host: str = "127.0.0.1"
@@ -193,6 +199,8 @@ class ClusterConfig:
         """Limits on client connections, for each gateway."""
         return ConnectionLimits(
             max_connections=self.max_connections,
+            max_connections_per_address=self.max_connections_per_address,
+            shut_out_s=self.shut_out_s,
             head_timeout_s=self.head_timeout_s,
             body_timeout_s=self.body_timeout_s,
             idle_timeout_s=self.idle_timeout_s,

@@ -145,6 +145,7 @@ capabilities: {drop: [ALL]}
   "tool_call_parser" $gateway.toolCallParser
   "reasoning_parser" $gateway.reasoningParser
   "max_connections" (int $gateway.connections.max)
+  "shut_out_s" $gateway.connections.shutOutSeconds
   "head_timeout_s" $gateway.connections.headTimeoutSeconds
   "body_timeout_s" $gateway.connections.bodyTimeoutSeconds
   "idle_timeout_s" $gateway.connections.idleTimeoutSeconds
@@ -169,6 +170,7 @@ capabilities: {drop: [ALL]}
   "idle_delay_s" .idleDelaySeconds
   "start_wait_s" .startWaitSeconds) -}}
 {{- end }}{{ end -}}
+{{- with $gateway.connections.maxPerAddress }}{{ $_ := set $settings "max_connections_per_address" (int .) }}{{ end -}}
 {{- with .Values.model.servedName }}{{ $_ := set $settings "served_model_name" . }}{{ end -}}
 {{- if $gateway.tls.enabled -}}
 {{- $_ := set $settings "tls_certificate" "/etc/quire/tls/tls.crt" -}}

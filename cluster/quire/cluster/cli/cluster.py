@@ -134,6 +134,18 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         help="client connections at a gateway, over HTTP and over gRPC each",
     )
     add(
+        "--max-connections-per-address",
+        type=int,
+        default=ClusterConfig.max_connections_per_address,
+        help="of these, from one address; no limit if absent, for clients behind a load balancer",
+    )
+    add(
+        "--shut-out-s",
+        type=float,
+        default=ClusterConfig.shut_out_s,
+        help="how long an address that floods the gRPC port gets no connection; 0 shuts out none",
+    )
+    add(
         "--head-timeout-s",
         type=float,
         default=ClusterConfig.head_timeout_s,
@@ -314,6 +326,8 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         max_connections=arguments.max_connections,
+        max_connections_per_address=arguments.max_connections_per_address,
+        shut_out_s=arguments.shut_out_s,
         head_timeout_s=arguments.head_timeout_s,
         body_timeout_s=arguments.body_timeout_s,
         idle_timeout_s=arguments.idle_timeout_s,

@@ -13,6 +13,7 @@ from typing import Self
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
@@ -83,8 +84,14 @@ class GatewayServer:
         """Where this gateway alone answers ``/metrics`` and ``/health``."""
         limits = config.connections()
         limits = replace(limits, max_connections=allowed_connections(limits.max_connections))
-        self._grpc = build_grpc_server(self.gateway, keys=keys, limits=limits)
         telemetry = self.gateway.telemetry
+        self._grpc_guard = GrpcGuard(
+            limits,
+            cut=lambda reason: telemetry.cut_grpc_connections.labels(reason).inc(),
+        )
+        self._grpc = build_grpc_server(
+            self.gateway, keys=keys, limits=limits, guard=self._grpc_guard
+        )
         self._http = HttpListener(
             build_http_app(
                 self.gateway,
@@ -98,6 +105,7 @@ class GatewayServer:
             cut=lambda reason: telemetry.cut_connections.labels(reason).inc(),
         )
         telemetry.max_connections.set(limits.max_connections)
+        telemetry.grpc_connections.set_function(lambda: self._grpc_guard.num_connections)
         telemetry.connections.set_function(lambda: len(self._http.connections.open))
         # With room of its own: what happens to clients is to be seen when they find none.
         self._metrics = HttpListener(
@@ -151,6 +159,7 @@ class GatewayServer:
         await asyncio.gather(
             self._grpc.stop(drain_timeout_s), self._http.stop(), return_exceptions=True
         )
+        self._grpc_guard.stop()
         await self._metrics.stop()
         if self._tls_task is not None:
             self._tls_task.cancel()
@@ -167,6 +176,7 @@ class GatewayServer:
             try:
                 grpc_port = self._add_grpc_port(f"{config.host}:{config.grpc_port}")
                 await self._grpc.start()
+                self._grpc_guard.start(grpc_port)
             except RuntimeError as error:
                 raise ConfigError(
                     f"grpc_port={config.grpc_port}: {config.host} cannot listen there: {error}"

@@ -116,13 +116,22 @@ class ApiKeys:
 
 
 class GrpcAuth(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key as UNAUTHENTICATED with ``why``, but of ``open_services``."""
+    """Refuses calls without a key as UNAUTHENTICATED with ``why``, but of ``open_services``.
+
+    ``refused`` hears of each peer, as gRPC writes it.
+    """
 
     def __init__(
-        self, keys: ApiKeys, *, open_services: Iterable[str] = (), why: str = _REFUSAL
+        self,
+        keys: ApiKeys,
+        *,
+        open_services: Iterable[str] = (),
+        why: str = _REFUSAL,
+        refused: Callable[[str], object] = lambda peer: None,
     ) -> None:
         self._keys = keys
         self._why = why
+        self._refused = refused
         self._open = tuple(f"/{service}/" for service in open_services)
         # Of the kind that waits for no message of the client's.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
@@ -138,6 +147,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
     async def _refuse(
         self, requests: object, context: grpc.aio.ServicerContext[object, object]
     ) -> None:
+        self._refused(context.peer())
         await refuse(context, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", self._why)
 
 

@@ -10,6 +10,7 @@ trailers.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +31,19 @@ class OpenConnections:
 
     def __init__(self, limits: ConnectionLimits, *, cut: Callable[[str], object]) -> None:
         """``cut`` hears the reason of each connection that is refused or closed early: ``full``,
-        ``room``, ``head`` or ``body``."""
+        ``address``, ``room``, ``head`` or ``body``."""
         self.limits = limits
         self.open: set[HttpConnection] = set()
         self.cut = cut
+        self._num_of: Counter[str] = Counter()  # By the client's address.
         self._waiting: dict[HttpConnection, None] = {}  # The one that has waited longest is first.
 
     def admit(self, connection: "HttpConnection") -> bool:
         """Takes in a new connection, in place of one that waits where they are too many."""
+        most = self.limits.max_connections_per_address
+        if most is not None and self._num_of[connection.host] >= most:
+            self.cut("address")
+            return False
         if len(self.open) >= self.limits.max_connections:
             longest = next(iter(self._waiting), None)
             if longest is None:
@@ -46,11 +52,17 @@ class OpenConnections:
             self.cut("room")
             longest.abort()
         self.open.add(connection)
+        self._num_of[connection.host] += 1
         self._waiting[connection] = None
         return True
 
     def leave(self, connection: "HttpConnection") -> None:
+        if connection not in self.open:
+            return
         self.open.discard(connection)
+        self._num_of[connection.host] -= 1
+        if not self._num_of[connection.host]:
+            del self._num_of[connection.host]
         self._waiting.pop(connection, None)
 
     def set_waiting(self, connection: "HttpConnection", is_waiting: bool) -> None:
@@ -64,8 +76,10 @@ class OpenConnections:
 class HttpConnection(HttpToolsProtocol):
     """Made as the connection is accepted, before its TLS handshake."""
 
-    def __init__(self, *, connections: OpenConnections, **uvicorns: Any) -> None:
+    def __init__(self, *, host: str, connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
+        self.host = host
+        """The client's address."""
         self.opening: asyncio.Future[object] | None = None
         """The handshake; what makes the transport."""
         self.timeout_keep_alive: float = connections.limits.idle_timeout_s  # type: ignore[assignment]

@@ -5,7 +5,7 @@ Errors carry the status codes that ``inference.proto`` promises, and the details
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +18,9 @@ from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
+from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
+from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.malformed import RefuseMalformed
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
@@ -28,8 +29,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
 
-_MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
+_SPARE_CONNECTIONS = 64
 _PIECE_TOKENS = 2**16
 _MAX_JSON_CHARS = 2**16
 """Longest JSON of a chat template's variables, or of a message's other fields."""
@@ -107,22 +107,33 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def build_grpc_server(
-    gateway: ModelService, *, keys: ApiKeys | None = None, limits: ConnectionLimits | None = None
+    gateway: ModelService,
+    *,
+    keys: ApiKeys | None = None,
+    limits: ConnectionLimits | None = None,
+    guard: GrpcGuard | None = None,
 ) -> grpc.aio.Server:
     """A server without ports, for the caller to add them, start it and stop it with grace.
 
     With the package smg-grpc-proto it speaks `vllm.grpc.engine` too.
 
     Its health is SERVING while at least one replica group takes requests. ``keys``: what clients
-    of `Inference` must show; without them, everyone is let in. ``limits``: of its connections; the
-    body's timeout is not used, since gRPC has none.
+    of `Inference` must show; without them, everyone is let in. ``limits``: of its connections.
+    ``guard``: of the port that the caller will add.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+    limits = limits or ConnectionLimits()
+    account_of: Callable[[str], Account] = guard.account if guard else lambda peer: Account()
+    interceptors: list[grpc.aio.ServerInterceptor] = [
+        GrpcMessages(account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s)
+    ]
     if keys is not None:  # First, so that a stranger is told nothing else.
-        interceptors.insert(0, GrpcAuth(keys, open_services=_OPEN))
+        auth = GrpcAuth(
+            keys, open_services=_OPEN, refused=lambda peer: account_of(peer).not_let_in()
+        )
+        interceptors.insert(0, auth)
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=_options(limits or ConnectionLimits(), gateway.config.admission.max_inflight),
+        options=_options(limits, gateway.config.admission.max_inflight),
     )
     service = InferenceService(gateway, keys=keys)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
@@ -142,9 +153,9 @@ def build_grpc_server(
 
 def _options(limits: ConnectionLimits, max_inflight: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        # One more is closed as it comes: gRPC closes no idle one for it.
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # One more is closed as it comes. The guard makes room where strangers hold connections.
+        ("grpc.max_allowed_incoming_connections", limits.max_connections + _SPARE_CONNECTIONS),
         # Above what a gateway takes in flight: past it, a client waits without being told why.
         ("grpc.max_concurrent_streams", 2 * max_inflight),
         ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),

@@ -31,6 +31,12 @@ class ConnectionLimits:
     max_connections: int = 4096
     """Connections that are open. One more takes the place of the one that has waited longest for a
     request; where all have one, it is refused."""
+    max_connections_per_address: int | None = None
+    """Connections from one address, over HTTP and over gRPC each; one more is closed. ``None``: as
+    many as there may be, since all clients may come by one load balancer."""
+    shut_out_s: float = 60.0
+    """An address that floods gRPC again and again gets no new connection for this time; 0: its
+    connections that flood are ended, and it is not shut out."""
     head_timeout_s: float = 10.0
     """From a connection's first byte, or a request's, to the end of its headers; a new connection's
     TLS handshake is part of it."""
@@ -43,6 +49,13 @@ class ConnectionLimits:
     def __post_init__(self) -> None:
         if self.max_connections < 1:
             raise ConfigError(f"max_connections={self.max_connections!r}: must be 1 or more")
+        if self.max_connections_per_address is not None and self.max_connections_per_address < 1:
+            raise ConfigError(
+                f"max_connections_per_address={self.max_connections_per_address!r}: must be 1 or "
+                "more, or not set"
+            )
+        if not 0 <= self.shut_out_s < inf:
+            raise ConfigError(f"shut_out_s={self.shut_out_s!r}: must be 0 or more, and finite")
         for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0, and finite")

@@ -67,7 +67,8 @@ class HttpListener:
         self._opening: set[asyncio.Task[object]] = set()
         self._refused: set[_Refused] = set()
         error = Unavailable(
-            f"all of the gateway's {limits.max_connections} connections have requests: try again"
+            f"all of the gateway's {limits.max_connections} connections have requests, or your "
+            "address has as many as one may have: try again"
         )
         self._refusal = raw_response(error_response(error))
 
@@ -98,19 +99,20 @@ class HttpListener:
         with listener:
             while True:
                 try:
-                    client, _ = await loop.sock_accept(listener)
+                    client, address = await loop.sock_accept(listener)
                 except OSError as error:  # Of the client, which is gone; or there is no file left.
                     _log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
-                task = asyncio.create_task(self._open(client))
+                task = asyncio.create_task(self._open(client, host=address[0]))
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
                 # Waiting connections are accepted without a pause, so yield to other tasks.
                 await asyncio.sleep(0)
 
-    async def _open(self, client: socket.socket) -> None:
+    async def _open(self, client: socket.socket, *, host: str) -> None:
         connection = HttpConnection(
+            host=host,
             connections=self.connections,
             config=self._server.config,
             server_state=self._server.server_state,

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth
-from quire.cluster.edge.malformed import RefuseMalformed
+from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.group.session import Door, GatewaySession
@@ -210,7 +210,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 def build_group_server(service: GroupService, *, token: str = "") -> grpc.aio.Server:
     """A server without ports, for the caller to add one, start it and stop it. ``token``: what
     every call must show; empty lets everyone in."""
-    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed()]
+    interceptors: list[grpc.aio.ServerInterceptor] = [GrpcMessages()]
     if token:  # First, so that a stranger is told nothing else.
         interceptors.insert(0, GrpcAuth(ApiKeys.of_token(token), why=_REFUSAL))
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)

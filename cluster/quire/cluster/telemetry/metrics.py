@@ -62,8 +62,15 @@ class Telemetry:
         )
         self.cut_connections = counter(
             "quire_http_cut_connections",
-            "HTTP connections refused (full), closed to make room for another (room), or closed "
-            "since a request's head or body took too long (head, body).",
+            "HTTP connections refused (full, address), closed to make room for another (room), or "
+            "closed since a request's head or body took too long (head, body).",
+            ["reason"],
+        )
+        self.grpc_connections = gauge("quire_grpc_connections", "gRPC connections that are open.")
+        self.cut_grpc_connections = counter(
+            "quire_grpc_cut_connections",
+            "gRPC connections ended since they flooded (flood), an address had too many (address), "
+            "or to make room for another (room).",
             ["reason"],
         )
         self.body_bytes = gauge(

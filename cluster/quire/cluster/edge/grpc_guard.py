@@ -1,0 +1,297 @@
+"""Ends gRPC connections that flood: those that send more than their calls explain.
+
+gRPC core reads every frame of a client before any code of ours runs, and bounds few of them: header
+blocks without end, frames that change nothing, streams that are reset at once. All of them are
+bytes, which the kernel counts for each connection, under TLS too. A thread compares these, many
+times a second, with what the connection's calls explain, which `Account` counts. Clients without a
+call that was let in, *strangers*, explain nothing.
+
+An address that floods again and again is shut out for a while: its strangers end, and the kernel
+drops its new connections. Nothing here is done for a token: an account changes with a call, and a
+look takes two system calls for each connection.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import TypeVar
+from urllib.parse import unquote
+
+from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.own_sockets import (
+    Cookie,
+    acked_and_received,
+    borrowed,
+    connection_of,
+    cookie_of,
+    descriptors,
+    end,
+    listening_port,
+    shut_out,
+)
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
+
+_LOOK_S = 0.02
+_MAX_SHARE = 0.05
+"""Of one core's time, for looks: beside thousands of connections they come less often."""
+_DESCRIPTORS_S = 0.5
+"""How often the number of file descriptors is read, which grows by doubling."""
+_ALLOWED_BYTES = 512 * 2**10
+"""Beside what calls explain. Until the event loop sees its first call, a client may have sent the
+64 KiB of each message that HTTP/2 lets it."""
+_ALLOWED_LET_IN_BYTES = 64 * 2**20
+"""Of one who has been let in: calls that are cancelled before the event loop sees them explain
+nothing."""
+_ALLOWED_BYTES_PER_S = 16 * 2**10
+"""So that a balancer may ask for our health several times a second, for ever."""
+_CALL_BYTES = 16 * 2**10
+"""What a call explains beside its messages: the longest headers that are let in."""
+_STRANGE_CALL_BYTES = 4 * 2**10
+"""What a stranger's call counts for: answering it takes about as long as reading these."""
+_FRAMING = 1.25
+"""Bytes on the wire for each of a message: frames, and TLS's records."""
+_MAX_FLOODS = 4
+"""Of an address, after which it is shut out."""
+_MAX_FLOODS_SHARED = 40
+"""Of one that clients use too, which may be a load balancer's or that of a whole site."""
+_MEMORY_S = 600.0
+_MAX_REMEMBERED = 4096
+_MAX_ORPHANS = 1024
+_ORPHAN_S = 10.0
+_MAX_SHUT_OUT = 64
+"""A filter's length, which each new connection is compared with, is bounded."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What the calls of one connection explain. Written by the event loop, read by the guard."""
+
+    explained_bytes: float = 0.0
+    num_strange_calls: int = 0
+    is_stranger: bool = True
+    begin_s: float = field(default_factory=time.monotonic)
+
+    def let_in(self) -> None:
+        self.is_stranger = False
+        self.explained_bytes += _CALL_BYTES
+
+    def not_let_in(self) -> None:
+        """A call without a key, or one that needs none."""
+        self.num_strange_calls += 1
+
+    def message_due(self) -> None:
+        """Any part of it may come, also where the call ends before the whole has."""
+        self.explained_bytes += _FRAMING * MAX_MESSAGE_BYTES
+
+    def message_came(self, num_bytes: int) -> None:
+        self.explained_bytes -= _FRAMING * (MAX_MESSAGE_BYTES - num_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    cookie: Cookie
+    host: str
+    peer: str
+    account: Account
+
+
+class GrpcGuard:
+    """Of one port of this process, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        *,
+        cut: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        """``cut`` hears the reason of each connection that is ended: ``flood``, ``address`` (it has
+        too many) or ``room`` (another needed it)."""
+        self._limits = limits
+        self._cut = cut
+        self._port = 0
+        self._accounts: dict[str, Account] = {}  # By peer, as gRPC writes it.
+        self._connections: dict[int, _Connection] = {}  # By gRPC's descriptor.
+        self._descriptors = range(0)
+        self._descriptors_due_s = 0.0
+        self._others: dict[int, Cookie] = {}
+        self._listeners: dict[int, Cookie] = {}
+        self._shut_out: dict[str, float] = {}  # By host, as are the next: until when;
+        self._floods: dict[str, tuple[float, int]] = {}  # when the last one was, and how many;
+        self._let_in: dict[str, float] = {}  # when one of its clients was there last.
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="grpc-guard", daemon=True)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def account(self, peer: str) -> Account:
+        """Of the connection from ``peer``, as gRPC writes it."""
+        if not peer.startswith("ipv4:"):
+            peer = unquote(peer)
+        account = self._accounts.get(peer)
+        return self._accounts.setdefault(peer, Account()) if account is None else account
+
+    def start(self, port: int) -> None:
+        self._port = port
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = _LOOK_S
+        while not self._stopping.wait(pause_s):
+            begin_s = time.thread_time()
+            try:
+                self._look()
+            except Exception:
+                _log.exception("gRPC's connections cannot be looked at")
+            pause_s = max(_LOOK_S, (time.thread_time() - begin_s) / _MAX_SHARE)
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if now_s > self._descriptors_due_s:
+            self._descriptors = descriptors()
+            self._descriptors_due_s = now_s + _DESCRIPTORS_S
+        self._find()
+        for fd, connection in list(self._connections.items()):
+            if fd not in self._connections:
+                continue  # It went with another of its address.
+            if not connection.account.is_stranger:
+                _remember(self._let_in, connection.host, now_s)
+            acked, received = acked_and_received(fd)
+            if received > self._allowed_bytes(connection, acked, now_s):
+                self._flooded(fd, connection, now_s)
+        self._bound()
+        self._forgive(now_s)
+        self._sweep(now_s)
+
+    def _find(self) -> None:
+        """Takes in connections that are new, and forgets those that are gone."""
+        gone = self._connections.keys() | self._others.keys()
+        for fd in self._descriptors:
+            cookie = cookie_of(fd)
+            if cookie is None:
+                continue
+            known = self._connections.get(fd)
+            if cookie != (self._others.get(fd) if known is None else known.cookie):
+                self._forget(fd)
+                self._take_in(fd, cookie)
+            gone.discard(fd)
+        for fd in gone:
+            self._forget(fd)
+
+    def _take_in(self, fd: int, cookie: Cookie) -> None:
+        found = connection_of(fd)
+        if found is None or found.local_port != self._port:
+            self._others[fd] = cookie
+            if listening_port(fd) == self._port:
+                self._listeners[fd] = cookie
+            return
+        host, port = found.host, found.port
+        peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        self._connections[fd] = _Connection(cookie, host, peer, self.account(peer))
+
+    def _forget(self, fd: int) -> None:
+        connection = self._connections.pop(fd, None)
+        if connection is not None:
+            self._accounts.pop(connection.peer, None)
+        self._others.pop(fd, None)
+        self._listeners.pop(fd, None)
+
+    def _allowed_bytes(self, connection: _Connection, acked: int, now_s: float) -> float:
+        account = connection.account
+        refilled = _ALLOWED_BYTES_PER_S * (now_s - account.begin_s)
+        if account.is_stranger:
+            return _ALLOWED_BYTES + refilled - _STRANGE_CALL_BYTES * account.num_strange_calls
+        # Those who read send frames about it, shorter than ours.
+        return _ALLOWED_LET_IN_BYTES + refilled + account.explained_bytes + acked
+
+    def _flooded(self, fd: int, connection: _Connection, now_s: float) -> None:
+        host = connection.host
+        self._end(fd, connection, "flood")
+        last_s, num = self._floods.pop(host, (now_s, 0))
+        num = num + 1 if now_s - last_s < _MEMORY_S else 1
+        _remember(self._floods, host, (now_s, num))
+        is_shared = now_s - self._let_in.get(host, -inf) < _MEMORY_S
+        if self._limits.shut_out_s and num >= (_MAX_FLOODS_SHARED if is_shared else _MAX_FLOODS):
+            self._shut_out_host(host, until_s=now_s + self._limits.shut_out_s)
+
+    def _shut_out_host(self, host: str, *, until_s: float) -> None:
+        for fd, each in list(self._connections.items()):
+            if each.host == host and each.account.is_stranger:
+                self._end(fd, each, "flood")
+        if host not in self._shut_out:
+            _log.warning("%s floods gRPC: shut out for %g s", host, self._limits.shut_out_s)
+        self._shut_out[host] = until_s
+        while len(self._shut_out) > _MAX_SHUT_OUT:
+            del self._shut_out[min(self._shut_out, key=self._shut_out.__getitem__)]
+        self._tell_kernel()
+
+    def _forgive(self, now_s: float) -> None:
+        over = [host for host, until_s in self._shut_out.items() if until_s < now_s]
+        for host in over:
+            del self._shut_out[host]
+        if over:
+            self._tell_kernel()
+
+    def _tell_kernel(self) -> None:
+        for fd, cookie in self._listeners.items():
+            try:
+                with borrowed(fd, cookie) as listener:
+                    shut_out(listener, self._shut_out)
+            except OSError as error:  # They are then ended again as they come.
+                _log.warning("the kernel shuts out no address: %s", error)
+
+    def _bound(self) -> None:
+        """Ends connections that are too many: the newest of an address, the oldest strangers."""
+        limits = self._limits
+        num_excess = len(self._connections) - limits.max_connections
+        if limits.max_connections_per_address is None and num_excess <= 0:
+            return
+        oldest = sorted(self._connections.items(), key=lambda item: item[1].account.begin_s)
+        num_of: Counter[str] = Counter()
+        for fd, each in oldest:
+            num_of[each.host] += 1
+            if num_of[each.host] > (limits.max_connections_per_address or inf):
+                self._end(fd, each, "address")
+            elif num_excess > 0 and each.account.is_stranger:
+                num_excess -= 1
+                self._end(fd, each, "room")
+
+    def _sweep(self, now_s: float) -> None:
+        """Forgets accounts of calls that were read after their connection's end."""
+        if len(self._accounts) <= len(self._connections) + _MAX_ORPHANS:
+            return
+        peers = {each.peer for each in self._connections.values()}
+        for peer, account in list(self._accounts.items()):
+            if peer not in peers and now_s - account.begin_s > _ORPHAN_S:
+                self._accounts.pop(peer, None)
+
+    def _end(self, fd: int, connection: _Connection, reason: str) -> None:
+        with contextlib.suppress(OSError), borrowed(fd, connection.cookie) as own:
+            end(own)
+        self._cut(reason)
+        self._forget(fd)
+        self._others[fd] = connection.cookie  # Until gRPC has closed it.
+
+
+def _remember(memory: dict[str, T], host: str, what: T) -> None:
+    memory.pop(host, None)
+    memory[host] = what
+    if len(memory) > _MAX_REMEMBERED:
+        del memory[next(iter(memory))]  # The one that was set first.
