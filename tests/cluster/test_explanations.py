@@ -181,7 +181,13 @@ async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster:
 @pytest.mark.parametrize(
     ("query", "status", "message"),
     [
-        ("?request_id=nobody", 404, "request_id='nobody': no routing decision is known here"),
+        # How many there are of others is not told.
+        (
+            "?request_id=nobody",
+            404,
+            "request_id='nobody': no routing decision is known here; only the last ones are kept: "
+            "ask sooner",
+        ),
         ("?request_id=cmpl-nobody", 404, "request_id='nobody'"),
         ("?request_id=", 400, "request_id='' is empty"),
         ("?limit=0", 400, "limit='0' is out of range: 1 to 1000"),
