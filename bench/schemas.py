@@ -28,7 +28,7 @@ from bench.peers.checkpoints import SHAPES, make_checkpoint
 from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import json_constraint
-from quire.worker.text.grammar import Grammar, Grammars, fill_masks
+from quire.worker.text.grammar import Grammar, Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 Schema = dict[str, Any]
@@ -137,7 +137,7 @@ class Walker:
                 return self._tokenizer.decode(token_ids, skip_special_tokens=False)
             token_ids.append(token_id)
             matcher.consume([token_id])
-            fill_masks([matcher])
+            matcher.fill()
             if matcher.error is not None:
                 return None
         return None
@@ -157,7 +157,7 @@ class Walker:
             if not text.startswith(piece):
                 return "\ufffd" in piece  # A part of a character: not followed further.
             matcher.consume([token_id])
-            fill_masks([matcher])
+            matcher.fill()
             text = text[len(piece) :]
         return _has(matcher.mask_W, self._eos)
 

@@ -1,7 +1,7 @@
 """Whether a constraint allows a text."""
 
 from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -13,5 +13,5 @@ def allows(grammars: Grammars, marked: Tokenizer, constraint: Constraint | None,
         if not matcher.mask_W[token_id // 32] >> (token_id % 32) & 1:
             return False
         matcher.consume([token_id])
-        fill_masks([matcher])
+        matcher.fill()
     return matcher.error is None and bool(matcher.mask_W[0] & 1)

@@ -25,7 +25,7 @@ from quire.cluster.dialects.parser import (
 )
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use
 from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.grammar import Grammars
 from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -225,5 +225,5 @@ def walk(
         token_ids.append(token_id)
         assert len(token_ids) < 3000
         matcher.consume([token_id])
-        fill_masks([matcher])
+        matcher.fill()
         assert matcher.error is None

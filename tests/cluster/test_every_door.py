@@ -5,6 +5,7 @@ Routes and calls are those of the servers themselves, so that a new one cannot b
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflecti
             assert await code_of(channel, call, known) != refused, call
 
 
-async def test_a_gateways_routes_are_for_those_with_a_key_but_health_and_metrics(
+async def test_a_gateways_routes_are_for_those_with_a_key_but_health(
     locked: ClusterConfig, certificates: Certificates
 ) -> None:
     async with (
@@ -160,14 +161,14 @@ async def test_a_gateways_routes_are_for_those_with_a_key_but_health_and_metrics
         assert len(routes) > 5
         for shown in WRONG:
             found = await answered(client, routes, shown, refusal=httpx.codes.UNAUTHORIZED)
-            assert found == {"/health", "/ping", "/metrics"}
+            assert found == {"/health", "/ping"}
 
 
 async def test_the_port_for_metrics_has_nothing_else(
     locked: ClusterConfig, certificates: Certificates
 ) -> None:
     async with (
-        gateway(locked) as server,
+        gateway(replace(locked, open_metrics=True)) as server,
         certificates.http_client(server.metrics_address) as client,
     ):
         routes = [*routes_of(server._metrics), *routes_of(server._http)]

@@ -181,7 +181,13 @@ async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster:
 @pytest.mark.parametrize(
     ("query", "status", "message"),
     [
-        ("?request_id=nobody", 404, "request_id='nobody': no routing decision is known here"),
+        # How many there are of others is not told.
+        (
+            "?request_id=nobody",
+            404,
+            "request_id='nobody': no routing decision is known here; only the last ones are kept: "
+            "ask sooner",
+        ),
         ("?request_id=cmpl-nobody", 404, "request_id='nobody'"),
         ("?request_id=", 400, "request_id='' is empty"),
         ("?limit=0", 400, "limit='0' is out of range: 1 to 1000"),
@@ -223,7 +229,7 @@ async def test_whoever_asks_for_much_holds_up_no_stream(
 
 async def test_grpc_says_the_same_with_its_own_codes(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError, match="the last 0 are kept") as unknown:
+        with pytest.raises(grpc.aio.AioRpcError, match="only the last ones are kept") as unknown:
             await explain(cluster, request_id="nobody")
         with pytest.raises(grpc.aio.AioRpcError, match="limit=1001 is out of range") as large:
             await explain(cluster, limit=1001)

@@ -79,7 +79,7 @@ async def test_calls_without_a_known_key_are_refused(keys_file: Path) -> None:
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_every_path_but_health_and_metrics_wants_a_key(keys_file: Path) -> None:
+async def test_every_path_but_health_wants_a_key(keys_file: Path) -> None:
     async with (
         gateway(api_keys_file=keys_file) as server,
         httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=None) as client,
@@ -91,6 +91,7 @@ async def test_every_path_but_health_and_metrics_wants_a_key(keys_file: Path) ->
             "/tokenize",
             "/",
             "/healthz",
+            "/metrics",
             "//health",
         ):
             answer = await client.get(path, headers={"X-Request-Id": "mine"})
@@ -99,9 +100,33 @@ async def test_every_path_but_health_and_metrics_wants_a_key(keys_file: Path) ->
             assert answer.headers["X-Request-Id"] == "mine"
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert (await client.get("/health")).status_code == 503
-        assert (await client.get("/metrics")).status_code == 200
         known = {"Authorization": "Bearer secret-a"}
         assert (await client.get("/v1/models", headers=known)).status_code == 200
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_metrics_are_for_operators_unless_their_own_port_is_opened(
+    tmp_path: Path, is_open: bool
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("tenants-key acme\noperators-key *\n")
+    shown: dict[int, dict[str, str]] = {
+        401: {},
+        403: {"Authorization": "Bearer tenants-key"},
+        200: {"Authorization": "Bearer operators-key"},
+    }
+    async with (
+        gateway(api_keys_file=path, open_metrics=is_open) as server,
+        httpx.AsyncClient(timeout=None) as client,
+    ):
+        for status, headers in shown.items():
+            url = f"http://{server.http_address}/metrics"
+            assert (await client.get(url, headers=headers)).status_code == status
+            url = f"http://{server.metrics_address}/metrics"
+            answer = await client.get(url, headers=headers)
+            assert answer.status_code == (200 if is_open else status)
+            url = f"http://{server.metrics_address}/health"
+            assert (await client.get(url, headers=headers)).status_code == 503
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n\n"])

@@ -283,6 +283,17 @@ async def test_what_is_not_served_is_refused_by_name(start_cluster: Any) -> None
                 assert details(error)["ErrorInfo"].reason == "UNIMPLEMENTED"
 
 
+async def test_only_operators_see_the_load_of_all_tenants(start_cluster: Any) -> None:
+    keys = ApiKeys({"mine": Caller(tenant="a"), "boss": Caller(tenant="b", is_operator=True)})
+    async with start_cluster(num_groups=1, keys=keys) as cluster, stub_of(cluster) as stub:
+        for key, code in (
+            ("mine", grpc.StatusCode.PERMISSION_DENIED),
+            ("boss", grpc.StatusCode.OK),
+        ):
+            metadata = (("authorization", f"Bearer {key}"),)
+            assert await stub.GetLoads(vllm.GetLoadsRequest(), metadata=metadata).code() == code
+
+
 async def test_it_tells_of_model_server_and_load(start_cluster: Any) -> None:
     async with start_cluster() as cluster, stub_of(cluster) as stub:
         assert (await stub.HealthCheck(vllm.HealthCheckRequest())).healthy

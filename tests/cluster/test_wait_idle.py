@@ -10,9 +10,9 @@ from quire.cluster.deploy import wait_idle
 
 
 @contextmanager
-def gateway(*num_inflight: float, silent: bool = False) -> Iterator[str]:
+def gateway(*num_inflight: float, silent: bool = False, status: int = 200) -> Iterator[str]:
     """The URL of a server whose metrics say one number after the other, and then the last."""
-    left = list(num_inflight)
+    left = list(num_inflight or (0,))
     stopped = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -21,7 +21,7 @@ def gateway(*num_inflight: float, silent: bool = False) -> Iterator[str]:
                 stopped.wait()
                 return
             number = left.pop(0) if len(left) > 1 else left[0]
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(f"quire_inflight_completions {number}\n".encode())
 
@@ -70,4 +70,10 @@ def test_a_gateway_too_busy_to_answer_is_not_taken_for_idle(
     with gateway(silent=True) as url:
         assert wait_idle.main([url, "--timeout-s", "0.5"]) == 1
     assert time.monotonic() - begin_s >= 0.5
-    assert "does not answer" in capsys.readouterr().out
+    assert "does not tell" in capsys.readouterr().out
+
+
+def test_a_gateway_that_does_not_tell_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with gateway(status=401) as url:
+        assert wait_idle.main([url, "--timeout-s", "0.1"]) == 1
+    assert "the gateway does not tell after 0.1 s" in capsys.readouterr().out

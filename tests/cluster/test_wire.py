@@ -86,9 +86,10 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "sampling": st.builds(SamplingParams, **SAMPLING),
     "cache_salt": st.text(max_size=9),
     "priority": st.integers(-(2**31), 2**31 - 1),
+    "tenant": st.text(max_size=9),
 }
 STAYS = {
-    *("tenant", "client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
+    *("client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
     *("arrival_s", "deadline_s"),
 }
 
@@ -112,7 +113,7 @@ def test_sampling_survives_the_wire(values: dict[str, Any]) -> None:
 @given(st.fixed_dictionaries(TRAVELS), st.integers(1, 9), st.integers(0, 9))
 def test_a_request_survives_the_wire(values: dict[str, Any], attempt: int, probation: int) -> None:
     submit = submit_of(
-        Prepared(**values, tenant="t", client_id="c", explain_routing=True),
+        Prepared(**values, client_id="c", explain_routing=True),
         attempt=attempt,
         probation_tokens=probation,
     )
@@ -121,7 +122,7 @@ def test_a_request_survives_the_wire(values: dict[str, Any], attempt: int, proba
     came = prepared_of(submit)
     for name, value in values.items():
         assert_same(getattr(came, name), value)
-    assert (came.tenant, came.client_id, came.explain_routing) == ("", "", False)
+    assert (came.client_id, came.explain_routing) == ("", False)
     assert prepared_of(submit, request_id="mine").request_id == "mine"
 
 

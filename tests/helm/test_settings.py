@@ -116,7 +116,9 @@ def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
     before_stop = pods(manifests)["gateway"]["spec"]["containers"][0]["lifecycle"]["preStop"]
     python, flag, module, url, *flags = before_stop["exec"]["command"]
     assert (python, flag, import_module(module)) == ("python", "-m", wait_idle)
-    assert url.endswith(f"://127.0.0.1:{settings(manifests)['http_port']}")
+    given = settings(manifests)
+    assert url.endswith(f"://127.0.0.1:{given['metrics_port']}")
+    assert given.get("open_metrics") == (True if "api_keys_file" in given else None)
     assert flags == ["--timeout-s", str(settings(manifests)["drain_timeout_s"])]
     script = pods(manifests)["test"]["spec"]["containers"][0]["command"][-1]
     command = shlex.split(script.partition("exec quire")[2].replace("\\\n", " "))

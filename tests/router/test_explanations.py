@@ -100,7 +100,9 @@ def test_what_is_not_known_says_how_many_are_kept() -> None:
         table.route(str(number), hashes=(), num_prompt_tokens=10)
     assert [each.request_id for each in table.recent(10)] == ["4", "3", "2"]
     for name in ("1", "nothing", ""):
-        with pytest.raises(UnknownDecision, match=f"request_id='{name}'.*the last 3 are kept"):
+        with pytest.raises(
+            UnknownDecision, match=f"request_id='{name}'.*only the last ones are kept"
+        ):
             table.explain(name)
 
 

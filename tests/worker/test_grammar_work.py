@@ -19,7 +19,7 @@ from quire.worker.api.structured import (
     json_constraint,
     structural_constraint,
 )
-from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.grammar import Grammars
 from quire.worker.text.lark_work import check_lark
 from quire.worker.text.regex_work import regex_size
 from quire.worker.text.tokenizer import Tokenizer
@@ -321,7 +321,7 @@ HONEST: dict[str, Constraint] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_what_is_large_by_its_text_is_compiled(grammars: Grammars, name: str) -> None:
     matcher = grammars.compile(HONEST[name]).matcher()
-    fill_masks([matcher])
+    matcher.fill()
     assert matcher.error is None
     assert matcher.mask_W.any()
 

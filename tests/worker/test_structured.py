@@ -16,11 +16,12 @@ from tests.prepared import prepared
 from quire import demo_model
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import as_token_ids
 from quire.worker.api.outputs import CompletionOutput, TokenDelta
 from quire.worker.api.structured import choice_constraint, json_constraint
 from quire.worker.engine import Engine
+from quire.worker.schedule import masks
 
 PROMPT = "The harbor"
 TOKENIZER = "tokenizer.json"
@@ -279,8 +280,14 @@ def alone(checkpoint: Path, ending: dict[int, float]) -> list[list[int]]:
 @needs_native
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_tokens_are_the_same_in_any_batch(
-    checkpoint: Path, alone: list[list[int]], ending: dict[int, float], settings: dict[str, Any]
+    checkpoint: Path,
+    alone: list[list[int]],
+    ending: dict[int, float],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("_TRUSTED_WAIT_S", "_UNKNOWN_WAIT_S"):
+        monkeypatch.setattr(masks, name, 600.0)  # No mask is late, however busy the machine is.
     with LLM(checkpoint, **{"num_blocks": 512, "num_threads": 1, **settings}) as llm:
         for _ in range(2):  # Then from the cache.
             found = structured(llm, mixed_params(ending))
@@ -382,7 +389,9 @@ def test_a_hostile_constraint_fails_its_request_alone(llm: LLM, hostile: dict[st
     llm.engine.add_request(prepared("bad", prompt, sampling=params))
     llm.engine.add_request(prepared("good", prompt, sampling=good))
     found = drain(llm.engine)
-    assert [(d.finish_reason, type(d.error)) for d in found["bad"]] == [("abort", InvalidRequest)]
+    assert [(d.finish_reason, type(d.error)) for d in found["bad"]] == [
+        ("abort", ConstraintRefused)
+    ]
     assert [token for delta in found["good"] for token in delta.token_ids] == expected
     assert llm.engine.stats().num_held_blocks == 0
 

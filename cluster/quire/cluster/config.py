@@ -88,6 +88,9 @@ class ClusterConfig:
     """One API key a line; clients must show one. Behind a key and a space may stand its tenant, or
     ``*`` for an operator's key, which sees the routing of everyone's requests. Tenants share no
     cached prefix; a key without one is a tenant of its own. ``None`` lets everyone in."""
+    open_metrics: bool = False
+    """With ``api_keys_file``: a gateway's own port for metrics answers without a key. Otherwise it
+    wants an operator's there, as it always does on the clients' port."""
     allow_origins: tuple[str, ...] = ()
     """Origins whose pages browsers may call the HTTP API from, such as "https://chat.example.com";
     "*" is any. Without, pages of other origins cannot."""

@@ -3,6 +3,7 @@
 QuireError (quire.worker.api.errors)
 ├── InvalidRequest, QueueFull    as in the engine
 ├── Unauthenticated              the request shows no API key, or an unknown one
+├── NotAnOperator                the request's API key is a tenant's, and what it asks for is not
 ├── ModelNotFound                the request names a model that is not served here
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
 ├── StartFailed                  the application did not come up; nothing of it is left
@@ -38,6 +39,10 @@ class Death:
 
 class Unauthenticated(QuireError):
     """The request shows no API key, or one that is not known here."""
+
+
+class NotAnOperator(QuireError):
+    """Only an operator's API key lets see what is asked for: it tells of all tenants."""
 
 
 class ModelNotFound(QuireError):

@@ -30,7 +30,6 @@ from quire.worker.api.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 _KEPT_BACK = (
-    "tenant",
     "client_id",
     "explain_routing",
     "shown_token_ids",

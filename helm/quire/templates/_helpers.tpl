@@ -178,6 +178,9 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- with $gateway.chatTemplate }}{{ $_ := set $settings "chat_template" . }}{{ end -}}
 {{- with $gateway.allowOrigins }}{{ $_ := set $settings "allow_origins" . }}{{ end -}}
-{{- if $gateway.apiKeys.enabled }}{{ $_ := set $settings "api_keys_file" "/etc/quire/api-keys/keys" }}{{ end -}}
+{{- if $gateway.apiKeys.enabled -}}
+{{- $_ := set $settings "api_keys_file" "/etc/quire/api-keys/keys" -}}
+{{- $_ := set $settings "open_metrics" $gateway.openMetrics -}}
+{{- end -}}
 {{- toYaml $settings -}}
 {{- end -}}

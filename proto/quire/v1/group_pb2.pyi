@@ -56,7 +56,7 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "resumed_token_ids", "sampling", "cache_salt", "priority", "token_limit", "probation_tokens")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "resumed_token_ids", "sampling", "cache_salt", "priority", "token_limit", "probation_tokens", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PROBATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -75,7 +76,8 @@ class Submit(_message.Message):
     priority: int
     token_limit: int
     probation_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resumed_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resumed_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -152,6 +154,7 @@ class GroupError(_message.Message):
         DRAINING: _ClassVar[GroupError.Code]
         PROBATION: _ClassVar[GroupError.Code]
         BROKEN_LOGITS: _ClassVar[GroupError.Code]
+        CONSTRAINT_REFUSED: _ClassVar[GroupError.Code]
     CODE_UNSPECIFIED: GroupError.Code
     INVALID_REQUEST: GroupError.Code
     QUEUE_FULL: GroupError.Code
@@ -159,6 +162,7 @@ class GroupError(_message.Message):
     DRAINING: GroupError.Code
     PROBATION: GroupError.Code
     BROKEN_LOGITS: GroupError.Code
+    CONSTRAINT_REFUSED: GroupError.Code
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     code: GroupError.Code

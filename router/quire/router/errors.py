@@ -23,8 +23,8 @@ class UnknownDecision(QuireError):
     """The request was not routed here, or its decision is forgotten. ``incomplete``: who else may
     know it, and did not say."""
 
-    def __init__(self, name: str, *, num_kept: int, incomplete: str = "") -> None:
+    def __init__(self, name: str, *, incomplete: str = "") -> None:
         super().__init__(
-            f"request_id={name!r}: no routing decision is known here; the last {num_kept} are "
-            f"kept: ask sooner{incomplete and f', or again, since {incomplete}'}"
+            f"request_id={name!r}: no routing decision is known here; only the last ones are kept: "
+            f"ask sooner{incomplete and f', or again, since {incomplete}'}"
         )

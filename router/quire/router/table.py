@@ -199,18 +199,13 @@ class RoutingTable:
         with self._lock:
             found = self._log.find(name, tenant=tenant) if name else []
         if not found:
-            raise UnknownDecision(name, num_kept=self._log.num_decisions)
+            raise UnknownDecision(name)
         return found
 
     def recent(self, limit: int, *, tenant: str | None = None) -> list[Explanation]:
         """The last decisions, newest first; ``tenant`` as for `explain`."""
         with self._lock:
             return self._log.recent(limit, tenant=tenant)
-
-    @property
-    def num_decisions_kept(self) -> int:
-        """That can be explained."""
-        return self._log.num_decisions
 
     def update_members(self, groups: Iterable[GroupId]) -> None:
         """Makes exactly these groups the ones to route to; drops all state of others."""

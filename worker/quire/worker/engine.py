@@ -7,8 +7,9 @@ If the executor takes steps ahead (`Executor.num_ahead`), one step is under way 
 `Engine.step` prepares and submits the next step before it waits for that one's tokens. A request's
 newest token is then in flight, and the ranks insert it themselves. Penalties, and masks of
 constraints, which follow from it, are computed and sent while that step's model runs. A request
-that turns out to have ended takes part in one step too many, whose token is dropped. Without steps
-ahead, no step is under way between two calls, and every held block belongs to a running request.
+that turns out to have ended, or whose mask is late, has a part in the step whose token is dropped.
+Without steps ahead, no step is under way between two calls, and every held block belongs to a
+running request.
 """
 
 import time
@@ -33,12 +34,13 @@ from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
+from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.schedule import Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
-from quire.worker.text.grammar import Grammars, fill_masks
+from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -87,9 +89,11 @@ class Engine:
                 eos_token_ids=model.eos_token_ids,
             )
         )
+        self._masks = Masks()
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._ended_at_once: list[Sequence] = []
+        self._beside: list[Sequence] = []
         self._num_unseeded = 0
         self._num_output_tokens = 0
         self._num_steps = 0
@@ -117,7 +121,7 @@ class Engine:
         """
         self._max_tokens(request)
         if request.sampling.constraint is not None:
-            self._compiling.grammars.compile(request.sampling.constraint)
+            self._compiling.grammars.compile(request.sampling.constraint, tenant=request.tenant)
 
     def add_request(self, request: Prepared) -> None:
         """Queues a request; its outputs come from later steps.
@@ -178,7 +182,9 @@ class Engine:
         self._ended_at_once.clear()
         if self._compiling:
             outputs += self._take_compiled()
+        outputs += self._take_masks(self._beside)
         schedule = self._scheduler.schedule()
+        self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
         edits_follow = False
         if schedule.sequences:
@@ -191,8 +197,12 @@ class Engine:
         if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
             outputs += self._take_tokens()
         if edits_follow:
+            outputs += self._take_masks(schedule.sequences)
+            self._void_late(schedule)
             with self._failing():
                 self._executor.send_edits(self._inputs.edits_that_follow(schedule))
+        if not self._under_way and not schedule.sequences:
+            outputs += self._end_refused(self._masks.take_first())
         self._settle()
         if num_prefilled:
             self._num_prefilled_tokens += num_prefilled
@@ -244,6 +254,7 @@ class Engine:
         """Stops the executor; requests at hand are lost. Can be called again."""
         self._failure = self._failure or "the engine is closed"
         self._compiling.close()
+        self._masks.close()
         self._executor.close()
 
     @property
@@ -327,7 +338,7 @@ class Engine:
             begin, end = end, end + num_samples
             # One that has finished was aborted since, or its end was not known when this was
             # submitted.
-            if not num_samples or seq.status is Status.FINISHED:
+            if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
                 continue
             drawn = begin + num_scored
             if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
@@ -339,18 +350,28 @@ class Engine:
                 outputs.append(self._take_samples(seq, token_ids[drawn:end], result, drawn))
                 if seq.matcher is not None and outputs[-1].finish_reason is None:
                     constrained.append(seq)
-        return outputs + self._next_masks(constrained) if constrained else outputs
+        if constrained:
+            self._masks.add(constrained)
+        return outputs
 
-    def _next_masks(self, constrained: list[Sequence]) -> list[TokenDelta]:
-        """Computes which tokens may come next, and ends the requests for which none may."""
-        fill_masks([seq.matcher for seq in constrained if seq.matcher is not None])
+    def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
+        """Waits a while for masks that are not known; ends the requests that cannot go on."""
+        return self._end_refused(self._masks.take(beside=beside))
+
+    def _end_refused(self, found: list[tuple[Sequence, str | None]]) -> list[TokenDelta]:
         ended = []
-        for seq in constrained:
-            reason = seq.constraint_error()
+        for seq, reason in found:
             if reason is not None:
                 self._scheduler.remove(seq)
                 ended.append(self._fail(seq, cannot_go_on(seq, reason)))
         return ended
+
+    def _void_late(self, schedule: Schedule) -> None:
+        """The step under way draws no token for the requests whose masks are not known."""
+        for seq in schedule.sequences:
+            if seq.lacks_mask and seq.num_in_flight and seq.status is not Status.FINISHED:
+                schedule.void.add(seq)
+                self._scheduler.void_sample(seq)
 
     def _take_samples(
         self, seq: Sequence, drawn: list[int], result: StepOutput, begin: int
@@ -420,6 +441,7 @@ class Engine:
 
     def _forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]
+        self._masks.drop(seq)
         self._inputs.forget(seq)
 
     @contextmanager

@@ -94,6 +94,12 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
         help="one API key a line, followed by its tenant: clients must then show a key",
     )
     add(
+        "--open-metrics",
+        action="store_true",
+        help="with --api-keys-file: /metrics of --metrics-port needs no operator's key; keep "
+        "clients away from that port",
+    )
+    add(
         "--allow-origin",
         action="append",
         metavar="ORIGIN",
@@ -335,6 +341,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,
         api_keys_file=arguments.api_keys_file,
+        open_metrics=arguments.open_metrics,
         allow_origins=tuple(arguments.allow_origin or ()),
         max_queue_wait_s=arguments.max_queue_wait_s,
         max_queued_requests=arguments.max_queued_requests,

@@ -109,7 +109,7 @@ class GatewayServer:
         telemetry.connections.set_function(lambda: len(self._http.connections.open))
         # With room of its own: what happens to clients is to be seen when they find none.
         self._metrics = HttpListener(
-            build_metrics_app(self.gateway),
+            build_metrics_app(self.gateway, keys=None if config.open_metrics else keys),
             limits=replace(limits, max_connections=_MAX_METRICS_CONNECTIONS),
             tls=self.tls.http_context if self.tls is not None else None,
         )

@@ -9,6 +9,7 @@ import http.client
 import re
 import ssl
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from math import inf
@@ -21,7 +22,10 @@ _ANSWER_WITHIN_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 once the gateway is idle or gone, 1 when requests are left at the end."""
     parser = argparse.ArgumentParser(prog="quire.cluster.deploy.wait_idle", description=__doc__)
-    parser.add_argument("url", help="of the gateway's HTTP server, such as http://127.0.0.1:8080")
+    parser.add_argument(
+        "url",
+        help="where the gateway answers /metrics without a key, such as http://127.0.0.1:9464",
+    )
     parser.add_argument("--timeout-s", type=float, default=60.0)
     arguments = parser.parse_args(argv)
     deadline_s = time.monotonic() + arguments.timeout_s
@@ -29,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if time.monotonic() > deadline_s:
             is_silent = num_inflight == inf
             why = (
-                "the gateway does not answer"
-                if is_silent
-                else f"{num_inflight:g} requests are left"
+                "the gateway does not tell" if is_silent else f"{num_inflight:g} requests are left"
             )
             print(f"{why} after {arguments.timeout_s:g} s")
             return 1
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _num_inflight(url: str) -> float:
-    """Infinite where the gateway is there and does not answer in time."""
+    """Infinite where the gateway is there and does not tell in time."""
     # The certificate names the service and not this pod; nothing secret is sent.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -49,7 +51,7 @@ def _num_inflight(url: str) -> float:
             f"{url}/metrics", timeout=_ANSWER_WITHIN_S, context=context
         ) as answer:
             found = _INFLIGHT.search(answer.read().decode())
-    except TimeoutError:
+    except (TimeoutError, urllib.error.HTTPError):
         return inf
     except (http.client.HTTPException, OSError) as error:
         return inf if isinstance(getattr(error, "reason", None), TimeoutError) else 0.0

@@ -7,8 +7,9 @@ import asyncio
 
 import grpc
 
-from quire.cluster.edge.auth import ApiKeys, grpc_caller
+from quire.cluster.edge.auth import ApiKeys, check_operator
 from quire.cluster.edge.grpc_errors import Context, refuse
+from quire.cluster.errors import NotAnOperator
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.serving.service import ModelService
 from quire.router.prefix_index.directory import GroupId
@@ -71,13 +72,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.UndrainResponse()
 
     async def _check_operator(self, context: Context) -> None:
-        if not grpc_caller(context, self._keys).is_operator:
-            await refuse(
-                context,
-                grpc.StatusCode.PERMISSION_DENIED,
-                "NOT_AN_OPERATOR",
-                "the API key is no operator's: in the file of keys, its line is 'KEY *'",
-            )
+        try:
+            check_operator(context, self._keys)
+        except NotAnOperator as error:
+            await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR", str(error))
 
     async def _client(self, group_id: str, context: Context) -> tuple[GroupClient, int]:
         """The attached group of this name, and its epoch."""

@@ -1,8 +1,10 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
 token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
 
-Health checks, reflection and metrics of a gateway need none: they tell nothing of what clients ask.
-Every key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's.
+Health checks and reflection of a gateway need none: they tell nothing of what clients ask. Every
+key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's. Metrics
+and loads, which are of all tenants together, want an operator's key: where little runs, they tell
+the lengths of one request.
 """
 
 import hashlib
@@ -22,10 +24,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.cluster.edge.grpc_errors import refuse
 from quire.cluster.edge.http_errors import error_body, worded_for
-from quire.cluster.errors import Unauthenticated
-from quire.worker.api.errors import ConfigError
+from quire.cluster.errors import NotAnOperator, Unauthenticated
+from quire.worker.api.errors import ConfigError, QuireError
 
-_OPEN_PATHS = ("/health", "/ping", "/metrics")
+_OPEN_PATHS = ("/health", "/ping")
+_OPERATORS_PATHS = ("/metrics",)
+_NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 
 _OPERATOR = "*"
@@ -152,7 +156,8 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
 
 
 class HttpAuth:
-    """Answers 401 to requests without a key, whatever they ask for, known paths or not."""
+    """Answers 401 to requests without a key, whatever they ask for, known paths or not, and 403 to
+    tenants that ask for what tells of all."""
 
     def __init__(self, app: ASGIApp, *, keys: ApiKeys) -> None:
         self._app = app
@@ -161,16 +166,13 @@ class HttpAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
         caller = None if is_open else self._caller(Headers(scope=scope))
-        if is_open or caller is not None:
+        if caller is None and not is_open:
+            await _refusal(scope, Unauthenticated(_REFUSAL), status=401)(scope, receive, send)
+        elif caller is not None and not caller.is_operator and scope["path"] in _OPERATORS_PATHS:
+            await _refusal(scope, NotAnOperator(_NO_OPERATOR), status=403)(scope, receive, send)
+        else:
             scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, send)
-        else:
-            refusal = JSONResponse(
-                worded_for(scope["path"], error_body(Unauthenticated(_REFUSAL)), status=401),
-                status_code=401,
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await refusal(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
         """Anthropic's clients show the key in a header of its own."""
@@ -194,6 +196,18 @@ def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys
     caller = keys.caller(_authorization(context.invocation_metadata()))
     assert caller is not None, "it was let in"
     return caller
+
+
+def check_operator(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> None:
+    """Raises NotAnOperator: the call, which `GrpcAuth` let in, is a tenant's."""
+    if not grpc_caller(context, keys).is_operator:
+        raise NotAnOperator(_NO_OPERATOR)
+
+
+def _refusal(scope: Scope, error: QuireError, *, status: int) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    body = worded_for(scope["path"], error_body(error), status=status)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

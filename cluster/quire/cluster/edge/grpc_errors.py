@@ -28,6 +28,7 @@ from google.rpc.status_pb2 import Status
 from quire.cluster.errors import (
     DeadlineExceeded,
     ModelNotFound,
+    NotAnOperator,
     Overloaded,
     Quarantined,
     Unavailable,
@@ -58,6 +59,7 @@ class _Kind(NamedTuple):
 _KINDS: dict[type[Exception], _Kind] = {
     ContextExceeded: _Kind(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
     InvalidRequest: _Kind(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    NotAnOperator: _Kind(grpc.StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR"),
     ModelNotFound: _Kind(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
     UnknownDecision: _Kind(grpc.StatusCode.NOT_FOUND, "DECISION_NOT_FOUND"),
     Overloaded: _Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),

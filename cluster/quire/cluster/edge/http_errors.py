@@ -21,6 +21,7 @@ from quire.cluster.edge.streams import UnreadResponse
 from quire.cluster.errors import (
     DeadlineExceeded,
     ModelNotFound,
+    NotAnOperator,
     Overloaded,
     Quarantined,
     Unauthenticated,
@@ -69,6 +70,7 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     ContextExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
     InvalidRequest: _Kind(400, "invalid_request_error"),
     Unauthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
+    NotAnOperator: _Kind(403, "permission_error", "not_an_operator"),
     ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
     UnknownDecision: _Kind(404, "invalid_request_error", "decision_not_found"),
     BodyTooSlow: _Kind(408, "invalid_request_error"),

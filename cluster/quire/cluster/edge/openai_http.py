@@ -102,7 +102,7 @@ def build_http_app(
         Route("/v1/messages", api.messages, methods=["POST"]),
         routing_route(gateway.explanations),
         *text_routes(gateway, bodies),
-        *_open_routes(gateway),
+        *_own_routes(gateway),
     ]
     app: ASGIApp = Starlette(
         routes=[*routes, *reference_routes(routes)], exception_handlers=error_handlers()
@@ -120,13 +120,15 @@ def build_http_app(
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
 
-def build_metrics_app(gateway: ModelService) -> ASGIApp:
-    """What `build_http_app` answers without a key."""
-    return Starlette(routes=_open_routes(gateway), exception_handlers=error_handlers())
+def build_metrics_app(gateway: ModelService, *, keys: ApiKeys | None) -> ASGIApp:
+    """What `build_http_app` tells of the gateway itself; ``keys``: an operator's must be shown for
+    metrics."""
+    app = Starlette(routes=_own_routes(gateway), exception_handlers=error_handlers())
+    return app if keys is None else HttpAuth(app, keys=keys)
 
 
-def _open_routes(gateway: ModelService) -> list[Route]:
-    """What needs no key. ``/ping`` is ``/health`` by the name that some load balancers know."""
+def _own_routes(gateway: ModelService) -> list[Route]:
+    """``/ping`` is ``/health`` by the name that some load balancers know."""
 
     async def health(request: HttpRequest) -> Response:
         body = {

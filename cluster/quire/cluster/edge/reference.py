@@ -78,7 +78,9 @@ _CALLS = {
     "/load": _Call("Completions under way in this gateway."),
     "/health": _Call("200 while a group can serve, else 503. Needs no key."),
     "/ping": _Call("As /health."),
-    "/metrics": _Call("Prometheus metrics. Needs no key.", media="text/plain"),
+    "/metrics": _Call(
+        "Prometheus metrics. Where there are keys, for operators'.", media="text/plain"
+    ),
     "/openapi.json": _Call("This reference, for programs."),
     "/docs": _Call("This reference, as a page.", media="text/html"),
 }

@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from quire.cluster.edge.auth import ApiKeys, grpc_caller
+from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.streams import sane_client_id
@@ -201,6 +201,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> vllm.GetLoadsResponse:
         response = vllm.GetLoadsResponse()
         async with statuses(context, request):
+            check_operator(context, self._keys)
             if request.dp_rank:
                 raise InvalidRequest(
                     f"dp_rank={request.dp_rank} is out of range: rank 0 is all replica groups"

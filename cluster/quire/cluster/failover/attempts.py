@@ -29,7 +29,13 @@ from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, QuireError
+from quire.worker.api.errors import (
+    BrokenLogits,
+    ConstraintRefused,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+)
 from quire.worker.api.hashing import as_token_ids
 from quire.worker.api.request import Prepared
 
@@ -174,6 +180,8 @@ class Attempts:
 
     def refusal(self, error: pb.GroupError) -> QuireError:
         """The exception that a group's refusal means."""
+        if error.code == pb.GroupError.CONSTRAINT_REFUSED:
+            return ConstraintRefused(error.message)
         if error.code == pb.GroupError.INVALID_REQUEST:
             return InvalidRequest(error.message)
         if error.code == pb.GroupError.BROKEN_LOGITS:

@@ -20,7 +20,13 @@ from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.output_buffer import Key, OutputBuffer
 from quire.cluster.wire import prepared_of, stats_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import BrokenLogits, InvalidRequest, QueueFull, QuireError
+from quire.worker.api.errors import (
+    BrokenLogits,
+    ConstraintRefused,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+)
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
 
@@ -289,6 +295,8 @@ def _acknowledgement(submitted: _Submitted) -> pb.TokenDelta:
 
 
 def _error_code(error: QuireError) -> pb.GroupError.Code:
+    if isinstance(error, ConstraintRefused):
+        return pb.GroupError.CONSTRAINT_REFUSED
     if isinstance(error, InvalidRequest):
         return pb.GroupError.INVALID_REQUEST
     if isinstance(error, BrokenLogits):

@@ -1,23 +1,27 @@
 """Refuses constraints that no group would serve, before anything is sent to one."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Kept
+from quire.worker.text.compile_queue import CompileThreads
 from quire.worker.text.grammar_process import GrammarProcess
+from quire.worker.text.kept import Kept
 from quire.worker.text.tokenizer import Tokenizer
+
+_NUM_PROCESSES = 2
+"""One that is busy for a tenant keeps no other one waiting."""
 
 
 class Constraints:
-    """Belongs to one event loop. New constraints are compiled in a process of its own, one after
-    the other; what came of them is remembered."""
+    """Belongs to one event loop. New constraints are compiled in processes of its own, in turns of
+    the tenants; what came of them is remembered for the tenant that sent them."""
 
     def __init__(
         self,
@@ -35,20 +39,25 @@ class Constraints:
         self._clock = clock
         self._num_waiting = 0
         self._known: Kept[str] = Kept()  # Why it is refused; empty where it is not.
-        self._process: GrammarProcess | None = None
-        self._thread = ThreadPoolExecutor(1, "quire-grammar")
+        self._threads = CompileThreads(_NUM_PROCESSES)
+        self._of_thread = threading.local()
 
     async def check(
-        self, constraint: Constraint, *, vocab_size: int, deadline_s: float = inf
+        self,
+        constraint: Constraint,
+        *,
+        tenant: str = "",
+        vocab_size: int,
+        deadline_s: float = inf,
     ) -> None:
-        """Returns if groups would serve it.
+        """Returns if groups would serve it to ``tenant``.
 
         Raises:
             InvalidRequest: It means nothing, is not supported or takes too much work.
             Overloaded: Too many wait already.
             DeadlineExceeded: ``deadline_s`` passed before its turn came.
         """
-        refusal = self._known.get(constraint)
+        refusal = self._known.get(tenant, constraint)
         if refusal is None:
             if self._num_waiting >= self._max_waiting:
                 self._refused()
@@ -58,8 +67,12 @@ class Constraints:
                     reason="inflight",
                     retry_after_s=1.0,
                 )
-            compiling = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._compile, constraint, vocab_size
+            compiling = asyncio.wrap_future(
+                self._threads.submit(
+                    lambda: self._compile(constraint, tenant, vocab_size),
+                    constraint,
+                    tenant=tenant,
+                )
             )
             self._num_waiting += 1
             compiling.add_done_callback(self._done)
@@ -72,19 +85,25 @@ class Constraints:
         if refusal:
             raise InvalidRequest(refusal)
 
-    def _compile(self, constraint: Constraint, vocab_size: int) -> str:
-        """In the thread."""
-        refusal = self._known.get(constraint)
+    def refuse(self, constraint: Constraint, reason: str, *, tenant: str) -> None:
+        """Groups found that they do not serve it to ``tenant``."""
+        self._known.put(tenant, constraint, reason)
+
+    def _compile(self, constraint: Constraint, tenant: str, vocab_size: int) -> str:
+        """In a thread."""
+        refusal = self._known.get(tenant, constraint)
         if refusal is not None:
             return refusal  # Others waited for the same one.
-        if self._process is None:
-            self._process = GrammarProcess(self._tokenizer, vocab_size=vocab_size)
+        process: GrammarProcess | None = getattr(self._of_thread, "process", None)
+        if process is None:
+            process = GrammarProcess(self._tokenizer, vocab_size=vocab_size)
+            self._of_thread.process = process
         try:
-            self._process.check(constraint)
+            process.check(constraint)
             refusal = ""
         except InvalidRequest as error:
             refusal = str(error)
-        self._known.put(constraint, refusal)
+        self._known.put(tenant, constraint, refusal)
         return refusal
 
     def _done(self, compiling: "asyncio.Future[str]") -> None:

@@ -34,7 +34,7 @@ from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
 from quire.worker.api.limits import RequestLimits, check_request
 from quire.worker.api.model_card import ModelCard
@@ -215,7 +215,10 @@ class ModelService:
         if sampling.constraint is not None:
             try:
                 await self._constraints.check(
-                    sampling.constraint, vocab_size=card.vocab_size, deadline_s=deadline_s
+                    sampling.constraint,
+                    tenant=request.tenant,
+                    vocab_size=card.vocab_size,
+                    deadline_s=deadline_s,
                 )
             except InvalidRequest as error:
                 if tool_use is not None and tool_use.has_form:
@@ -332,7 +335,12 @@ class ModelService:
                             await take(chunk)
 
                     completions = self._completions(requests, ending)
-                    await together([completion.run for completion in completions], pass_on)
+                    try:
+                        await together([completion.run for completion in completions], pass_on)
+                    except ConstraintRefused as error:
+                        if (constraint := first.sampling.constraint) is not None:
+                            self._constraints.refuse(constraint, str(error), tenant=first.tenant)
+                        raise
 
     def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
         """All of ``requests``, numbered through, not begun."""

@@ -53,9 +53,8 @@ class Explanations:
         if others:
             await asyncio.to_thread(_merge, own, others, request)
         if request.request_id and not own.decisions:
-            num_kept = self._table.num_decisions_kept
             name = _names(request.request_id)[-1]
-            raise UnknownDecision(name, num_kept=num_kept, incomplete=incomplete)
+            raise UnknownDecision(name, incomplete=incomplete)
         own.incomplete = incomplete
         return own
 

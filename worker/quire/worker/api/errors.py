@@ -2,6 +2,7 @@
 
 QuireError
 ├── InvalidRequest(ValueError)   this request cannot be served as it is; others are unharmed
+│   ├── ConstraintRefused        no request with its constraint is served
 │   └── ContextExceeded          prompt and output are longer than the context
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
 ├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
@@ -19,6 +20,11 @@ class QuireError(Exception):
 
 class InvalidRequest(QuireError, ValueError):
     """The request cannot be served as it is. Nothing was started."""
+
+
+class ConstraintRefused(InvalidRequest):
+    """The request's constraint means nothing, is not supported or takes too much work, whatever
+    the output."""
 
 
 class ContextExceeded(InvalidRequest):

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.schedule.sequence import Sequence
-from quire.worker.text.grammar import Grammar, Grammars, Matcher
+from quire.worker.text.compile_queue import CompileThreads
+from quire.worker.text.grammar import Grammar, Grammars
+from quire.worker.text.matcher import Matcher
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ class Compiling:
 
     def __init__(self, grammars: Grammars) -> None:
         self.grammars = grammars
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = CompileThreads(1)
         self._matchers: dict[Sequence, Future[Matcher]] = {}
 
     def __len__(self) -> int:
@@ -29,21 +31,25 @@ class Compiling:
         return seq in self._matchers
 
     def add(self, seq: Sequence) -> None:
-        """``seq`` has a constraint. It is ready at once if its grammar is known and its output
-        is not begun."""
+        """``seq`` has a constraint. It is ready, or refused, at once if its grammar is known and
+        its output is not begun."""
         request = seq.request
         constraint, token_ids = request.sampling.constraint, request.resumed_token_ids
         assert constraint is not None
-        grammar = self.grammars.kept(constraint)
-        if isinstance(grammar, Grammar) and not len(token_ids):
+        tenant = request.tenant
+        grammar = self.grammars.kept(constraint, tenant=tenant)
+        if grammar is not None and not len(token_ids):
             ready: Future[Matcher] = Future()
-            ready.set_result(grammar.matcher())
+            if isinstance(grammar, Grammar):
+                ready.set_result(grammar.matcher())
+            else:
+                ready.set_exception(ConstraintRefused(grammar))
             self._matchers[seq] = ready
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "quire-grammar")
         self._matchers[seq] = self._thread.submit(
-            lambda: self.grammars.compile(constraint).matcher(token_ids)
+            lambda: self.grammars.compile(constraint, tenant=tenant).matcher(token_ids),
+            constraint,
+            tenant=tenant,
         )
 
     def remove(self, seq: Sequence) -> None:
@@ -58,8 +64,7 @@ class Compiling:
             yield seq, self._finish(seq, self._matchers.pop(seq))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _finish(self, seq: Sequence, future: "Future[Matcher]") -> InvalidRequest | None:
         error = future.exception()
@@ -76,6 +81,11 @@ class Compiling:
 
 def cannot_go_on(seq: Sequence, reason: str) -> InvalidRequest:
     """The error of ``seq``, whose constraint allows no next token."""
+    constraint = seq.request.sampling.constraint
+    assert seq.matcher is not None
+    assert constraint is not None
+    if seq.matcher.cost.is_spent:
+        return ConstraintRefused(f"structured_outputs={constraint.kind}: {reason}")
     return InvalidRequest(
         f"structured_outputs: the output cannot go on behind {seq.num_output_tokens} tokens: "
         f"{reason}"

@@ -1,6 +1,6 @@
 """One step, as the scheduler chose it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.worker.schedule.sequence import Sequence
 
@@ -18,6 +18,8 @@ class Schedule:
     """Behind how many of its last tokens each sequence samples or scores one."""
     num_scored: list[int]
     """How many of these, the first ones, score the prompt's next token instead of drawing one."""
+    void: set[Sequence] = field(default_factory=set)
+    """Those whose sample does not count: its mask was late."""
 
     @property
     def num_prefilled(self) -> int:

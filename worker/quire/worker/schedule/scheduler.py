@@ -90,6 +90,7 @@ class Scheduler:
         Every running decode has its token of the budget set aside; prompts, running and waiting,
         share the rest in their turns. A sequence that lacks blocks preempts the lowest-ranked one.
         The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its blocks.
+        So does one that lacks its constraint's mask.
 
         While steps are under way nobody is preempted. Where that would be necessary, nothing is
         chosen: take a step's tokens and try again.
@@ -98,15 +99,18 @@ class Scheduler:
             return NOTHING
         chosen: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
-        num_ready = sum([seq.num_uncomputed == 1 for seq in self.running])
+        num_sitting = sum([seq.num_uncomputed == 1 and seq.sits_out for seq in self.running])
+        num_ready = sum([seq.num_uncomputed == 1 for seq in self.running]) - num_sitting
         budget = self._max_num_batched_tokens - num_ready
         enough_blocks = True
-        num_drafts = self._num_drafts(num_ready)
+        num_drafts = self._num_drafts(num_ready, num_sitting)
         for seq in self.running.copy():
             if seq.status is not Status.RUNNING:
                 break  # Preempted by one before it, as is every sequence behind it.
             if seq.num_uncomputed > 1:
                 begun.append(seq)
+                continue
+            if seq.sits_out:
                 continue
             if num_drafts:
                 seq.take_draft(seq.guess(num_drafts, self._recent))
@@ -169,6 +173,15 @@ class Scheduler:
         self.num_accepted_tokens += num - 1
         return num
 
+    def void_sample(self, seq: Sequence) -> None:
+        """What the newest step, which is under way, draws for ``seq`` does not count: a later one
+        draws that token."""
+        seq.void_sample()
+        self._num_computed -= 1
+        if seq.status is Status.LEAVING:
+            seq.status = Status.RUNNING
+            insort(self.running, seq, key=_rank)
+
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Takes the oldest token in flight of ``seq``, which must not have been removed."""
         seq.append_token(token_id)
@@ -213,7 +226,10 @@ class Scheduler:
             begun.remove(seq)
             if seq.status is not Status.RUNNING:
                 continue  # Preempted a moment ago.
-            num_tokens = min(seq.num_uncomputed, budget)
+            # Behind its last token the next one is drawn.
+            num_tokens = min(seq.num_uncomputed - seq.lacks_mask, budget)
+            if not num_tokens:
+                continue
             if seq.must_score:
                 num_unscored = max(0, seq.num_scored - seq.num_computed)
                 num_tokens = min(num_tokens, num_unscored + score_budget)
@@ -228,10 +244,11 @@ class Scheduler:
             self._extend(seq, num_tokens)
             chosen.append((seq, num_tokens))
 
-    def _num_drafts(self, num_ready: int) -> int:
-        """How many tokens to guess for each of ``num_ready`` sequences that decode: none beside
-        prompts, whose chunks take the time that a step has."""
-        if not self._speculates or num_ready < len(self.running) or self.waiting or not num_ready:
+    def _num_drafts(self, num_ready: int, num_sitting: int) -> int:
+        """How many tokens to guess for each of ``num_ready`` sequences that decode, beside those
+        that sit the step out: none beside prompts, whose chunks take the time that a step has."""
+        is_prefilling = num_ready + num_sitting < len(self.running) or self.waiting
+        if not self._speculates or is_prefilling or not num_ready:
             return 0
         rows = min(MAX_STEP_ROWS, self._max_num_batched_tokens)
         return max(0, rows - num_ready) // num_ready

@@ -25,7 +25,7 @@ from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
 from quire.worker.schedule.draft import RECENT_MATCH, Drafter, RecentOutputs
 from quire.worker.step.sampling_batch import Edits
-from quire.worker.text.grammar import Matcher
+from quire.worker.text.matcher import Matcher
 
 
 class Status(enum.Enum):
@@ -134,6 +134,8 @@ class Sequence:
         self.matcher: Matcher | None = None
         """The place of its output in the grammar of its constraint. Set, with the output that is
         there, before it is scheduled."""
+        self.lacks_mask = False
+        """Whether it is not known yet which tokens its constraint allows next."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -190,10 +192,22 @@ class Sequence:
         """Whether no token may follow those in flight."""
         return self.num_tokens + self.num_in_flight >= self._last_end
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the masks of its constraint take long."""
+        return self.matcher is not None and self.matcher.cost.is_slow
+
+    @property
+    def sits_out(self) -> bool:
+        """Whether no step may draw its next token yet. A slow one's is not asked for before those
+        in flight are known: its mask would be late."""
+        return self.lacks_mask or (self.num_in_flight > 0 and self.is_slow)
+
     def guess(self, max_tokens: int, recent: RecentOutputs) -> list[int]:
         """At most ``max_tokens`` that may come next; none of them can be the request's last."""
         max_tokens = min(max_tokens, self._last_end - self.num_tokens - 2)
-        if max_tokens <= 0:
+        # Masks of guesses are computed within the step.
+        if max_tokens <= 0 or (self.matcher is not None and not self.matcher.cost.is_trusted):
             return []
         found = self.drafter.draft(
             self.token_ids,
@@ -268,6 +282,11 @@ class Sequence:
         self.drop_draft()
         return num
 
+    def void_sample(self) -> None:
+        """What the newest step draws for it does not count."""
+        self.num_in_flight -= 1
+        self.num_computed -= 1
+
     def append_token(self, token_id: int) -> None:
         """Takes the oldest token in flight."""
         self.num_in_flight -= 1
@@ -285,10 +304,12 @@ class Sequence:
     def constraint_error(self) -> str | None:
         """Why its constraint allows no next token, if so; else that token will be an allowed one.
 
-        The matcher's mask must be that of the present output.
+        Its matcher is ready, or its grammar's time is spent.
         """
         assert self.matcher is not None
         assert self._edits is not None
+        if self.matcher.cost.is_spent:
+            return self.matcher.cost.error
         if self.matcher.error is not None:
             return self.matcher.error
         if not self._edits.allow(self.matcher.mask_W, num_output=self.num_output_tokens):

@@ -89,7 +89,9 @@ class StepInputs:
 
     def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
         """The adjustments of a step that was submitted without, once those before it are over."""
-        return _adjustments(schedule, lambda seq, _: seq.edits_in_flight())
+        return _adjustments(
+            schedule, lambda seq, _: None if seq in schedule.void else seq.edits_in_flight()
+        )
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended: another one can have its row."""

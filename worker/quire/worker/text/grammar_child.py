@@ -1,5 +1,6 @@
 """The process in which `quire.worker.text.grammar_process` compiles. A request is a constraint; it
-is answered by why it is refused, or by nothing."""
+is answered by why it is refused, or by nothing. Nothing is kept: how soon an answer comes is not to
+tell what others asked for."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +25,7 @@ def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 def _answer(grammars: Grammars, request: bytes) -> bytes:
     try:
-        grammars.compile(Constraint(**json.loads(request)))
+        grammars.check(Constraint(**json.loads(request)))
     except InvalidRequest as error:
         return str(error).encode(errors="replace")
     except MemoryError:
