@@ -184,7 +184,7 @@ class World:
         admission, unrouted = service.admission, service.admission._admission._unrouted
         counts = {
             "in flight": service.num_inflight,
-            "queued": admission.queued.num_requests + len(admission._futures),
+            "queued": admission.queued.num_requests + len(admission._waiters),
             "unbegun": sum(map(abs, admission._admission.unbegun)),
             "unrouted": unrouted.num_requests or unrouted.num_tokens > 1e-6,
             "in want of a group": gateway.groups.demand.num_requests,
