@@ -14,7 +14,8 @@ from typing import Self
 from quire.cluster.config import ClusterConfig
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.limits import allowed_connections
+from quire.cluster.edge.leaving import stop_listening_at, wait_until_left
+from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
 from quire.cluster.failover.config import CompletionConfig
@@ -147,7 +148,7 @@ class GatewayServer:
         _log.info("stops; %d completions may take %g s", self.gateway.num_inflight, drain_timeout_s)
         self.gateway.begin_drain()
         await asyncio.gather(
-            self._grpc.stop(drain_timeout_s), self._http.stop(), return_exceptions=True
+            self._stop_grpc(drain_timeout_s), self._http.stop(), return_exceptions=True
         )
         await self._metrics.stop()
         if self._tls_task is not None:
@@ -155,6 +156,14 @@ class GatewayServer:
             await asyncio.gather(self._tls_task, return_exceptions=True)
         await self.groups.close()
         _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
+
+    async def _stop_grpc(self, drain_timeout_s: float) -> None:
+        """A call that comes in the moment in which gRPC's server stops is cancelled. So clients
+        are first let go to the other gateways, as the age of their connections tells them to."""
+        host, _, port = self.grpc_address.rpartition(":")
+        await stop_listening_at(int(port))
+        await wait_until_left(host, int(port), timeout_s=GRPC_LEAVE_S)
+        await self._grpc.stop(drain_timeout_s)
 
     async def _listen(self, config: ClusterConfig) -> None:
         with contextlib.ExitStack() as on_failure:

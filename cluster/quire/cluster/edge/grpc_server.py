@@ -18,7 +18,7 @@ from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
-from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.malformed import RefuseMalformed
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.serving.service import GatewayConfig, ModelService
@@ -148,6 +148,7 @@ def _options(limits: ConnectionLimits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", 2 * GatewayConfig.max_inflight),
         ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
+        ("grpc.max_connection_age_ms", _ms(GRPC_CONNECTION_AGE_S)),
         # Past the first, more and more are refused; past the second, all.
         ("grpc.max_metadata_size", 8 * 2**10),
         ("grpc.absolute_max_metadata_size", 16 * 2**10),

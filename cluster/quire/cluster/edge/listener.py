@@ -24,6 +24,7 @@ from quire.cluster.edge.connection import (
     say_and_close,
 )
 from quire.cluster.edge.http_errors import error_response
+from quire.cluster.edge.leaving import stop_listening
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.errors import Unavailable
 
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _MAX_REFUSALS = 256
 """Connections that are told that there is no room, at once; more are closed without a word."""
 _ACCEPT_PAUSE_S = 0.1
+_CUT_WITHIN_S = 1
+"""For what is cut off at the end of the drain to end."""
 _BACKLOG = 1024
 
 
@@ -59,9 +62,11 @@ class HttpListener:
                 lifespan="off",
                 log_config=None,
                 ws="none",
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                timeout_graceful_shutdown=_CUT_WITHIN_S,
             )
         )
+        self._drain_timeout_s = drain_timeout_s
+        self._listener: socket.socket | None = None
         self._server.config.load()
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[object]] = set()
@@ -73,17 +78,23 @@ class HttpListener:
 
     def start(self, listener: socket.socket) -> None:
         """Takes over ``listener``, which listens and does not block."""
+        self._listener = listener
         self._tasks = [
             asyncio.create_task(self._accept(listener)),
             asyncio.create_task(self._server.serve(sockets=[])),
         ]
 
     async def stop(self) -> None:
-        """Accepts nothing more, lets requests end for up to the drain's time, and closes all."""
-        if not self._tasks:
+        """Accepts nothing more, lets requests end for up to the drain's time, and closes all.
+
+        No client sees a connection closed that it was told to keep, unless it was idle for a while.
+        """
+        if self._listener is None:
             return
         accepting, serving = self._tasks
+        await stop_listening(self._listener)
         accepting.cancel()
+        await self.connections.drain(timeout_s=self._drain_timeout_s)
         for task in self._opening:
             task.cancel()
         for refused in list(self._refused):
