@@ -41,8 +41,7 @@ def connection_header_of(head: bytes) -> str:
 async def leaving(server: Server) -> AsyncIterator[None]:
     """The listener stops meanwhile; at the end it has."""
     stopping = asyncio.create_task(server.listener.stop())
-    while not server.listener.connections.is_leaving:
-        await asyncio.sleep(0.005)
+    await asyncio.sleep(0)
     yield
     await stopping
 

@@ -59,12 +59,13 @@ class OpenConnections:
         self.open.discard(connection)
         self._waiting.pop(connection, None)
 
-    async def drain(self, *, timeout_s: float) -> None:
-        """Waits until all have left, each behind its next answer or after some time without a
-        request; for up to ``timeout_s``."""
+    def begin_leaving(self) -> None:
+        """Each leaves behind its next answer, or after some time without a request."""
         self.is_leaving = True
         for connection in self.open:
             connection.prepare_to_leave()
+
+    async def wait_until_left(self, *, timeout_s: float) -> None:
         end_s = asyncio.get_running_loop().time() + timeout_s
         while self.open and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(_LOOK_EVERY_S)

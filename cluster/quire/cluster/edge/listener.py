@@ -92,9 +92,10 @@ class HttpListener:
         if self._listener is None:
             return
         accepting, serving = self._tasks
+        self.connections.begin_leaving()
         await stop_listening(self._listener)
         accepting.cancel()
-        await self.connections.drain(timeout_s=self._drain_timeout_s)
+        await self.connections.wait_until_left(timeout_s=self._drain_timeout_s)
         for task in self._opening:
             task.cancel()
         for refused in list(self._refused):
