@@ -180,6 +180,16 @@ async def ask_over_http(client: httpx.AsyncClient, url: str, *, until: asyncio.E
     return num_asked
 
 
+async def ask_over_grpc(
+    stub: "inference_pb2_grpc.InferenceAsyncStub", *, until: asyncio.Event
+) -> int:
+    num_asked = 0
+    while not until.is_set():
+        await over_grpc(stub, 99, max_tokens=2, begun=asyncio.Event())
+        num_asked += 1
+    return num_asked
+
+
 async def test_a_gateway_told_to_stop_ends_its_streams_and_no_client_fails() -> None:
     group = await GroupServer.start(CONFIG, group_id="group")
     is_told, is_gone = threading.Event(), asyncio.Event()
@@ -210,17 +220,18 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_no_client_fails() -> 
         ]
         for each in begun:
             await each.wait()
-        asks = [
-            asyncio.create_task(ask_over_http(client, http_address, until=is_gone))
-            for client in (kept, kept, fresh, fresh)
+        loops = [
+            *(ask_over_http(client, http_address, until=is_gone) for client in 8 * [kept, fresh]),
+            *(ask_over_grpc(stub, until=is_gone) for _ in range(16)),
         ]
+        asks = [asyncio.create_task(each) for each in loops]
         await enter(gateway(config, group.contact))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         assert not any(stream.done() for stream in streams)
         is_told.set()
         while process.is_alive():
-            await over_grpc(stub, 99, max_tokens=2, begun=asyncio.Event())
+            await asyncio.sleep(0.01)
         is_gone.set()
         assert min(await asyncio.gather(*asks)) > 0
         with pytest.raises(grpc.aio.AioRpcError, match="the gateway is stopping"):
