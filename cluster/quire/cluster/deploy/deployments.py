@@ -24,6 +24,7 @@ from quire.cluster.deploy.gateway_server import GatewayServer, new_table
 from quire.cluster.deploy.line import drain_when_told
 from quire.cluster.deploy.logs import log_beside_serve
 from quire.cluster.deploy.serve_port import keep_to_node_address
+from quire.cluster.deploy.watched import be_watched
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -144,6 +145,8 @@ class Gateway:
         )
         if config.autoscaling:
             self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
+        watched = be_watched(silence_timeout_s=config.silence_timeout_s)
+        self._at_end.callback(asyncio.create_task(watched).cancel)
         stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
         self._at_end.callback(asyncio.create_task(drain_when_told(stop)).cancel)
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
