@@ -44,14 +44,10 @@ def main() -> None:
     while True:
         time.sleep(liveness.beat_s)
         try:
-            said = sys.stdin.buffer.raw.read(4096)  # type: ignore[attr-defined]
-            is_felt = pulse.is_felt()
+            if _is_heard() or pulse.is_felt():
+                liveness.frame(0)
         except OSError:
             return
-        if said == b"":  # The gateway has closed its end.
-            return
-        if said or is_felt:
-            liveness.frame(0)
         # Our parent may have become another process since.
         if liveness.beat(is_owed=False) is not None and os.getppid() == pid:
             print(
@@ -62,6 +58,16 @@ def main() -> None:
             )
             os.kill(pid, signal.SIGKILL)
             return
+
+
+def _is_heard() -> bool:
+    """Raises OSError: the gateway has closed its end."""
+    try:
+        if not os.read(sys.stdin.fileno(), 4096):
+            raise BrokenPipeError
+    except BlockingIOError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
