@@ -43,10 +43,10 @@ import json, sys
 from quire.cluster.deploy.local import ray_session
 with ray_session(address=sys.argv[1]):
     from ray import serve
-    from quire.cluster.deploy.app import APP_NAME, application
+    from quire.cluster.deploy.app import application
     settings = json.loads(sys.argv[2])
     serve.start(proxy_location="Disabled")
-    handle = serve.run(application(settings), name=APP_NAME, route_prefix=None)
+    handle = serve.run(application(settings), name="quire", route_prefix=None)
     handle.wait_for_groups.remote(settings.get("num_groups", 1)).result()
     print("addresses", json.dumps(handle.addresses.remote().result()), flush=True)
 """

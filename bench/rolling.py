@@ -29,11 +29,12 @@ import grpc
 from quire import demo_model
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.app import APP_NAME, Endpoints, build_app, running_cluster
+from quire.cluster.deploy.app import Endpoints, build_app, running_cluster
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.config import EngineConfig
 
+APP_NAME = "rolling"
 MAX_TOKENS = 200
 PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
 SETTLE_S = 8.0
@@ -74,7 +75,10 @@ def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str,
             drain_timeout_s=drain_s,
             **ports,
         )
-        with running_cluster(config) as endpoints, _load(endpoints, num_streams) as load:
+        with (
+            running_cluster(config, name=APP_NAME) as endpoints,
+            _load(endpoints, num_streams) as load,
+        ):
             time.sleep(SETTLE_S)
             begin_s = time.monotonic()
             changed = replace(config, engine=replace(config.engine, max_num_seqs=24))
@@ -95,7 +99,10 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
         grpc_port=0,
         http_port=0,
     )
-    with running_cluster(config) as endpoints, _load(endpoints, num_streams // 2) as load:
+    with (
+        running_cluster(config, name=APP_NAME) as endpoints,
+        _load(endpoints, num_streams // 2) as load,
+    ):
         time.sleep(SETTLE_S)
         burst = _Burst(endpoints, num_streams)
         begin_s = time.monotonic()

@@ -21,13 +21,15 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
-from quire.cluster.deploy.app import APP_NAME, build_app
+from quire.cluster.deploy.app import build_app
 from quire.cluster.deploy.local import ray_session
 from quire.cluster.settings import config_from
 from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
 from quire.worker.ranks.process_executor import ProcessExecutor
 
+APP_NAME = "quire"
+"""Its processes' titles have it."""
 LIVES = "QUIRE_CHAOS_LIVES"
 """The environment variable with the folder for what groups write."""
 POISON = (4001, 4002, 4003)

@@ -28,7 +28,10 @@ from quire.worker.ranks.process import RANK_MODULE
 _KV_BYTES = 4 << 30
 _START_S = 600
 _STOP_S = 60
-_OURS = "--grpc-port 0 --http-port 0 --no-speculation --max-queue-wait-s 600 --standing-wait-s 600"
+_OURS = (
+    "--name quire --grpc-port 0 --http-port 0 --no-speculation --max-queue-wait-s 600 "
+    "--standing-wait-s 600"
+)
 _VLLM_ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": str(_KV_BYTES >> 30),

@@ -24,6 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # Processes that tests start import them from there.
 from tests.served.paced_group import PACE, ReplicaGroup, set_pace  # noqa: E402
 
+APP_NAME = "tested"
 CONFIG = ClusterConfig(
     engine=EngineConfig(
         model=demo_model.PATH,
@@ -89,7 +90,7 @@ def scaled_endpoints(pace_file: Path) -> Iterator[Endpoints]:
 
 @contextlib.contextmanager
 def paced_cluster(config: ClusterConfig) -> Iterator[Endpoints]:
-    with ray_session(), running_app(config, group=ReplicaGroup) as endpoints:
+    with ray_session(), running_app(config, name=APP_NAME, group=ReplicaGroup) as endpoints:
         yield endpoints
 
 

@@ -12,9 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
+from tests.served.conftest import APP_NAME
 
 from quire.cluster.client import generate
-from quire.cluster.deploy.app import APP_NAME, Endpoints
+from quire.cluster.deploy.app import Endpoints
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 

@@ -12,12 +12,12 @@ import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
 from tests.cluster.test_security import Certificates
-from tests.served.conftest import CONFIG, marked_processes
+from tests.served.conftest import APP_NAME, CONFIG, marked_processes
 from tests.served.paced_group import ReplicaGroup, set_pace
 
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.app import APP_NAME, build_app, running_app
+from quire.cluster.deploy.app import build_app, running_app
 from quire.cluster.deploy.local import ray_session
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -69,7 +69,7 @@ def cluster(pace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with (
         marked_processes(),
         ray_session() as session,
-        running_app(before, group=ReplicaGroup) as endpoints,
+        running_app(before, name=APP_NAME, group=ReplicaGroup) as endpoints,
         grpc.insecure_channel(endpoints.grpc) as channel,
     ):
         alone = tokens(channel)

@@ -17,11 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ray import serve
+from tests.served.conftest import APP_NAME
 
 from quire import demo_model
 from quire.cluster.cli.main import main
 from quire.cluster.client import chat_request, generate
-from quire.cluster.deploy.app import APP_NAME, Endpoints
+from quire.cluster.deploy.app import Endpoints
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub

@@ -35,6 +35,11 @@ def add_cluster_flags(
         "--served-model-name",
         help="what clients call the model; ORG/NAME or the directory's name if absent",
     )
+    add(
+        "--name",
+        help="the application's name, by which a Ray cluster tells several apart; made from the "
+        "model's if absent",
+    )
     add("--ray-address", help="a running Ray cluster ('auto' finds it); else one starts here")
     _add_group_flags(parser, num_groups=num_groups)
     _add_network_flags(parser)

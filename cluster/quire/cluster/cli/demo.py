@@ -46,7 +46,7 @@ class Answer:
         return (self.usage.num_output_tokens - 1) / decode_s if decode_s > 0 else 0.0
 
 
-def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
+def run_demo(config: ClusterConfig, *, name: str | None, ray_address: str | None) -> int:
     """Starts the cluster, asks, prints, stops it; returns the process's exit status."""
     engine = config.engine
     if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is None:
@@ -54,7 +54,7 @@ def run_demo(config: ClusterConfig, *, ray_address: str | None) -> int:
         config = replace(config, engine=engine)
     began_s = time.monotonic()
     say = partial(print, flush=True)
-    with running_cluster(config, ray_address=ray_address, say=say) as endpoints:
+    with running_cluster(config, name=name, ray_address=ray_address, say=say) as endpoints:
         print(f"Up after {time.monotonic() - began_s:.1f} s: gRPC on {endpoints.grpc}\n")
         try:
             answers = _ask_all(endpoints)

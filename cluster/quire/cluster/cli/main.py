@@ -22,6 +22,7 @@ from quire.cluster.cli.help import (
     server_of,
 )
 from quire.cluster.cli.simulate import add_simulate_parser
+from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
     demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
 
+    add_stop_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="send a prompt to a running server and print the text as it arrives",
@@ -136,7 +138,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     with ended_by_signal():  # From here on: the imports alone take seconds.
         from quire.cluster.deploy.app import serve_until_signal
 
-        serve_until_signal(cluster_config(arguments), ray_address=arguments.ray_address)
+        config = cluster_config(arguments)
+        serve_until_signal(config, name=arguments.name, ray_address=arguments.ray_address)
     return 0
 
 
@@ -144,7 +147,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     with ended_by_signal():
         from quire.cluster.cli.demo import run_demo
 
-        return run_demo(cluster_config(arguments), ray_address=arguments.ray_address)
+        config = cluster_config(arguments)
+        return run_demo(config, name=arguments.name, ray_address=arguments.ray_address)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

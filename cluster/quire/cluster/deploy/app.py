@@ -11,9 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.local import check_ports, ray_session
+from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
+from quire.cluster.deploy.names import check_free, name_of_application
 from quire.cluster.deploy.session import UNKNOWN, RaySession
-from quire.cluster.deploy.start import Say, check_nodes, check_room, start_app
+from quire.cluster.deploy.start import Say, check_nodes, check_room, start_app, start_serve
 from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.group.placement import placement_options
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its 
 
     from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
 
-APP_NAME = "quire"
 _WATCH_EVERY_S = 0.2
 
 
@@ -39,6 +39,8 @@ _WATCH_EVERY_S = 0.2
 class Endpoints:
     """Where clients connect: ``host:port`` each."""
 
+    app: str
+    """The application's name on its Ray cluster."""
     grpc: str
     http: str
     session: RaySession = UNKNOWN
@@ -47,11 +49,16 @@ class Endpoints:
 
 @contextlib.contextmanager
 def running_cluster(
-    config: ClusterConfig, *, ray_address: str | None = None, say: Say = lambda _: None
+    config: ClusterConfig,
+    *,
+    name: str | None = None,
+    ray_address: str | None = None,
+    say: Say = lambda _: None,
 ) -> Iterator[Endpoints]:
     """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
     its own. At the end requests at hand are drained and everything started here is stopped.
-    ``say`` hears that it starts, and what it waits for.
+    ``name`` is the application's, by default made from the model's. ``say`` hears that it starts,
+    and what it waits for.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -59,6 +66,7 @@ def running_cluster(
         StartFailed: A group or gateway failed as it started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
+    name = name_of_application(config.model_name, name)
     config = _checked(config)
     if ray_address is None:
         check_nodes(config)
@@ -71,7 +79,7 @@ def running_cluster(
         if ray_address is None:
             _check_room(config)
             config = _shared_out(config)
-        with running_app(config, session=session, say=say) as endpoints:
+        with running_app(config, name=name, session=session, say=say) as endpoints:
             yield replace(endpoints, session=session)
 
 
@@ -79,40 +87,47 @@ def running_cluster(
 def running_app(
     config: ClusterConfig,
     *,
+    name: str | None = None,
     gateway: "type[Gateway] | None" = None,
     group: "type[ReplicaGroup] | None" = None,
     session: RaySession = UNKNOWN,
     say: Say = lambda _: None,
 ) -> Iterator[Endpoints]:
-    """The same on the Ray cluster that this process is connected to; several can follow on from
-    each other there. ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray
+    """The same on the Ray cluster that this process is connected to, beside what else runs there.
+    ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray
     dies.
 
     Raises:
-        ConfigError: A group or gateway cannot start with these settings.
+        ConfigError: The name is in use; or a group or gateway cannot start with these settings.
         StartFailed: One failed as it started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
-    from ray import serve
-
-    serve.start(proxy_location="Disabled")
+    name = name_of_application(config.model_name, name)
+    check_free(name)
+    if is_only_node():  # On others, each gateway looks for itself.
+        check_ports(config)
+    start_serve()
     try:
         app = build_app(config, gateway=gateway, group=group)
-        handle = start_app(app, name=APP_NAME, num_groups=config.min_groups, say=say)
-        yield Endpoints(*handle.addresses.remote().result())
+        handle = start_app(app, name=name, num_groups=config.min_groups, say=say)
+        yield Endpoints(name, *handle.addresses.remote().result())
     finally:
-        stop_app(APP_NAME, session, drain_timeout_s=config.drain_timeout_s)
+        stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
-def serve_until_signal(config: ClusterConfig, *, ray_address: str | None = None) -> None:
+def serve_until_signal(
+    config: ClusterConfig, *, name: str | None = None, ray_address: str | None = None
+) -> None:
     """Serves until Ctrl-C or SIGTERM, then drains and stops what it started.
 
     Raises:
         ClusterLost: It ended for another reason: Ray died.
     """
-    cluster = running_cluster(config, ray_address=ray_address, say=partial(print, flush=True))
-    with cluster as endpoints:
-        print(f"Serving {config.model_name}; Ctrl-C drains and stops.")
+    say = partial(print, flush=True)
+    with running_cluster(config, name=name, ray_address=ray_address, say=say) as endpoints:
+        print(
+            f"Serving {config.model_name} as application {endpoints.app}; Ctrl-C drains and stops."
+        )
         print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
         scheme = "https" if config.tls_certificate else "http"
         print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")

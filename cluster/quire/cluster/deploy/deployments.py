@@ -23,6 +23,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer, new_table
 from quire.cluster.deploy.line import drain_when_told
 from quire.cluster.deploy.logs import log_beside_serve
+from quire.cluster.deploy.port_claims import claim_ports
 from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.watched import be_watched
 from quire.cluster.group.server import GroupServer
@@ -134,6 +135,8 @@ class Gateway:
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve()
         keep_to_node_address()
+        claims = claim_ports(config, owner=_owner())
+        self._at_end.callback(claims.close)
         self._server = await GatewayServer.start(config, table=self.make_table(config))
         # Deriving a handle makes its request router, which publishes the groups as they come
         # and go. Serve refers to routers weakly: the handle has to be kept.
@@ -152,6 +155,7 @@ class Gateway:
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
         # started only then.
         self._at_end.push_async_callback(stop)
+        self._at_end.callback(claims.close)  # First of all: it listens no more.
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """The routing table of this gateway; benchmarks override it to inject faults."""
@@ -227,6 +231,12 @@ class Gateway:
 
     async def __del__(self) -> None:
         await self._at_end.aclose()
+
+
+def _owner() -> str:
+    """This replica's application, and the Ray cluster where it runs."""
+    context = ray.get_runtime_context()
+    return f"{serve.get_replica_context().app_name}@{context.gcs_address}"
 
 
 async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:

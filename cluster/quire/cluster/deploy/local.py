@@ -167,8 +167,9 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
         raise ConfigError(
-            f"ray_address={address!r}: no Ray cluster is there ({error}); `ray start --head` "
-            "starts one, and without an address one is started for you"
+            f"ray_address={address!r}: no Ray cluster is there, or it wants a token "
+            f"({error}); `ray start --head` starts one, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+            "must be as on its head, and without an address a cluster is started for you"
         ) from error
 
 
@@ -265,6 +266,17 @@ def _check_address(address: str) -> None:
             f"ray_address={address!r}: nothing answers there ({error}); give the address of a "
             "Ray cluster's head, or 'auto' on one of its nodes"
         ) from error
+
+
+def is_only_node() -> bool:
+    """Whether the Ray cluster that this process is connected to has this machine alone."""
+    import ray
+    from ray._private import worker
+
+    if worker._global_node is None:  # Connected through a proxy, from anywhere.
+        return False
+    nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
+    return nodes == [ray.get_runtime_context().get_node_id()]
 
 
 def check_ports(config: ClusterConfig) -> None:

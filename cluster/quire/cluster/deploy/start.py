@@ -30,6 +30,16 @@ _OUR_ERRORS = "quire.worker.api.errors."
 _HOPELESS = (f"{_OUR_ERRORS}ConfigError: ", f"{_OUR_ERRORS}CheckpointError: ")
 
 
+def start_serve() -> None:
+    """Starts Serve's controller on the Ray cluster, or finds the one that it has."""
+    from ray import serve
+
+    try:
+        serve.start(proxy_location="Disabled")
+    except ValueError:  # Another process has started it since this one looked.
+        serve.start(proxy_location="Disabled")
+
+
 def start_app(
     app: "serve.Application", *, name: str, num_groups: int, say: Say
 ) -> "DeploymentHandle[Gateway]":

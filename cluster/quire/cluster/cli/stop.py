@@ -1,0 +1,42 @@
+"""``quire stop``: stops one application of a Ray cluster, and no other.
+
+For one that nobody serves any more: it was deployed from a file, or its ``quire serve`` was killed.
+"""
+
+import argparse
+
+from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.config import ClusterConfig
+
+
+def add_stop_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``stop`` to the command line."""
+    help_text = "drain and stop an application of a Ray cluster"
+    stop = commands.add_parser(
+        "stop",
+        help=help_text,
+        description="Drains and stops an application of a running Ray cluster, and no other.",
+        formatter_class=DefaultsFormatter,
+    )
+    stop.add_argument("name", help="the application's name, as `quire serve` prints it")
+    stop.add_argument("--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it")
+    stop.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=ClusterConfig.drain_timeout_s,
+        help="what it was started with: how long to wait for it",
+    )
+    stop.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.names import check_known
+    from quire.cluster.deploy.stop import stop_app
+
+    with ray_session(address=arguments.ray_address) as session:
+        check_known(arguments.name)
+        print(f"Draining {arguments.name} …", flush=True)
+        stop_app(arguments.name, session, drain_timeout_s=arguments.drain_timeout_s)
+    print("Stopped.")
+    return 0
