@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
-from quire.cluster.deploy.names import check_free, name_of_application
+from quire.cluster.deploy.names import check_free, check_known, name_of_application
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Say, check_nodes, check_room, start_app, start_serve
 from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.group.placement import placement_options
 from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
@@ -115,6 +116,25 @@ def running_app(
         stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
+def upgrade_app(config: ClusterConfig, *, name: str, say: Say = lambda _: None) -> Endpoints:
+    """Has Serve replace the groups and gateways of the application ``name``, on the Ray cluster
+    that this process is connected to, by others with these settings; returns once they serve.
+
+    Raises:
+        ConfigError: There is no such application; or the settings cannot work, as `running_app`
+            says. The groups and gateways that it had go on as long as no new one has started.
+        CheckpointError: The model cannot be read.
+        StartFailed: A group or gateway failed as it started.
+    """
+    check_known(name)
+    config = _checked(config)
+    if is_only_node():
+        config = _shared_out(config)
+    say(f"Upgrading {name} to {_in_words(config)} …")
+    handle = start_app(build_app(config), name=name, num_groups=config.min_groups, say=say)
+    return Endpoints(name, *handle.addresses.remote().result())
+
+
 def serve_until_signal(
     config: ClusterConfig, *, name: str | None = None, ray_address: str | None = None
 ) -> None:
@@ -176,15 +196,12 @@ def build_app(
     config = _with_commit(config)
     engine = config.engine
     common: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": config.drain_timeout_s + STOP_MARGIN_S,
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         # A replica that fails three times in a row will not recover by itself: report it.
         "max_constructor_retry_count": 3,
-        # Serve rounds a percentage up: of up to a hundred replicas this is one.
-        "max_surge_percent": int(config.start_first),
     }
     groups = serve.deployment(
         **_group_count(config),
@@ -196,11 +213,17 @@ def build_app(
             request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
             request_router_kwargs={"pool": deployments.POOL},
         ),
+        graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+        # Serve rounds a percentage up: of up to a hundred replicas this is one.
+        max_surge_percent=int(config.start_first),
         **common,
     )(group or deployments.ReplicaGroup)
     gateways = serve.deployment(
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+        graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
+        # There is room for one more, unless places are counted. A single one leaves no gap then.
+        max_surge_percent=int(config.start_first or config.gateway_resource is None),
         **common,
     )(gateway or deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))
