@@ -148,14 +148,22 @@ class Gateway:
         )
         if config.autoscaling:
             self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
-        watched = be_watched(silence_timeout_s=config.silence_timeout_s)
-        self._at_end.callback(asyncio.create_task(watched).cancel)
+        self._watched = asyncio.create_task(
+            be_watched(self._server.listeners, silence_timeout_s=config.silence_timeout_s)
+        )
+        self._at_end.callback(self._watched.cancel)
         stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
         self._at_end.callback(asyncio.create_task(drain_when_told(stop)).cancel)
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
         # started only then.
         self._at_end.push_async_callback(stop)
         self._at_end.callback(claims.close)  # First of all: it listens no more.
+
+    def check_health(self) -> None:
+        """Serve replaces the gateway when this raises."""
+        if self._watched.done():
+            self._watched.result()
+            raise RuntimeError("it did not run for a while, and gets no new connections since")
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """The routing table of this gateway; benchmarks override it to inject faults."""

@@ -6,7 +6,7 @@ import errno
 import logging
 import random
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -14,7 +14,7 @@ from typing import Self
 from quire.cluster.config import ClusterConfig
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.leaving import stop_listening_at, wait_until_left
+from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_until_left
 from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
@@ -142,6 +142,11 @@ class GatewayServer:
         self._contacts.clear()
         self._contacts.update((contact.address, contact) for contact in contacts)
         self.groups.set_addresses(self._contacts)
+
+    def listeners(self) -> Iterator[socket.socket]:
+        """Duplicates of the sockets that listen for clients; the caller closes them."""
+        for address in (self.grpc_address, self.http_address):
+            yield from listeners_at(int(address.rpartition(":")[2]))
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         """Takes no new request, lets those at hand end, then closes every connection."""

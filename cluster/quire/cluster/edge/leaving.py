@@ -16,7 +16,6 @@ import stat
 import struct
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 HANDSHAKE_S = 0.3
 """For the last packet of a connection's handshake, a round trip behind its first."""
@@ -58,8 +57,18 @@ async def stop_listening(listener: socket.socket) -> None:
 async def stop_listening_at(port: int) -> None:
     """The same for all sockets of this process that listen at ``port``, whoever owns them."""
     with contextlib.ExitStack() as stack:
-        ours = [stack.enter_context(each) for each in _ours_at(port)]
-        await asyncio.gather(*(stop_listening(each) for each in ours if _listens(each)))
+        ours = [stack.enter_context(each) for each in listeners_at(port)]
+        await asyncio.gather(*map(stop_listening, ours))
+
+
+def listeners_at(port: int) -> Iterator[socket.socket]:
+    """Duplicates of the sockets of this process that listen at ``port``, for the caller to close.
+    gRPC shows nobody its own."""
+    for each in _ours_at(port):
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield each
+        else:
+            each.close()
 
 
 async def wait_until_left(host: str, port: int, *, timeout_s: float) -> None:
@@ -87,25 +96,21 @@ def _num_waiting(listener: socket.socket) -> int:
 
 
 def _ours_at(port: int) -> Iterator[socket.socket]:
-    """Duplicates of this process's sockets that are bound to ``port``. gRPC shows nobody its own;
-    without ``/proc`` none are found."""
-    with contextlib.suppress(FileNotFoundError):
-        for entry in list(Path("/proc/self/fd").iterdir()):
-            found = _socket(int(entry.name))
-            if found is None:
+    """Duplicates of this process's sockets that are bound to ``port``, for the caller to close;
+    without ``/proc``, none are found."""
+    seen: set[int] = set()  # By inode: a duplicate may get a number that is still to be looked at.
+    numbers = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
+    for number in map(int, numbers):
+        with contextlib.suppress(OSError):  # It was closed as we looked.
+            status = os.fstat(number)
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
                 continue
-            with contextlib.suppress(OSError):
-                if found.family != socket.AF_UNIX and found.getsockname()[1] == port:
-                    yield found
-                    continue
-            found.close()
-
-
-def _socket(number: int) -> socket.socket | None:
-    with contextlib.suppress(OSError):  # It was closed as we looked.
-        if stat.S_ISSOCK(os.fstat(number).st_mode):
-            return socket.socket(fileno=os.dup(number))
-    return None
+            seen.add(status.st_ino)
+            found = socket.socket(fileno=os.dup(number))
+            if found.family != socket.AF_UNIX and found.getsockname()[1] == port:
+                yield found
+            else:
+                found.close()
 
 
 def _has_any_at(port: int) -> bool:
@@ -120,10 +125,6 @@ def _is_connected(found: socket.socket) -> bool:
     except OSError:
         return False
     return True
-
-
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _is_listened_at(host: str, port: int) -> bool:

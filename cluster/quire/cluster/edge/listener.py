@@ -7,6 +7,7 @@ them in order at the stop.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -111,7 +112,10 @@ class HttpListener:
             while True:
                 try:
                     client, _ = await loop.sock_accept(listener)
-                except OSError as error:  # Of the client, which is gone; or there is no file left.
+                except OSError as error:
+                    if error.errno == errno.EINVAL:  # Somebody has ended the listening socket.
+                        return
+                    # Of the client, which is gone; or there is no file left.
                     _log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
