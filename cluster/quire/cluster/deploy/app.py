@@ -152,6 +152,7 @@ def serve_until_signal(
         scheme = "https" if config.tls_certificate else "http"
         print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
         session = endpoints.session
+        print(f"  Ray   {_ray_address()}    for quire upgrade --ray-address")
         if session.logs is not None:
             print(f"  logs  {session.logs}    gone after the stop")
         sys.stdout.flush()
@@ -166,6 +167,12 @@ def serve_until_signal(
             )
         print("Draining …", flush=True)
     print("Stopped.")
+
+
+def _ray_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _in_words(config: ClusterConfig) -> str:
