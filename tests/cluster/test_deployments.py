@@ -1,6 +1,7 @@
 """The deployments without Serve: what they do with what it gives them, and at their end."""
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator, Generator, Iterable
 from dataclasses import replace
@@ -96,8 +97,9 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
 
     monkeypatch.setattr(GatewayServer, "start", start)
     monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
+    monkeypatch.setattr(deployments, "claim_ports", lambda *_, **__: contextlib.ExitStack())
     monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="this"))
+    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="this"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     yield server
     REGISTRY.publish(POOL, [])
