@@ -74,6 +74,9 @@ def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str,
             num_gateways=2,
             start_first=start_first,
             drain_timeout_s=drain_s,
+            # Admission is not the question here.
+            max_queue_wait_s=600,
+            standing_wait_s=600,
             **ports,
         )
         with (

@@ -100,7 +100,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def prepare_to_leave(self) -> None:
         """Closes behind the next answer whose head says so; without one, after `LEAVE_S`."""
-        self.timeout_keep_alive = LEAVE_S  # type: ignore[assignment]
+        self.timeout_keep_alive = LEAVE_S
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
         if self.timeout_keep_alive_task is not None:
