@@ -7,7 +7,8 @@ the application is deployed again, so that Serve replaces every group and every 
 *scale*: one group. A burst of N long prompts requires a second group; then follows too little work
 for two. The report has the time from the burst until Serve starts a group.
 
-Half of the streams are greedy, half are sampled with a seed. Their expected texts were generated
+Clients speak gRPC and HTTP, each with one connection for all of its streams or another for each.
+Half of the streams are greedy, half are sampled with a seed. Their expected tokens were generated
 before, alone. A stream is *broken* if it ended without its finish after its first token, *refused*
 if it failed before, *inexact* if its tokens are others. A gap is the time between two chunks.
 """
@@ -20,11 +21,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+from bench.rolling_load import Load, own_channel
 
 from quire import demo_model
 from quire.cluster.client import generate
@@ -36,7 +38,6 @@ from quire.worker.api.config import EngineConfig
 
 APP_NAME = "rolling"
 MAX_TOKENS = 200
-PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
 SETTLE_S = 8.0
 """Load before and after what is done to the cluster."""
 
@@ -73,6 +74,9 @@ def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str,
             num_gateways=2,
             start_first=start_first,
             drain_timeout_s=drain_s,
+            # Admission is not the question here.
+            max_queue_wait_s=600,
+            standing_wait_s=600,
             **ports,
         )
         with (
@@ -124,78 +128,9 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
     }
 
 
-@dataclass
-class Load:
-    """Closed loops of streams, and what became of them."""
-
-    address: str
-    expected: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    num_complete: int = 0
-    inexact: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    def learn(self, num_seeds: int) -> None:
-        """Asks for every answer once, alone. Seed 0 is greedy."""
-        with _channel(self.address) as channel:
-            for prompt, seed in itertools.product(PROMPTS, range(num_seeds)):
-                chunks = list(generate(channel, _request(prompt, seed)))
-                self.expected[prompt, seed] = [id for chunk in chunks for id in chunk.token_ids]
-
-    def run(self, number: int) -> None:
-        with _channel(self.address) as channel:
-            for turn in itertools.count():
-                if self._ended.is_set():
-                    return
-                prompt = PROMPTS[(number + turn) % len(PROMPTS)]
-                self._stream(channel, prompt, seed=number % 2 * (1 + turn % 2))
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def _stream(self, channel: grpc.Channel, prompt: str, *, seed: int) -> None:
-        token_ids: list[int] = []
-        is_finished, error, gap_s, last_s = False, "no finish reason", 0.0, None
-        try:
-            for chunk in generate(channel, _request(prompt, seed)):
-                now_s = time.monotonic()
-                gap_s = max(gap_s, now_s - (now_s if last_s is None else last_s))
-                last_s = now_s
-                if chunk.token_offset != len(token_ids):
-                    error = f"token {chunk.token_offset} where {len(token_ids)} was due"
-                    break
-                token_ids += chunk.token_ids
-                is_finished = bool(chunk.finish_reason)
-        except grpc.RpcError as failure:
-            error = f"{failure.code().name}: {failure.details()}"
-        with self._lock:
-            self.gaps_s.append(gap_s)
-            if is_finished and token_ids == self.expected[prompt, seed]:
-                self.num_complete += 1
-            elif is_finished:
-                self.inexact.append(f"{prompt!r}, seed {seed}")
-            else:
-                (self.broken if token_ids else self.refused).append(error)
-        if not is_finished:
-            time.sleep(0.2)
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "complete": self.num_complete,
-            "broken": len(self.broken),
-            "refused": len(self.refused),
-            "inexact": len(self.inexact),
-            "largest_gap_s": round(max(self.gaps_s, default=0.0), 2),
-            "errors": sorted({*self.broken, *self.refused, *self.inexact})[:8],
-        }
-
-
 @contextlib.contextmanager
 def _load(endpoints: Endpoints, num_streams: int) -> Iterator[Load]:
-    load = Load(address=endpoints.grpc)
+    load = Load(grpc=endpoints.grpc, http=endpoints.http, max_tokens=MAX_TOKENS)
     load.learn(num_seeds=3)
     threads = [threading.Thread(target=load.run, args=(number,)) for number in range(num_streams)]
     for thread in threads:
@@ -229,7 +164,7 @@ class _Burst:
 
     def _run(self, number: int) -> None:
         sampling = pb.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        with _channel(self._address) as channel:
+        with own_channel(self._address) as channel:
             for turn in itertools.count():
                 if self._ended.is_set():
                     return
@@ -237,18 +172,6 @@ class _Burst:
                 request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
                 with contextlib.suppress(grpc.RpcError):
                     list(generate(channel, request))
-
-
-def _request(prompt: str, seed: int) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(
-        temperature=0.9 if seed else 0, seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True
-    )
-    return pb.GenerateRequest(text=prompt, sampling=sampling)
-
-
-def _channel(address: str) -> grpc.Channel:
-    """One with a connection of its own, so that gateways on one port share the streams."""
-    return grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
 def _wait_for(num_groups: int, *, state: str | None = None) -> None:

@@ -1,138 +1,34 @@
 """What HTTP connections may be and do, seen by clients that speak bytes."""
 
 import asyncio
-import contextlib
 import json
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 import trustme
-from starlette.types import Receive, Scope, Send
+from tests.cluster.http_listener import (
+    GET,
+    HEAD,
+    STREAM,
+    Client,
+    serving,
+    status_of,
+)
 
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, ConnectionLimits, allowed_connections
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
-
-HEAD = b"Host: here\r\n"
-GET = b"GET / HTTP/1.1\r\n" + HEAD + b"\r\n"
-STREAM = b"GET /stream HTTP/1.1\r\n" + HEAD + b"\r\n"
-FOREVER_S = 1000.0
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Ray gives gateways the second."""
     return "asyncio", {"use_uvloop": request.param}
-
-
-class App:
-    """``/stream`` answers in pieces, the last when it may; what else is asked reads its body."""
-
-    def __init__(self) -> None:
-        self.may_end = asyncio.Event()
-        self.bodies: list[bytes] = []
-        self.num_lost = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.num_lost += 1
-                return
-            body += message["body"]
-            if not message["more_body"]:
-                break
-        self.bodies.append(body)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/stream":
-            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
-            await self.may_end.wait()
-        await send({"type": "http.response.body", "body": b"done"})
-
-
-class Server:
-    """One listener, what it was asked and which connections it cut."""
-
-    def __init__(self, *, tls: ssl.SSLContext | None = None, **limits: Any) -> None:
-        self.app = App()
-        self.cuts: list[str] = []
-        self.clients: list[Client] = []
-        timeouts = dict.fromkeys(("head_timeout_s", "body_timeout_s", "idle_timeout_s"), FOREVER_S)
-        self.listener = HttpListener(
-            self.app,
-            limits=ConnectionLimits(**{**timeouts, **limits}),
-            tls=tls,
-            cut=self.cuts.append,
-        )
-        sock = listening_socket("127.0.0.1", 0)
-        self.port = sock.getsockname()[1]
-        self.listener.start(sock)
-
-    @property
-    def num_open(self) -> int:
-        return len(self.listener.connections.open)
-
-    async def until_open(self, num: int) -> None:
-        while self.num_open != num:
-            await asyncio.sleep(0.005)
-
-    async def client(self, data: bytes = b"", *, sees: bytes = b"") -> "Client":
-        """A client that has said ``data`` and heard an answer up to ``sees``."""
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
-        self.clients.append(client)
-        client.writer.write(data)
-        if sees:
-            await client.reader.readuntil(sees)
-        return client
-
-    async def answer(self, data: bytes) -> bytes:
-        """All that comes until the server closes."""
-        client = await self.client(data)
-        return await client.rest()
-
-
-class Client:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def rest(self) -> bytes:
-        """What comes until the server has closed; pytest's patience is the limit."""
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            while piece := await self.reader.read(2**16):
-                data += piece
-        await self.close()
-        return data
-
-    async def close(self) -> None:
-        self.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-
-@contextlib.asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[Server]:
-    server = Server(**options)
-    try:
-        yield server
-    finally:
-        server.app.may_end.set()
-        await server.listener.stop()
-        for client in server.clients:
-            await client.close()
-        assert server.num_open == 0
-
-
-def status_of(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
 
 
 def error_of(answer: bytes) -> str:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Generator, Iterable
+import socket
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,9 @@ class FakeServer:
         self.demand = Demand()
         self.addresses: list[str] = []
         self.hash_prompt = None
+
+    def listeners(self) -> Iterator[socket.socket]:
+        return iter(())
 
     def set_groups(self, contacts: Iterable[GroupContact]) -> None:
         self.addresses = [contact.address for contact in contacts]
@@ -95,9 +99,13 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     async def start(*_: Any, **__: Any) -> FakeServer:
         return server
 
+    async def be_watched(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
     monkeypatch.setattr(GatewayServer, "start", start)
     monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
     monkeypatch.setattr(deployments, "claim_ports", lambda *_, **__: contextlib.ExitStack())
+    monkeypatch.setattr(deployments, "be_watched", be_watched)
     monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
     context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="this"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
@@ -123,6 +131,24 @@ async def test_demand_is_told_again_after_it_could_not_be(server: FakeServer, ra
             assert await asyncio.wait_for(handle.told.get(), 120) == num_tokens
         while not handle.told.empty():
             handle.told.get_nowait()
+    await gateway.__del__()
+
+
+async def test_a_gateway_that_was_cut_off_from_new_connections_is_replaced(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cut_off = asyncio.Event()
+
+    async def be_watched(*_: Any, **__: Any) -> None:
+        await is_cut_off.wait()
+
+    monkeypatch.setattr(deployments, "be_watched", be_watched)
+    gateway = await make_gateway(FakeHandle())
+    gateway.check_health()
+    is_cut_off.set()
+    await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError, match="gets no new connections"):
+        gateway.check_health()
     await gateway.__del__()
 
 

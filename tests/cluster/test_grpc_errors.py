@@ -1,6 +1,7 @@
 """What the details of a refused call say, as grpcio-status reads them."""
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -8,6 +9,7 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
+from quire.cluster.edge import grpc_errors
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
@@ -128,3 +130,21 @@ async def test_an_incident_has_its_number(
     info = details(error)["ErrorInfo"]
     assert info.reason == "INTERNAL"
     assert str(error.details()).endswith(info.metadata["incident"])
+
+
+async def test_a_client_that_leaves_as_it_is_written_to_is_no_incident(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone:
+        async def write(self, message: object) -> None:
+            # As gRPC's core fails a write to a connection that is gone.
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+        async def abort(self, *status: object) -> None:
+            raise grpc.aio.AbortError
+
+    context = cast(grpc_errors.Context, Gone())
+    with pytest.raises(asyncio.CancelledError):
+        async with grpc_errors.statuses(context, pb.GenerateRequest()):
+            await context.write(pb.GenerateResponse())
+    assert caplog.text == ""

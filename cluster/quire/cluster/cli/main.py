@@ -23,6 +23,7 @@ from quire.cluster.cli.help import (
 )
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.stop import add_stop_parser
+from quire.cluster.cli.upgrade import add_upgrade_parser
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
     demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
 
+    add_upgrade_parser(commands)
     add_stop_parser(commands)
     generate = commands.add_parser(
         "generate",

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app_watch import AppWatch
 from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
-from quire.cluster.deploy.names import check_free, name_of_application
+from quire.cluster.deploy.names import check_free, check_known, name_of_application
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import check_nodes, check_room, start_app, start_serve
 from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.group.placement import placement_options
@@ -133,6 +134,27 @@ def running_app(
         stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
+def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT) -> Endpoints:
+    """Has Serve replace the groups and gateways of the application ``name``, on the Ray cluster
+    that this process is connected to, by others with these settings; returns once they serve.
+
+    Raises:
+        ConfigError: There is no such application; or the settings cannot work, as `running_app`
+            says. The groups and gateways that it had go on as long as no new one has started.
+        CheckpointError: The model cannot be read.
+        StartFailed: A group or gateway failed as it started.
+    """
+    check_known(name)
+    config = _checked(config)
+    if is_only_node():
+        config = _shared_out(config)
+    progress.say(f"Upgrading {name} to {_in_words(config)} …")
+    app = build_app(config)
+    handle = start_app(app, name=name, num_groups=config.min_groups, progress=progress)
+    grpc, http = handle.addresses.remote().result()
+    return Endpoints(name, grpc=grpc, http=http)
+
+
 def serve_until_signal(
     config: ClusterConfig,
     *,
@@ -178,12 +200,19 @@ def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) ->
     scheme = "https" if config.tls_certificate else "http"
     print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
     session = endpoints.session
+    print(f"  Ray   {_ray_address()}    for quire upgrade --ray-address")
     if session.kept_logs is not None:
         print(f"  logs  {session.kept_logs}    kept; live/ while it serves")
     elif session.logs is not None:
         print(f"  logs  {session.logs}    on each node")
         print(f"  gateways on {', '.join(endpoints.nodes)}: each answers at these ports")
     sys.stdout.flush()
+
+
+def _ray_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _in_words(config: ClusterConfig) -> str:
@@ -214,15 +243,12 @@ def build_app(
     config = _with_commit(config)
     engine = config.engine
     common: dict[str, Any] = {
-        "graceful_shutdown_timeout_s": config.drain_timeout_s + STOP_MARGIN_S,
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         # A replica that fails three times in a row will not recover by itself: report it.
         "max_constructor_retry_count": 3,
-        # Serve rounds a percentage up: of up to a hundred replicas this is one.
-        "max_surge_percent": int(config.start_first),
     }
     groups = serve.deployment(
         **_group_count(config),
@@ -234,11 +260,17 @@ def build_app(
             request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
             request_router_kwargs={"pool": deployments.POOL},
         ),
+        graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+        # Serve rounds a percentage up: of up to a hundred replicas this is one.
+        max_surge_percent=int(config.start_first),
         **common,
     )(group or deployments.ReplicaGroup)
     gateways = serve.deployment(
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+        graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
+        # There is room for one more, unless places are counted. A single one leaves no gap then.
+        max_surge_percent=int(config.start_first or config.gateway_resource is None),
         **common,
     )(gateway or deployments.Gateway)
     app: serve.Application = gateways.bind(config, groups.bind(config))

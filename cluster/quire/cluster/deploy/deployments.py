@@ -27,6 +27,7 @@ from quire.cluster.deploy.logs import log_beside_serve
 from quire.cluster.deploy.port_claims import claim_ports
 from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.start_steps import StartSteps
+from quire.cluster.deploy.watched import be_watched
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -154,6 +155,10 @@ class Gateway:
         )
         if config.autoscaling:
             self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
+        self._watched = asyncio.create_task(
+            be_watched(self._server.listeners, silence_timeout_s=config.silence_timeout_s)
+        )
+        self._at_end.callback(self._watched.cancel)
         stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
         drain = partial(self._drain_for_good, stop)
         self._at_end.callback(asyncio.create_task(drain_when_told(drain)).cancel)
@@ -162,6 +167,12 @@ class Gateway:
         self._at_end.push_async_callback(stop)
         self._at_end.callback(claims.close)  # First of all: it listens no more.
         _freeze_garbage()
+
+    def check_health(self) -> None:
+        """Serve replaces the gateway when this raises."""
+        if self._watched.done():
+            self._watched.result()
+            raise RuntimeError("it did not run for a while, and gets no new connections since")
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
         """The routing table of this gateway; benchmarks override it to inject faults."""

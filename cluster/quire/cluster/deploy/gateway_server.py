@@ -6,7 +6,7 @@ import errno
 import logging
 import random
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -15,7 +15,8 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.limits import allowed_connections
+from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_until_left
+from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
 from quire.cluster.failover.config import CompletionConfig
@@ -152,12 +153,17 @@ class GatewayServer:
         self._contacts.update((contact.address, contact) for contact in contacts)
         self.groups.set_addresses(self._contacts)
 
+    def listeners(self) -> Iterator[socket.socket]:
+        """Duplicates of the sockets that listen for clients; the caller closes them."""
+        for address in (self.grpc_address, self.http_address):
+            yield from listeners_at(int(address.rpartition(":")[2]))
+
     async def stop(self, *, drain_timeout_s: float) -> None:
         """Takes no new request, lets those at hand end, then closes every connection."""
         _log.info("stops; %d completions may take %g s", self.gateway.num_inflight, drain_timeout_s)
         self.gateway.begin_drain()
         await asyncio.gather(
-            self._grpc.stop(drain_timeout_s), self._http.stop(), return_exceptions=True
+            self._stop_grpc(drain_timeout_s), self._http.stop(), return_exceptions=True
         )
         self._grpc_guard.stop()
         await self._metrics.stop()
@@ -166,6 +172,14 @@ class GatewayServer:
             await asyncio.gather(self._tls_task, return_exceptions=True)
         await self.groups.close()
         _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
+
+    async def _stop_grpc(self, drain_timeout_s: float) -> None:
+        """A call that comes in the moment in which gRPC's server stops is cancelled. So clients
+        are first let go to the other gateways, as the age of their connections tells them to."""
+        host, _, port = self.grpc_address.rpartition(":")
+        await stop_listening_at(int(port))
+        await wait_until_left(host, int(port), timeout_s=GRPC_LEAVE_S)
+        await self._grpc.stop(drain_timeout_s)
 
     async def _listen(self, config: ClusterConfig) -> None:
         with contextlib.ExitStack() as on_failure:

@@ -70,6 +70,7 @@ def ray_session(
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from ray import serve
+    from ray._private.authentication import authentication_token_setup as authentication
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
@@ -78,6 +79,9 @@ def ray_session(
         if address is not None:
             _check_address(address)
             stack.callback(_shut_down)
+            if address.startswith("127."):  # Started here, as below, with this user's token.
+                stack.enter_context(_on_the_loopback())
+                authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             with ray_leaves_signals_alone():
                 _connect(address)
             session = _others_cluster()

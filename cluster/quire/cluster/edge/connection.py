@@ -21,9 +21,13 @@ from quire.cluster.edge.http_errors import HeadTooLarge, error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
 from quire.worker.api.errors import InvalidRequest, QuireError
 
+LEAVE_S = 2.0
+"""How long a connection is kept without a request once the gateway leaves. A client may be sending
+its next one, and would find it closed; within this time it is told not to send another."""
 LINGER_S = 1.0
 """How long a client that was refused may take to read why. Closed at once, a connection with unread
 bytes would be reset, and the answer lost."""
+_LOOK_EVERY_S = 0.05
 
 
 class OpenConnections:
@@ -36,6 +40,8 @@ class OpenConnections:
         self.open: set[HttpConnection] = set()
         self.cut = cut
         self._num_of: Counter[str] = Counter()  # By the client's address.
+        self.is_leaving = False
+        """Whether each answer says that it is the last of its connection."""
         self._waiting: dict[HttpConnection, None] = {}  # The one that has waited longest is first.
 
     def admit(self, connection: "HttpConnection") -> bool:
@@ -64,6 +70,17 @@ class OpenConnections:
         if not self._num_of[connection.host]:
             del self._num_of[connection.host]
         self._waiting.pop(connection, None)
+
+    def begin_leaving(self) -> None:
+        """Each leaves behind its next answer, or after some time without a request."""
+        self.is_leaving = True
+        for connection in self.open:
+            connection.prepare_to_leave()
+
+    async def wait_until_left(self, *, timeout_s: float) -> None:
+        end_s = asyncio.get_running_loop().time() + timeout_s
+        while self.open and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def set_waiting(self, connection: "HttpConnection", is_waiting: bool) -> None:
         """Without effect on one that waits already, or has left."""
@@ -94,6 +111,20 @@ class HttpConnection(HttpToolsProtocol):
     def begin(self) -> None:
         """Starts the time of the first head."""
         self._owe("head")
+
+    def prepare_to_leave(self) -> None:
+        """Closes behind the next answer whose head says so; without one, after `LEAVE_S`."""
+        self.timeout_keep_alive = LEAVE_S
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                LEAVE_S, self.timeout_keep_alive_handler
+            )
+        if self._owed == "head":
+            self._owe("")
+            self._owe("head")
 
     def abort(self) -> None:
         """Leaves and closes the connection at once, whatever it has."""
@@ -129,6 +160,8 @@ class HttpConnection(HttpToolsProtocol):
             self.app = response
         super().on_headers_complete()
         self.app = self.config.loaded_app
+        if self._connections.is_leaving:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
@@ -185,8 +218,11 @@ class HttpConnection(HttpToolsProtocol):
         self._owed = what
         if what:
             limits = self._limits
+            head_timeout_s = limits.head_timeout_s
+            if self._connections.is_leaving:
+                head_timeout_s = min(head_timeout_s, LEAVE_S)
             times_s = {
-                "head": limits.head_timeout_s,
+                "head": head_timeout_s,
                 "body": limits.body_timeout_s,
                 "end": LINGER_S,
             }

@@ -9,6 +9,7 @@ them. An unexpected exception is logged under an incident number and reaches the
 with that number, without details.
 """
 
+import asyncio
 import logging
 import re
 import secrets
@@ -75,7 +76,8 @@ _KINDS: dict[type[Exception], _Kind] = {
 async def statuses(
     context: Context, request: Message, *, aliases: Mapping[str, str] | None = None
 ) -> AsyncIterator[None]:
-    """Turns what is raised inside into a gRPC status.
+    """Turns what is raised inside into a gRPC status; a client that left as it was written to
+    cancels, as one does that left before.
 
     ``aliases``: what ``request`` calls the fields that our messages name otherwise.
     """
@@ -83,6 +85,8 @@ async def statuses(
         yield
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError as error:  # Of gRPC's core, where a call's connection is gone.
+        raise asyncio.CancelledError from error
     except Exception as error:
         for type_, kind in _KINDS.items():
             if isinstance(error, type_):

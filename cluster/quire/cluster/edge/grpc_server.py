@@ -20,7 +20,7 @@ from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remainin
 from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
-from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
@@ -160,6 +160,7 @@ def _options(limits: ConnectionLimits, max_inflight: int) -> list[tuple[str, int
         ("grpc.max_concurrent_streams", 2 * max_inflight),
         ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
+        ("grpc.max_connection_age_ms", _ms(GRPC_CONNECTION_AGE_S)),
         # Past the first, more and more are refused; past the second, all.
         ("grpc.max_metadata_size", 8 * 2**10),
         ("grpc.absolute_max_metadata_size", 16 * 2**10),

@@ -15,6 +15,12 @@ _log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 * 2**10
 """Size of a request's first line and headers together."""
 MAX_HEADERS = 128
+GRPC_CONNECTION_AGE_S = 20.0
+"""After which a client of gRPC is told to open another connection and to begin no call on this one;
+calls under way go on. So gateways that came later get their share of clients, and one that leaves
+is left."""
+GRPC_LEAVE_S = 1.1 * GRPC_CONNECTION_AGE_S + 1
+"""gRPC varies the age by a tenth; then comes a round trip."""
 _FILES_PER_CONNECTION = 4
 """HTTP and gRPC may each have a quarter of the files that a process may have open; half are left
 for groups, logs, connections that are being refused, and Ray."""

@@ -7,6 +7,7 @@ them in order at the stop.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -24,6 +25,7 @@ from quire.cluster.edge.connection import (
     say_and_close,
 )
 from quire.cluster.edge.http_errors import error_response
+from quire.cluster.edge.leaving import stop_listening
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.errors import Unavailable
 
@@ -32,6 +34,8 @@ _log = logging.getLogger(__name__)
 _MAX_REFUSALS = 256
 """Connections that are told that there is no room, at once; more are closed without a word."""
 _ACCEPT_PAUSE_S = 0.1
+_CUT_WITHIN_S = 1
+"""For what is cut off at the end of the drain to end."""
 _BACKLOG = 1024
 
 
@@ -59,9 +63,11 @@ class HttpListener:
                 lifespan="off",
                 log_config=None,
                 ws="none",
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                timeout_graceful_shutdown=_CUT_WITHIN_S,
             )
         )
+        self._drain_timeout_s = drain_timeout_s
+        self._listener: socket.socket | None = None
         self._server.config.load()
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[object]] = set()
@@ -74,17 +80,24 @@ class HttpListener:
 
     def start(self, listener: socket.socket) -> None:
         """Takes over ``listener``, which listens and does not block."""
+        self._listener = listener
         self._tasks = [
             asyncio.create_task(self._accept(listener)),
             asyncio.create_task(self._server.serve(sockets=[])),
         ]
 
     async def stop(self) -> None:
-        """Accepts nothing more, lets requests end for up to the drain's time, and closes all."""
-        if not self._tasks:
+        """Accepts nothing more, lets requests end for up to the drain's time, and closes all.
+
+        No client sees a connection closed that it was told to keep, unless it was idle for a while.
+        """
+        if self._listener is None:
             return
         accepting, serving = self._tasks
+        self.connections.begin_leaving()
+        await stop_listening(self._listener)
         accepting.cancel()
+        await self.connections.wait_until_left(timeout_s=self._drain_timeout_s)
         for task in self._opening:
             task.cancel()
         for refused in list(self._refused):
@@ -100,7 +113,10 @@ class HttpListener:
             while True:
                 try:
                     client, address = await loop.sock_accept(listener)
-                except OSError as error:  # Of the client, which is gone; or there is no file left.
+                except OSError as error:
+                    if error.errno == errno.EINVAL:  # Somebody has ended the listening socket.
+                        return
+                    # Of the client, which is gone; or there is no file left.
                     _log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue

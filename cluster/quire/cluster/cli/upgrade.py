@@ -1,0 +1,45 @@
+"""``quire upgrade``: replaces the groups and gateways of an application under its clients' streams.
+
+It takes the flags of ``quire serve``. All of them hold: one that is left out is at its default, and
+not as it was.
+"""
+
+import argparse
+from dataclasses import replace
+
+from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+
+
+def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``upgrade`` to the command line."""
+    upgrade = commands.add_parser(
+        "upgrade",
+        usage=SHORT_USAGE,
+        help="replace an application's groups and gateways by others with new settings",
+        description="Replaces the groups and gateways of an application that serves, one after "
+        "the other, by others with the settings given here; requests under way go on. Flags that "
+        "are left out are at their defaults: repeat those of `quire serve`.",
+        formatter_class=DefaultsFormatter,
+    )
+    add_cluster_flags(upgrade, num_groups=1, tensor_parallel_size=1)
+    upgrade.add_argument(
+        "--start-first",
+        action="store_true",
+        help="start each new group before an old one stops, which takes room for one more",
+    )
+    upgrade.set_defaults(run=_run, ray_address="auto")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.app import upgrade_app
+    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.names import name_of_application
+    from quire.cluster.deploy.progress import on_stdout
+
+    config = replace(cluster_config(arguments), start_first=arguments.start_first)
+    name = name_of_application(config.model_name, arguments.name)
+    with on_stdout() as progress, ray_session(address=arguments.ray_address):
+        endpoints = upgrade_app(config, name=name, progress=progress)
+    print(f"Upgraded {name}: gRPC {endpoints.grpc}, HTTP {endpoints.http}")
+    return 0
