@@ -52,6 +52,7 @@ def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> 
         env={**os.environ, "PYTEST": str(stand_in), "PIPE": str(writes)},
         pass_fds=[writes],
         start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     os.close(writes)
     with open(reads) as told:
@@ -60,6 +61,11 @@ def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> 
         assert process.wait() == 128 + sent
         assert select.select([told], [], [], 60)[0], "a process is left"
         assert told.read() == ""
+
+
+def hear_interrupts() -> None:
+    """Programs that a shell started in the background do not, nor do those that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(stand_in: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -163,7 +163,7 @@ async def test_a_prompt_waits_for_its_turn_no_longer_than_its_deadline(
     second = asyncio.create_task(prompts.tokenize((Text("x" * 25_000),)))
     while len(watched.given) < 2:
         await asyncio.sleep(0.001)
-    with pytest.raises(Overloaded, match="2 prompts are being tokenized, at most 2"):
+    with pytest.raises(Overloaded, match="2 prompts are being tokenized, --max-inflight is 2"):
         await prompts.tokenize((Text("x" * 20_000),))
     prompts._max_waiting = 3
     with pytest.raises(DeadlineExceeded):

@@ -1,6 +1,8 @@
 """What clients send is put into the form that a template reads, found by asking the template."""
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,11 @@ def test_a_template_for_tools_is_used_with_tools(tmp_path: Path, place: str) -> 
     assert loaded.render_chat([USER]) == "plain"
     assert loaded.render_chat([USER], tools=[{"type": "function"}]) == "tools 1"
     assert loaded.template is not None
+    with zipfile.ZipFile(io.BytesIO(loaded.as_zip())) as files:
+        files.extractall(tmp_path / "copy")
+    again = Tokenizer.load(tmp_path / "copy")
+    assert again.render_chat([USER]) == "plain"
+    assert again.render_chat([USER], tools=[{"type": "function"}]) == "tools 1"
     assert loaded.template.text == "plaintools {{ tools | length }}"
     own = Tokenizer.load(tmp_path, chat_template="mine")
     assert own.render_chat([USER], tools=[{"type": "function"}]) == "mine"

@@ -19,6 +19,7 @@ from quire.worker.engine import Engine
 from quire.worker.ranks.executor import make_executor
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
+from quire.worker.sampling.head import head_rows, sample_beside
 from quire.worker.step.codec import read_output, write_output
 from quire.worker.step.messages import StepOutput
 
@@ -128,7 +129,13 @@ def test_the_samplers_name_rows_that_are_nan(vocab_size: int, where: str, driver
 
 def test_a_row_of_banned_tokens_is_not_broken(driver: Any) -> None:
     banned = {0: banning([*range(40)])}
-    assert sample(torch.zeros(1, 40), driver.sampling(1, edits=banned)).broken_rows == ()
+    batch = driver.sampling(1, edits=banned)
+    assert sample(torch.zeros(1, 40), batch).broken_rows == ()
+    rows = head_rows(batch)
+    assert rows is not None
+    chosen = torch.zeros(0, 40), np.array([-1])  # As without logits, where none is above -inf.
+    assert sample_beside(chosen, batch, rows).broken_rows == ()
+    assert sample_beside(chosen, driver.sampling(1), rows).broken_rows == (0,)
 
 
 def test_broken_rows_cross_between_processes() -> None:

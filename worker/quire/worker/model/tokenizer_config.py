@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # A model's configuration needs no tokenizer.
     import tokenizers
 
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATES_FOLDER = "additional_chat_templates"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -61,7 +62,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
                 f"{settings}: chat_template={reprlib.repr(found)} must "
                 "be a Jinja template, or a list of objects with name and template"
             )
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    more = sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
     for name, file in [("default", folder / "chat_template.jinja"), *((f.stem, f) for f in more)]:
         if file.is_file():
             try:

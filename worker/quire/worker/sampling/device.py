@@ -112,7 +112,7 @@ class Sampled:
             )
         ]
         token_ids_S = parts[0].copy()
-        is_broken_S = ~np.isfinite(parts[1].view(np.float64))
+        is_broken_S = ~(parts[1].view(np.float64) < np.inf)
         broken_rows = tuple(np.flatnonzero(is_broken_S).tolist()) if is_broken_S.any() else ()
         if len(parts) == 2:
             return StepOutput(token_ids_S, broken_rows=broken_rows)

@@ -43,6 +43,8 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -
             plain_RV = logits_SV[torch.from_numpy(scored)]
         logits_SV = _adjust(logits_SV, batch, in_place=in_place)
     token_ids_S = _choose(logits_SV, batch)
+    banned = banned_rows(batch, np.flatnonzero(token_ids_S < 0), num_columns=logits_SV.shape[1])
+    token_ids_S[banned] = 0
     broken_S = token_ids_S < 0
     token_ids_S = batch.with_given(np.maximum(token_ids_S, 0))
     broken_rows = tuple(np.flatnonzero(broken_S).tolist()) if broken_S.any() else ()
@@ -50,6 +52,16 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -
         return StepOutput(token_ids_S, broken_rows=broken_rows)
     logprobs = token_logprobs(plain_RV, token_ids_S, batch.num_logprobs_S, asked=batch.asked)
     return StepOutput(token_ids_S, logprobs, broken_rows)
+
+
+def banned_rows(batch: SamplingBatch, rows: Longs, *, num_columns: int) -> Longs:
+    """Those of ``rows`` to which every token is banned: that all their logits are minus infinity
+    says nothing of the model."""
+    if batch.adjustments is None or not len(rows):
+        return rows[:0]
+    logits = _adjust(torch.zeros(len(rows), num_columns), batch.take(rows), in_place=True)
+    banned: Longs = rows[(logits == -torch.inf).all(1).numpy()]
+    return banned
 
 
 def uniforms(seed_S: Longs, position_S: Longs) -> Doubles:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.ops import GreedyEdits, WantedColumns
 from quire.worker.api.arrays import Ints, Longs
-from quire.worker.sampling.draw import sample
+from quire.worker.sampling.draw import banned_rows, sample
 from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import SamplingBatch
 from quire.worker.step.staging import Array, stage
@@ -103,7 +103,9 @@ def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, rows: Head
     """
     logits_LV, token_ids_G = chosen
     greedy_G, others_L = rows.greedy_G, rows.others_L
-    broken_rows = tuple(greedy_G[token_ids_G < 0].tolist())
+    without_token = greedy_G[token_ids_G < 0]
+    banned = banned_rows(batch, without_token, num_columns=logits_LV.shape[1])
+    broken_rows = tuple(np.setdiff1d(without_token, banned).tolist())
     token_ids_S = np.empty(len(rows.order_S), np.int64)
     token_ids_S[greedy_G] = np.maximum(token_ids_G, 0)
     if not len(others_L):

@@ -24,6 +24,7 @@ from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
 from quire.worker.model.hub import model_name
 from quire.worker.model.tokenizer_config import (
+    TEMPLATES_FOLDER,
     chat_templates,
     named_tokens,
     read_config,
@@ -118,18 +119,22 @@ class Tokenizer:
         """A ZIP archive of the files that `load` reads."""
         config: dict[str, object] = dict(self._special_tokens)
         if self._template is not None:
-            named = {"default": self._template.source, "tool_use": self._template.tools_source}
-            config["chat_template"] = [
-                {"name": name, "template": source} for name, source in named.items() if source
-            ]
+            config["chat_template"] = self._template.source
         if self.response_template is not None:
             config["response_template"] = self.response_template
+        texts = {
+            "tokenizer.json": self._backend.to_str(),
+            "tokenizer_config.json": json.dumps(config),
+        }
+        if self._template is not None and self._template.tools_source is not None:
+            # Not as a list in the configuration, which not every reader of it knows.
+            texts[f"{TEMPLATES_FOLDER}/tool_use.jinja"] = self._template.tools_source
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
-            for name, text in (
-                ("tokenizer.json", self._backend.to_str()),
-                ("tokenizer_config.json", json.dumps(config)),
-            ):  # A ZipInfo has no time, so that the bytes are always the same.
+            for (
+                name,
+                text,
+            ) in texts.items():  # A ZipInfo has no time, so that the bytes are always the same.
                 files.writestr(zipfile.ZipInfo(name), text, compress_type=zipfile.ZIP_DEFLATED)
         return archive.getvalue()
 
