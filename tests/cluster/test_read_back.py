@@ -170,6 +170,7 @@ def test_a_template_decides_against_a_table_that_reads_its_marks_otherwise() -> 
     [
         TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"),  # It shows no name.
         TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
+        TURNS.replace("CALLS", "{{ m.tool_calls | tojson }}"),  # An id is before the function.
         TURNS.replace("CALLS", "{{ raise_exception('no') }}"),
         "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}{# tool #}",
     ],

@@ -280,6 +280,10 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         length = core.end - core.begin
         again = len(shown.both) - len(end) - length
         between = shown.both[core.end : again]
+    if any(
+        call.call_id in text for call in (_FIRST, _SECOND) for text in (before, between or "", end)
+    ):
+        return None
     opens, begin = re.fullmatch(r"\s*(\S*)(.*)", before, re.DOTALL).groups()  # type: ignore[union-attr]
     is_bare = not opens.strip("[{")
     if is_bare:

@@ -18,8 +18,14 @@ from google.protobuf.message import DecodeError
 
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.grpc_guard import Account
+from quire.worker.api.errors import InvalidRequest
 
 Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+
+
+class Malformed(InvalidRequest):
+    """A message that cannot be decoded, or none where there must be one. Raised where it is read
+    and told once the handler has ended: gRPC loses a status that is sent beside a message."""
 
 
 class GrpcMessages(grpc.aio.ServerInterceptor):
@@ -78,16 +84,26 @@ def _calling(
     if inspect.isasyncgenfunction(behavior):
 
         async def stream(_: object, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(behavior(await given(context), context)) as responses:
-                async for response in responses:
-                    yield response
+            try:
+                async with aclosing(behavior(await given(context), context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Malformed as error:
+                await _refuse(context, error)
 
         return stream
 
     async def answer(_: object, context: Context) -> Any:
-        return await behavior(await given(context), context)
+        try:
+            return await behavior(await given(context), context)
+        except Malformed as error:
+            await _refuse(context, error)
 
     return answer
+
+
+async def _refuse(context: Context, error: Malformed) -> None:
+    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED", str(error))
 
 
 @dataclass(slots=True)
@@ -108,7 +124,7 @@ class _Reader:
                 f"the request's message did not come within {timeout_s:g} s",
             )
         if message is grpc.aio.EOF:
-            await self._refuse("the request has no message")
+            raise Malformed("the request has no message")
         return message
 
     async def all(self) -> AsyncIterator[Any]:
@@ -125,7 +141,4 @@ class _Reader:
         try:
             return self.decode(data)
         except DecodeError:
-            await self._refuse("the request is not a message of this method's type")
-
-    async def _refuse(self, why: str) -> None:
-        await refuse(self.context, grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED", why)
+            raise Malformed("the request is not a message of this method's type") from None

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth
-from quire.cluster.edge.grpc_messages import GrpcMessages
+from quire.cluster.edge.grpc_messages import GrpcMessages, Malformed
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.group.session import Door, GatewaySession
@@ -139,6 +139,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         if failed.done():
             await self._abort_failed(context)
         for error in outcomes:
+            if isinstance(error, Malformed):
+                raise error
             # gRPC's own mean that the gateway is gone.
             if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
                 _log.error("a gateway's stream failed", exc_info=error)
