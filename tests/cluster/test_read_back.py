@@ -9,6 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import demo_model
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.parser import (
     CallArguments,
@@ -19,7 +20,8 @@ from quire.cluster.dialects.parser import (
     OutputParser,
     Reasoning,
 )
-from quire.cluster.dialects.tools import Tool
+from quire.cluster.dialects.tools import Tool, ToolUse
+from quire.worker.api.errors import InvalidRequest
 from quire.worker.text.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -170,13 +172,18 @@ def test_a_template_decides_against_a_table_that_reads_its_marks_otherwise() -> 
     [
         TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"),  # It shows no name.
         TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
-        TURNS.replace("CALLS", "{{ m.tool_calls | tojson }}"),  # An id is before the function.
         TURNS.replace("CALLS", "{{ raise_exception('no') }}"),
         "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}{# tool #}",
     ],
 )
 def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str) -> None:
     assert choose_dialect(with_template(source)).calls is None
+
+
+def test_tools_are_refused_where_no_format_is_shown() -> None:
+    dialect = choose_dialect(Tokenizer.load(demo_model.PATH))
+    with pytest.raises(InvalidRequest, match="chat template shows none of the known formats of"):
+        dialect.check(ToolUse(tools=tuple(TOOLS)))
 
 
 HERMES = with_template(each("\n<tool_call>\n" + OBJECT + "\n</tool_call>"))
