@@ -69,7 +69,10 @@ def locked(tmp_path: Path, certificates: Certificates) -> ClusterConfig:
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     return config(
-        api_keys_file=keys, tls_certificate=certificates.certificate, tls_key=certificates.key
+        api_keys_file=keys,
+        tls_certificate=certificates.certificate,
+        tls_key=certificates.key,
+        group_wait_s=0.2,  # There is none, and calls are not to wait for one.
     )
 
 

@@ -39,7 +39,7 @@ def cluster(
 ) -> ClusterPlan:
     gateway = GatewayConfig(
         completion=CompletionConfig(group_wait_s=60.0),
-        admission=admission or AdmissionConfig(max_queue_wait_s=1.0),
+        admission=admission or AdmissionConfig(max_queue_wait_s=1.25),
     )
     plan = ClusterPlan(
         num_groups=2,
