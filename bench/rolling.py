@@ -76,7 +76,6 @@ def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str,
             drain_timeout_s=drain_s,
             # Admission is not the question here.
             max_queue_wait_s=600,
-            standing_wait_s=600,
             **ports,
         )
         with (
