@@ -64,7 +64,7 @@ class ClusterConfig:
     process may not have four times as many files open. HTTP connections without a request, and gRPC
     connections without a call that was let in, make room for new ones."""
     max_connections_per_address: int | None = None
-    """Of these, those from one address. ``None`` sets no limit: behind a load balancer, all clients
+    """Connections from one address. ``None`` sets no limit: behind a load balancer, all clients
     may have its address."""
     shut_out_s: float = ConnectionLimits.shut_out_s
     """An address that floods the gRPC port again and again gets no new connection for this time; 0

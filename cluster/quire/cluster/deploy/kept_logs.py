@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _MAX_FOLDERS = 10
 _MAX_BYTES = 256 * 2**20
 _MAX_FILE_BYTES = 16 * 2**20
-"""Of a longer file the end is kept."""
+"""A longer file keeps its end alone."""
 _LIVE = "live"
 
 

@@ -44,15 +44,15 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 
 _LOOK_S = 0.02
 _MAX_SHARE = 0.05
-"""Of one core's time, for looks: beside thousands of connections they come less often."""
+"""Share of one core's time for looks: beside thousands of connections they come less often."""
 _DESCRIPTORS_S = 0.5
 """How often the number of file descriptors is read, which grows by doubling."""
 _ALLOWED_BYTES = 512 * 2**10
 """Beside what calls explain. Until the event loop sees its first call, a client may have sent the
 64 KiB of each message that HTTP/2 lets it."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20
-"""Of one who has been let in: calls that are cancelled before the event loop sees them explain
-nothing."""
+"""For a client that has been let in: calls that are cancelled before the event loop sees them
+explain nothing."""
 _ALLOWED_BYTES_PER_S = 16 * 2**10
 """So that a balancer may ask for our health several times a second, for ever."""
 _CALL_BYTES = 16 * 2**10
@@ -62,9 +62,9 @@ _STRANGE_CALL_BYTES = 4 * 2**10
 _FRAMING = 1.25
 """Bytes on the wire for each of a message: frames, and TLS's records."""
 _MAX_FLOODS = 4
-"""Of an address, after which it is shut out."""
+"""Floods from one address, after which it is shut out."""
 _MAX_FLOODS_SHARED = 40
-"""Of one that clients use too, which may be a load balancer's or that of a whole site."""
+"""The same for an address that clients use too: it may be a load balancer's."""
 _MEMORY_S = 600.0
 _MAX_REMEMBERED = 4096
 _MAX_ORPHANS = 1024
@@ -107,7 +107,7 @@ class _Connection:
 
 
 class GrpcGuard:
-    """Of one port of this process, from `start` to `stop`."""
+    """Guards one port of this process, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class GrpcGuard:
         return len(self._connections)
 
     def account(self, peer: str) -> Account:
-        """Of the connection from ``peer``, as gRPC writes it."""
+        """The account of the connection from ``peer``, as gRPC writes it."""
         if not peer.startswith("ipv4:"):
             peer = unquote(peer)
         account = self._accounts.get(peer)
