@@ -128,10 +128,14 @@ async def test_no_more_commands_wait_for_the_engine_than_a_limit(
 ) -> None:
     monkeypatch.setattr(engine_loop, "_MAX_INBOX", 3)
     async with start_group() as group:
-        may_go_on = threading.Event()
-        blocked = asyncio.create_task(group.engine_loop.call(lambda _: may_go_on.wait()))
-        while not group.engine_loop._inbox.empty() or blocked.done():
-            await asyncio.sleep(0.001)
+        began, may_go_on = threading.Event(), threading.Event()
+
+        def hold_up(_: Any) -> None:
+            began.set()
+            may_go_on.wait()
+
+        blocked = asyncio.create_task(group.engine_loop.call(hold_up))
+        await asyncio.to_thread(began.wait)
         sinks = [Sink() for _ in range(4)]
         for number, sink in enumerate(sinks):
             group.engine_loop.submit(request(str(number)), sink)
@@ -141,6 +145,7 @@ async def test_no_more_commands_wait_for_the_engine_than_a_limit(
         with pytest.raises(QueueFull):
             await group.engine_loop.call(lambda engine: engine.stats())
         may_go_on.set()
+        await blocked
         for sink in sinks[:-1]:
             await sink.ended.wait()
             assert sink.error is None
