@@ -1,0 +1,116 @@
+"""GGUF's names of tensors as those of safetensors checkpoints, and what llama.cpp's converter did to
+their values, which is undone when they are read. Knows no torch.
+
+Every tensor is read, part of the description, or refused by name.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import TensorInfo
+from quire.worker.model.gguf.container import Header, StoredTensor
+
+_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OTHERS = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+_DESCRIBE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+"""Tensors that are part of the description."""
+_INTERLEAVED = ("llama", "smollm3")
+"""The rows of their Q and K have the two channels that turn together side by side."""
+_LESS_ONE = ("gemma2", "gemma3")
+"""Their norms have one added."""
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedTensor(TensorInfo):
+    """A tensor in a GGUF file."""
+
+    stored: StoredTensor
+    interleaved_heads: int = 0
+    """Heads in each of which row 2 i is row i of a safetensors checkpoint, and row 2 i + 1 the one
+    half a head on. 0 where rows are in order."""
+    offset: float = 0.0
+    """Added to the stored values."""
+
+
+def placed(
+    header: Header, architecture: str, config: dict[str, int]
+) -> dict[str, PlacedTensor]:
+    """The tensors of one file, by their names in a safetensors checkpoint. ``config`` has the
+    numbers of heads.
+
+    Raises:
+        CheckpointError: A tensor is not known.
+    """
+    names = _OF_LAYER | _OTHERS.get(architecture, {})
+    tensors = {}
+    for stored in header.tensors.values():
+        if stored.name in _DESCRIBE:
+            continue
+        name = _renamed(stored.name, names)
+        if name is None:
+            raise CheckpointError(
+                f"{header.file}: tensor {stored.name!r} is not known in a model of architecture "
+                f"{architecture!r}; serve the model's safetensors files"
+            )
+        tensors[name] = _place(header.file, stored, name, architecture, config)
+    return tensors
+
+
+def _renamed(name: str, of_layer: dict[str, str]) -> str | None:
+    stem, dot, kind = name.rpartition(".")
+    if not dot or kind not in ("weight", "bias"):
+        return None
+    layer = _LAYER.fullmatch(stem)
+    if layer is None:
+        return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else None
+    renamed = of_layer.get(layer[2])
+    return renamed and f"model.layers.{layer[1]}.{renamed}.{kind}"
+
+
+def _place(
+    file: Path, stored: StoredTensor, name: str, architecture: str, config: dict[str, int]
+) -> PlacedTensor:
+    heads = 0
+    if architecture in _INTERLEAVED and ".q_proj." in name:
+        heads = config["num_attention_heads"]
+    elif architecture in _INTERLEAVED and ".k_proj." in name:
+        heads = config["num_key_value_heads"]
+    is_less_one = architecture in _LESS_ONE and name.endswith("norm.weight")
+    return PlacedTensor(
+        file=file,
+        dtype="F32",
+        shape=stored.shape,
+        stored=stored,
+        interleaved_heads=heads,
+        offset=-1.0 if is_less_one else 0.0,
+    )

@@ -1,0 +1,99 @@
+"""A GGUF file as a checkpoint: its description and its tensors. Knows no torch."""
+
+from collections import Counter
+from pathlib import Path
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import Checkpoint, TensorInfo
+from quire.worker.model.gguf.container import StoredTensor, parts_of, read_header
+from quire.worker.model.gguf.describe import describe
+from quire.worker.model.gguf.names import PlacedTensor, placed
+
+_NOT_DECODED = {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0", "NVFP4"}
+"""Types that are no weights', or whose values are not in one tensor."""
+_NOT_QUANTISED = {"F32", "F16", "BF16"}
+
+
+def open_gguf(file: Path) -> Checkpoint:
+    """The tensors of ``file`` and of its other parts, by their names in a safetensors checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or of a kind that is not read.
+    """
+    header = read_header(file)
+    config = describe(header)
+    files = parts_of(file)
+    tensors: dict[str, TensorInfo] = {}
+    for part in files:
+        header_of_part = read_header(part)
+        size = part.stat().st_size
+        for stored in header_of_part.tensors.values():
+            _check_whole(part, stored, size)
+        found = placed(header_of_part, header.architecture, config)
+        if twice := tensors.keys() & found.keys():
+            raise CheckpointError(f"{part}: tensor {min(twice)!r} is in another part too")
+        tensors.update(found)
+    return Checkpoint(path=file.parent, files=files, tensors=tensors)
+
+
+def decoding_of(checkpoint: Checkpoint, dtype: str) -> str | None:
+    """A sentence about what is decoded to ``dtype``; ``None`` where nothing is quantised."""
+    kinds: Counter[str] = Counter()
+    stored_bytes = num_values = 0
+    for tensor in checkpoint.tensors.values():
+        if not isinstance(tensor, PlacedTensor):
+            return None
+        kind = GGMLQuantizationType(tensor.stored.type)
+        if kind.name in _NOT_QUANTISED:
+            continue
+        kinds[kind.name] += 1
+        stored_bytes += _num_bytes(tensor.stored)
+        num_values += _num_values(tensor.stored)
+    if not kinds:
+        return None
+    types = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
+    num_bytes = num_values * (4 if dtype == "float32" else 2)
+    return (
+        f"{sum(kinds.values())} quantized tensors ({types}; {stored_bytes / 1e6:,.0f} MB) are "
+        f"decoded to {dtype} ({num_bytes / 1e6:,.0f} MB)"
+    )
+
+
+def _check_whole(file: Path, stored: StoredTensor, size: int) -> None:
+    """Raises CheckpointError: its type is not read, or it does not lie in the file."""
+    try:
+        kind = GGMLQuantizationType(stored.type)
+    except ValueError:
+        kind = None
+    if kind is None or kind.name in _NOT_DECODED:
+        name = "" if kind is None else f" ({kind.name})"
+        raise CheckpointError(
+            f"{file}: tensor {stored.name!r} has type {stored.type}{name}, which is not read: get "
+            "the model in another quantization, such as Q8_0 or Q4_K_M"
+        )
+    block, _ = GGML_QUANT_SIZES[kind]
+    if stored.shape[-1] % block:
+        raise CheckpointError(
+            f"{file}: tensor {stored.name!r} has rows of {stored.shape[-1]} values, which are no "
+            f"whole blocks of {kind.name}: get a sound copy"
+        )
+    end = stored.offset + _num_bytes(stored)
+    if end > size:
+        raise CheckpointError(
+            f"{file}: {size} bytes, but tensor {stored.name!r} ends at {end}: the file is truncated "
+            "or damaged, get it again"
+        )
+
+
+def _num_bytes(stored: StoredTensor) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(stored.type)]
+    return _num_values(stored) // block * block_bytes
+
+
+def _num_values(stored: StoredTensor) -> int:
+    count = 1
+    for size in stored.shape:
+        count *= size
+    return count

@@ -1,0 +1,102 @@
+"""The tensors of a GGUF file, decoded as they are asked for: each in pieces of some rows, so that
+beside the result little memory is taken. Values are decoded by the package ``gguf``."""
+
+import mmap
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from quire.worker.model.checkpoint import TensorInfo
+from quire.worker.model.gguf.container import mapped
+from quire.worker.model.gguf.names import PlacedTensor
+
+_PIECE = 1 << 20
+"""Values that are decoded at once: they stay in the cache."""
+
+
+class GgufFile(AbstractContextManager["GgufFile"]):
+    """One file's tensors, by the interface of ``safetensors.safe_open``: the values are bfloat16
+    where that is ``dtype``, or else float32."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
+        """``tensors`` are those of one file."""
+        self._tensors = tensors
+        self._dtype = dtype if dtype == torch.bfloat16 else torch.float32
+        self._data = mapped(next(iter(tensors.values())).file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """The file stays mapped while a traceback, or anything else, still holds a part of it."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[()]
+
+    def get_slice(self, name: str) -> "_Slice":
+        tensor = self._tensors[name]
+        assert isinstance(tensor, PlacedTensor)
+        return _Slice(tensor, self._data, self._dtype)
+
+
+class _Slice:
+    """A tensor of which some rows and columns can be taken."""
+
+    def __init__(self, tensor: PlacedTensor, data: mmap.mmap, dtype: torch.dtype) -> None:
+        self._tensor = tensor
+        self._data = data
+        self._dtype = dtype
+
+    def __getitem__(self, bounds: tuple[slice, ...]) -> Tensor:
+        shape = self._tensor.shape
+        if len(shape) == 1:
+            return self._decoded((1, *shape), (slice(None), *bounds))[0]
+        return self._decoded(shape, bounds)
+
+    def _decoded(self, shape: tuple[int, ...], bounds: tuple[slice, ...]) -> Tensor:
+        stored = self._tensor.stored
+        kind = GGMLQuantizationType(stored.type)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        (first, last), (left, right) = (
+            each.indices(size)[:2]
+            for each, size in zip((*bounds, slice(None), slice(None)), shape, strict=False)
+        )
+        left_block, right_block = left // block, -(-right // block)
+        num_bytes = shape[0] * shape[1] // block * block_bytes
+        bytes_RB = np.frombuffer(self._data, np.uint8, num_bytes, stored.offset).reshape(
+            shape[0], shape[1] // block * block_bytes
+        )[:, left_block * block_bytes : right_block * block_bytes]
+        out_RC = torch.empty(last - first, right - left, dtype=self._dtype)
+        step = max(1, _PIECE // max(1, bytes_RB.shape[1]))
+        for start in range(first, last, step):
+            rows = _rows(self._tensor, start, min(start + step, last))
+            with np.errstate(all="ignore"):  # The loader looks for what is not finite.
+                values_RC = dequantize(np.ascontiguousarray(bytes_RB[rows]), kind)
+            values_RC = values_RC[:, left - left_block * block :][:, : right - left]
+            out_RC[start - first :][: len(values_RC)] = (
+                torch.from_numpy(values_RC) + self._tensor.offset
+            )
+        return out_RC
+
+
+def _rows(tensor: PlacedTensor, first: int, last: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Where rows ``first`` to ``last`` of a safetensors checkpoint lie in the file."""
+    rows_R = np.arange(first, last)
+    if not tensor.interleaved_heads:
+        return rows_R
+    size = tensor.shape[0] // tensor.interleaved_heads
+    head_R, row_R = np.divmod(rows_R, size)
+    half_R, pair_R = np.divmod(row_R, size // 2)
+    return head_R * size + 2 * pair_R + half_R
