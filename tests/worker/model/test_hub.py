@@ -155,9 +155,9 @@ def test_a_model_of_an_unsupported_kind_is_refused_before_its_weights_are_fetche
 def test_a_repository_without_a_configuration_is_refused(
     hub: Hub, refusal: Callable[..., str]
 ) -> None:
-    hub.repositories["org/tiny-GGUF"] = Repository()
-    hub.repositories["org/tiny-GGUF"].commit({"model.gguf": b"weights", "README.md": b""})
-    assert "the repository has no config.json; only checkpoints" in refusal("org/tiny-GGUF")
+    hub.repositories["org/tiny-lora"] = Repository()
+    hub.repositories["org/tiny-lora"].commit({"adapter.bin": b"weights", "README.md": b""})
+    assert "has no config.json and no GGUF file; only checkpoints" in refusal("org/tiny-lora")
     assert not hub.sent()
 
 

@@ -26,11 +26,11 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where a tensor is, and its shape."""
+    """Where a tensor is, and its shape as it is read."""
 
     file: Path
     dtype: str
-    """As safetensors calls it: F32, BF16, F16, …"""
+    """As safetensors calls it: F32, BF16, F16, … Decoded values are F32."""
     shape: tuple[int, ...]
 
 
@@ -41,6 +41,8 @@ class Checkpoint:
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
+    decoded: str = ""
+    """Which tensors are decoded as they are read, and how large they are then."""
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
         """The tensor ``name``, which must have exactly one of ``shapes``.

@@ -1,5 +1,5 @@
-"""The weights of one rank, read from safetensors or GGUF files: each rank reads its own shard and no
-more."""
+"""The weights of one rank, read from safetensors or GGUF files: each rank reads its own shard and
+no more."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -110,6 +110,13 @@ class Tokenizer:
             name=model_name(folder),
         )
 
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """Whether the checkpoint has a tokenizer. Raises CheckpointError: it cannot be read."""
+        if (gguf := find_gguf(path)) is not None:
+            return "tokenizer.ggml.tokens" in read_header(gguf).metadata
+        return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)

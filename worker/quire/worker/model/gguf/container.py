@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and where each tensor lies. Knows no torch.
 
-Written by anyone: nothing is read beyond the file's end or beyond `_MAX_HEADER_BYTES`, and memory is
-bounded by the header's length. The reader of the package ``gguf`` makes a few arrays of each string
-and number instead: seconds for a vocabulary of 49,152 tokens, and gigabytes for a hostile file.
+Anyone may have written it: nothing is read beyond the file's end or beyond `_MAX_HEADER_BYTES`, and
+memory is bounded by the header's length. The reader of the package ``gguf`` makes a few arrays of
+each string and number: seconds for a vocabulary of 49,152 tokens, gigabytes for a hostile file.
 """
 
 import mmap
@@ -189,9 +189,7 @@ def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
             tensors[tensor.name] = tensor
         start = _aligned(file, cursor.at, metadata.get("general.alignment", 32))
     moved = {
-        name: StoredTensor(
-            name=name, type=each.type, shape=each.shape, offset=start + each.offset
-        )
+        name: StoredTensor(name=name, type=each.type, shape=each.shape, offset=start + each.offset)
         for name, each in tensors.items()
     }
     return Header(file=file, metadata=metadata, tensors=moved)
@@ -226,7 +224,9 @@ class _Cursor:
         self._end = min(len(data), _MAX_HEADER_BYTES)
 
     def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self._data, self._step(struct.calcsize(f"<{kind}")))
+        (value,) = struct.unpack_from(
+            f"<{kind}", self._data, self._step(struct.calcsize(f"<{kind}"))
+        )
         return value
 
     def numbers(self, kind: str, count: int) -> "array[Any]":

@@ -293,7 +293,9 @@ def _gemma3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     metadata.known |= {"rope.freq_base_swa", "attention.sliding_window_pattern"}
     fields = _gemma(metadata, config, largest=62)
     if not metadata.get("attention.sliding_window"):
-        raise metadata.refused("attention.sliding_window", "Gemma 3 without windows is not supported")
+        raise metadata.refused(
+            "attention.sliding_window", "Gemma 3 without windows is not supported"
+        )
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window_pattern": metadata.get("attention.sliding_window_pattern", 6),

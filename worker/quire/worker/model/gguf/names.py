@@ -1,5 +1,5 @@
-"""GGUF's names of tensors as those of safetensors checkpoints, and what llama.cpp's converter did to
-their values, which is undone when they are read. Knows no torch.
+"""GGUF's names of tensors as those of safetensors checkpoints, and what llama.cpp's converter did
+to their values, which is undone when they are read. Knows no torch.
 
 Every tensor is read, part of the description, or refused by name.
 """
@@ -62,9 +62,7 @@ class PlacedTensor(TensorInfo):
     """Added to the stored values."""
 
 
-def placed(
-    header: Header, architecture: str, config: dict[str, int]
-) -> dict[str, PlacedTensor]:
+def placed(header: Header, architecture: str, config: dict[str, int]) -> dict[str, PlacedTensor]:
     """The tensors of one file, by their names in a safetensors checkpoint. ``config`` has the
     numbers of heads.
 

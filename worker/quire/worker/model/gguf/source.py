@@ -1,12 +1,13 @@
 """A GGUF file as a checkpoint: its description and its tensors. Knows no torch."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import Checkpoint, TensorInfo
+from quire.worker.model.checkpoint import Checkpoint
 from quire.worker.model.gguf.container import StoredTensor, parts_of, read_header
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import PlacedTensor, placed
@@ -25,7 +26,7 @@ def open_gguf(file: Path) -> Checkpoint:
     header = read_header(file)
     config = describe(header)
     files = parts_of(file)
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, PlacedTensor] = {}
     for part in files:
         header_of_part = read_header(part)
         size = part.stat().st_size
@@ -35,29 +36,24 @@ def open_gguf(file: Path) -> Checkpoint:
         if twice := tensors.keys() & found.keys():
             raise CheckpointError(f"{part}: tensor {min(twice)!r} is in another part too")
         tensors.update(found)
-    return Checkpoint(path=file.parent, files=files, tensors=tensors)
+    return Checkpoint(path=file.parent, files=files, tensors={**tensors}, decoded=_decoded(tensors))
 
 
-def decoding_of(checkpoint: Checkpoint, dtype: str) -> str | None:
-    """A sentence about what is decoded to ``dtype``; ``None`` where nothing is quantised."""
-    kinds: Counter[str] = Counter()
-    stored_bytes = num_values = 0
-    for tensor in checkpoint.tensors.values():
-        if not isinstance(tensor, PlacedTensor):
-            return None
-        kind = GGMLQuantizationType(tensor.stored.type)
-        if kind.name in _NOT_QUANTISED:
-            continue
-        kinds[kind.name] += 1
-        stored_bytes += _num_bytes(tensor.stored)
-        num_values += _num_values(tensor.stored)
-    if not kinds:
-        return None
-    types = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common())
-    num_bytes = num_values * (4 if dtype == "float32" else 2)
+def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
+    """Empty where nothing is quantised."""
+    quantised = [
+        tensor.stored
+        for tensor in tensors.values()
+        if GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED
+    ]
+    if not quantised:
+        return ""
+    kinds = Counter(GGMLQuantizationType(stored.type).name for stored in quantised)
+    stored_mb = sum(map(_num_bytes, quantised)) / 1e6
+    decoded_mb = 2 * sum(map(_num_values, quantised)) / 1e6
     return (
-        f"{sum(kinds.values())} quantized tensors ({types}; {stored_bytes / 1e6:,.0f} MB) are "
-        f"decoded to {dtype} ({num_bytes / 1e6:,.0f} MB)"
+        f"{len(quantised)} tensors ({', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}; "
+        f"{stored_mb:,.0f} MB) are decoded at load: {decoded_mb:,.0f} MB in bfloat16"
     )
 
 
@@ -82,8 +78,8 @@ def _check_whole(file: Path, stored: StoredTensor, size: int) -> None:
     end = stored.offset + _num_bytes(stored)
     if end > size:
         raise CheckpointError(
-            f"{file}: {size} bytes, but tensor {stored.name!r} ends at {end}: the file is truncated "
-            "or damaged, get it again"
+            f"{file}: {size} bytes, but tensor {stored.name!r} ends at {end}: the file is "
+            "truncated or damaged, get it again"
         )
 
 

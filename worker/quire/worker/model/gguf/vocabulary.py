@@ -1,5 +1,5 @@
-"""The tokenizer that a GGUF file's metadata tells of: the vocabulary is there, and how text is split
-before it goes by a name, whose meaning llama.cpp and the published tokenizers fix."""
+"""The tokenizer that a GGUF file's metadata tells of: the vocabulary is there, and how text is
+split before it has a name, whose meaning llama.cpp and the published tokenizers fix."""
 
 from array import array
 from collections.abc import Sequence
@@ -29,9 +29,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LEAD, _SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
-_TEKKEN = (
-    rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_AND_SLASHES}"
-)
+_TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_AND_SLASHES}"
 _GPT4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_SHORT}|{_LEAD}{_UPPER}+{_LOWER}*{_SHORT}"
     rf"|\p{{N}}{{1,3}}|{_REST_AND_SLASHES}"
@@ -169,7 +167,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
             "its safetensors files"
         )
     split = _SPLITS[name]
-    merges = [tuple(merge.split(" ")) for merge in vocabulary.strings("merges")]
+    merges: Any = [tuple(merge.split(" ")) for merge in vocabulary.strings("merges")]
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     model = models.BPE(vocab=ids, merges=merges, ignore_merges=split.ignore_merges)
     backend = tokenizers.Tokenizer(model)
@@ -223,7 +221,7 @@ def _merges(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str
             f"{vocabulary.header.file}: has no tokenizer.ggml.scores for its tokens: get a sound "
             "copy"
         )
-    merges = []
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
         if kind != _NORMAL or len(token) > _MOST_CHARS:
             continue

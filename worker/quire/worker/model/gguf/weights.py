@@ -17,7 +17,7 @@ from quire.worker.model.checkpoint import TensorInfo
 from quire.worker.model.gguf.container import mapped
 from quire.worker.model.gguf.names import PlacedTensor
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Values that are decoded at once: they stay in the cache."""
 
 
@@ -91,7 +91,7 @@ class _Slice:
         return out_RC
 
 
-def _rows(tensor: PlacedTensor, first: int, last: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _rows(tensor: PlacedTensor, first: int, last: int) -> Any:
     """Where rows ``first`` to ``last`` of a safetensors checkpoint lie in the file."""
     rows_R = np.arange(first, last)
     if not tensor.interleaved_heads:
