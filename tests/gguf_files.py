@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 INTERLEAVED = ("llama", "smollm3")
 LESS_ONE = ("gemma2", "gemma3")
@@ -86,6 +86,24 @@ def write_model(
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
+
+
+def write_tiny(path: Path, *, kind: Kind = Kind.Q8_0, **options: Any) -> Any:
+    """A Llama of one layer, which is returned."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    write_model(path, model, "llama", kind=kind, **options)
+    return model
 
 
 def add_vocabulary(writer: Any, size: int) -> None:

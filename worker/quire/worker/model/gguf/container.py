@@ -160,7 +160,9 @@ def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
         raise CheckpointError(f"{file}: empty: get it again")
     with mapped(file) as data:
         if data[:4] != b"GGUF":
-            raise CheckpointError(f"{file}: no GGUF file: it begins with {bytes(data[:4])!r}")
+            raise CheckpointError(
+                f"{file}: no GGUF file: it begins with {data[:4]!r}; {_GET_AGAIN}"
+            )
         cursor = _Cursor(file, data, 4)
         version = cursor.number("I")
         if version not in _VERSIONS:
