@@ -101,7 +101,7 @@ def write_tiny(path: Path, *, kind: Kind = Kind.Q8_0, **options: Any) -> Any:
         max_position_embeddings=256,
         initializer_range=0.2,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
     write_model(path, model, "llama", kind=kind, **options)
     return model
 
