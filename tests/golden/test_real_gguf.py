@@ -19,8 +19,10 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 def twin() -> Any:
     """The model as transformers reads it, in float32."""
     config = AutoConfig.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = load_gguf_checkpoint(SMOLLM2, return_tensors=True, model_to_load=model)["tensors"]
+    transformers: Any = AutoModelForCausalLM
+    model = transformers.from_config(config, dtype=torch.float32).eval()
+    read: Any = load_gguf_checkpoint
+    state = read(SMOLLM2, return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return model

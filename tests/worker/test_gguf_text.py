@@ -1,5 +1,5 @@
-"""Tokenizers in the GGUF files of others: the tokens that transformers and llama.cpp's tests make of
-texts. ``python -m tools.strangers`` fetches them; tests are skipped without."""
+"""Tokenizers in the GGUF files of others: the tokens that transformers and llama.cpp's tests make
+of texts. ``python -m tools.strangers`` fetches them; tests are skipped without."""
 
 from pathlib import Path
 
