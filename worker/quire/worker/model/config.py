@@ -13,6 +13,7 @@ from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_header
 from quire.worker.model.gguf.describe import describe
+from quire.worker.model.gguf.names import stored_in_blocks
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
@@ -76,7 +77,11 @@ def _of_gguf(file: Path, model_impl: ModelImpl) -> ModelSpec:
         )
     config = Fields(describe(read_header(file)), file)
     (architecture,) = config.names("architectures")
-    spec = replace(FAMILIES[architecture](config), eos_token_ids=_eos_token_ids(file, config))
+    spec = replace(
+        FAMILIES[architecture](config),
+        eos_token_ids=_eos_token_ids(file, config),
+        stored=stored_in_blocks(file),
+    )
     check_runnable(spec, file)
     return spec
 

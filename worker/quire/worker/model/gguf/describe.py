@@ -28,7 +28,8 @@ _READ = {
     *("rope.scaling.original_context_length", "rope.scaling.attn_factor"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 }
-_IGNORED = {"rope.scaling.finetuned", "tensor_data_layout"}
+_CAUSAL = "attention.causal"
+_IGNORED = {_CAUSAL, "rope.scaling.finetuned", "tensor_data_layout"}
 ENDS = {
     *("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>"),
     *("<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>", "[EOT]", "<end_of_utterance>"),
@@ -74,6 +75,10 @@ class _Metadata:
         """Raises CheckpointError: a field says something that nothing here reads."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(self.prefix)
+            if key == self.prefix + _CAUSAL and value is False:
+                raise self.refused(
+                    name, "only models in which a token sees those before it are read"
+                )
             if name != key and name not in self.known and value not in (0, False):
                 raise self.refused(
                     name, "it is not known what that changes; serve the model's safetensors files"

@@ -5,12 +5,15 @@ Every tensor is read, part of the description, or refused by name.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import TensorInfo
-from quire.worker.model.gguf.container import Header, StoredTensor
+from quire.worker.model.gguf.container import Header, StoredTensor, parts_of, read_header
+from quire.worker.model.stored_weights import StoredWeights
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -22,7 +25,6 @@ _OF_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -39,7 +41,7 @@ _GEMMA = {
 _OTHERS = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _DESCRIBE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that are part of the description."""
@@ -48,6 +50,10 @@ _INTERLEAVED = ("llama", "smollm3")
 _LESS_ONE = ("gemma2", "gemma3")
 """Their norms have one added."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+_Q4_0, GROUP = 2, 32
+"""The type whose blocks our kernels take as they are, and the inputs of a block."""
+_CODES, _SCALES = ".codes", ".scales"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,43 +66,85 @@ class PlacedTensor(TensorInfo):
     half a head on. 0 where rows are in order."""
     offset: float = 0.0
     """Added to the stored values."""
+    part: Literal["values", "codes", "scales"] = "values"
+    """Of blocks of 4 bits: their codes, 0 to 15, or their scales."""
 
 
-def placed(header: Header, architecture: str, config: dict[str, int]) -> dict[str, PlacedTensor]:
-    """The tensors of one file, by their names in a safetensors checkpoint. ``config`` has the
-    numbers of heads.
+def stored_in_blocks(file: Path) -> StoredWeights | None:
+    """The linear layers of which `placed` gives codes and scales; ``None`` where there are none.
+
+    Raises:
+        CheckpointError: A part of the model is missing or damaged.
+    """
+    names = _names(read_header(file).architecture)
+    modules = [
+        name.removesuffix(".weight")
+        for part in parts_of(file)
+        for stored in read_header(part).tensors.values()
+        if (name := _renamed(stored.name, names)) and _stays_in_blocks(stored, name)
+    ]
+    if not modules:
+        return None
+    return StoredWeights(
+        layout="q4_0",
+        bits=4,
+        block=(1, GROUP),
+        scale=_SCALES.removeprefix("."),
+        modules=tuple(sorted(modules)),
+    )
+
+
+def placed(header: Header, architecture: str, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
+    """The tensors of one file, by their names in a safetensors checkpoint, or for linear layers in
+    blocks of 4 bits their codes and scales. ``config`` has the numbers of heads and layers.
 
     Raises:
         CheckpointError: A tensor is not known.
     """
-    names = _OF_LAYER | _OTHERS.get(architecture, {})
+    names = _names(architecture)
     tensors = {}
     for stored in header.tensors.values():
         if stored.name in _DESCRIBE:
             continue
-        name = _renamed(stored.name, names)
+        name = _renamed(stored.name, names, num_layers=config["num_hidden_layers"])
         if name is None:
             raise CheckpointError(
                 f"{header.file}: tensor {stored.name!r} is not known in a model of architecture "
                 f"{architecture!r}; serve the model's safetensors files"
             )
-        tensors[name] = _place(header.file, stored, name, architecture, config)
+        tensor = _place(header.file, stored, name, architecture, config)
+        if not _stays_in_blocks(stored, name):
+            tensors[name] = tensor
+            continue
+        module, (rows, columns) = name.removesuffix(".weight"), stored.shape
+        tensors[module + _CODES] = replace(tensor, part="codes", dtype="U8")
+        tensors[module + _SCALES] = replace(tensor, part="scales", shape=(rows, columns // GROUP))
     return tensors
 
 
-def _renamed(name: str, of_layer: dict[str, str]) -> str | None:
+def _names(architecture: str) -> dict[str, str]:
+    return _OF_LAYER | _OTHERS.get(architecture, {})
+
+
+def _stays_in_blocks(stored: StoredTensor, name: str) -> bool:
+    """Whether it is a matrix of a linear layer, in blocks that our kernels take as they are."""
+    is_linear = name.endswith(("_proj.weight", "lm_head.weight"))
+    return stored.type == _Q4_0 and is_linear and len(stored.shape) == 2
+
+
+def _renamed(name: str, of_layer: dict[str, str], *, num_layers: int = 1 << 24) -> str | None:
     stem, dot, kind = name.rpartition(".")
     if not dot or kind not in ("weight", "bias"):
         return None
     layer = _LAYER.fullmatch(stem)
     if layer is None:
         return f"{_WHOLE[stem]}.{kind}" if stem in _WHOLE else None
-    renamed = of_layer.get(layer[2])
+    renamed = of_layer.get(layer[2]) if int(layer[1]) < num_layers else None
     return renamed and f"model.layers.{layer[1]}.{renamed}.{kind}"
 
 
 def _place(
-    file: Path, stored: StoredTensor, name: str, architecture: str, config: dict[str, int]
+    file: Path, stored: StoredTensor, name: str, architecture: str, config: Mapping[str, Any]
 ) -> PlacedTensor:
     heads = 0
     if architecture in _INTERLEAVED and ".q_proj." in name:

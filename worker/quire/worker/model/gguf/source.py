@@ -40,11 +40,12 @@ def open_gguf(file: Path) -> Checkpoint:
 
 
 def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
-    """Empty where nothing is quantised."""
+    """Empty where nothing is decoded."""
     quantised = [
         tensor.stored
         for tensor in tensors.values()
-        if GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED
+        if tensor.part == "values"
+        and GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED
     ]
     if not quantised:
         return ""

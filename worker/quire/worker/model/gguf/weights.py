@@ -2,7 +2,7 @@
 beside the result little memory is taken. Values are decoded by the package ``gguf``."""
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -67,8 +67,7 @@ class _Slice:
 
     def _decoded(self, shape: tuple[int, ...], bounds: tuple[slice, ...]) -> Tensor:
         stored = self._tensor.stored
-        kind = GGMLQuantizationType(stored.type)
-        block, block_bytes = GGML_QUANT_SIZES[kind]
+        decode, block, block_bytes = _decoder(self._tensor)
         (first, last), (left, right) = (
             each.indices(size)[:2]
             for each, size in zip((*bounds, slice(None), slice(None)), shape, strict=False)
@@ -78,17 +77,42 @@ class _Slice:
         bytes_RB = np.frombuffer(self._data, np.uint8, num_bytes, stored.offset).reshape(
             shape[0], shape[1] // block * block_bytes
         )[:, left_block * block_bytes : right_block * block_bytes]
-        out_RC = torch.empty(last - first, right - left, dtype=self._dtype)
+        dtype = torch.uint8 if self._tensor.part == "codes" else self._dtype
+        out_RC = torch.empty(last - first, right - left, dtype=dtype)
         step = max(1, _PIECE // max(1, bytes_RB.shape[1]))
         for start in range(first, last, step):
             rows = _rows(self._tensor, start, min(start + step, last))
             with np.errstate(all="ignore"):  # The loader looks for what is not finite.
-                values_RC = dequantize(np.ascontiguousarray(bytes_RB[rows]), kind)
+                values_RC = decode(np.ascontiguousarray(bytes_RB[rows]))
             values_RC = values_RC[:, left - left_block * block :][:, : right - left]
-            out_RC[start - first :][: len(values_RC)] = (
-                torch.from_numpy(values_RC) + self._tensor.offset
-            )
+            out_RC[start - first :][: len(values_RC)] = torch.from_numpy(values_RC)
         return out_RC
+
+
+def _decoder(tensor: PlacedTensor) -> tuple[Callable[[Any], Any], int, int]:
+    """What makes values ``[R, C]`` of bytes ``[R, B]``; the columns of a block and its bytes."""
+    kind = GGMLQuantizationType(tensor.stored.type)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    match tensor.part:
+        case "codes":
+            return _codes, block, block_bytes
+        case "scales":
+            return _scales, 1, block_bytes
+    if tensor.offset:
+        return lambda bytes_RB: dequantize(bytes_RB, kind) + tensor.offset, block, block_bytes
+    return lambda bytes_RB: dequantize(bytes_RB, kind), block, block_bytes
+
+
+def _codes(bytes_RB: Any) -> Any:
+    """Those of Q4_0: behind a scale of 2 bytes, 16 in the low halves of bytes, then 16 in the
+    high."""
+    halves_RGH = bytes_RB.reshape(len(bytes_RB), -1, 18)[..., 2:]
+    return np.concatenate([halves_RGH & 15, halves_RGH >> 4], axis=-1).reshape(len(bytes_RB), -1)
+
+
+def _scales(bytes_RB: Any) -> Any:
+    scale_RG2 = np.ascontiguousarray(bytes_RB.reshape(len(bytes_RB), -1, 18)[..., :2])
+    return scale_RG2.view(np.float16)[..., 0].astype(np.float32)
 
 
 def _rows(tensor: PlacedTensor, first: int, last: int) -> Any:
