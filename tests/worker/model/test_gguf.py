@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from tests.gguf_files import write_tiny
 
+from quire.kernels.grouped import GroupedWeight
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import open_checkpoint
@@ -24,6 +25,7 @@ from quire.worker.model.gguf import weights
 from quire.worker.model.gguf.container import StoredTensor, find_gguf
 from quire.worker.model.gguf.names import PlacedTensor
 from quire.worker.model.hub import is_hub_name, model_name, with_revision
+from quire.worker.model.loader import Weights
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -48,7 +50,7 @@ def test_a_file_says_what_a_configuration_does(tiny: Path) -> None:
     assert spec.eos_token_ids == (1, 2)  # And the mark of a turn's end, which no field names.
     assert not spec.tied
     assert open_checkpoint(tiny).decoded == (
-        "9 tensors (9 Q8_0; 0 MB) are decoded at load: 0 MB in bfloat16"
+        "9 tensors (9 Q8_0; 0.1 MB) decoded at load: 0.1 MB in bfloat16"
     )
 
 
@@ -154,6 +156,29 @@ def test_parts_of_a_matrix_are_those_of_the_whole(
                 part[(row, column)], whole[row, column], rtol=0, atol=0, equal_nan=True
             )
         torch.testing.assert_close(opened.get_tensor("x"), whole, rtol=0, atol=0, equal_nan=True)
+
+
+def test_layers_in_q4_0_stay_in_their_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "q4.gguf"
+    state = write_tiny(file, kind=Kind.Q4_0).state_dict()
+    spec, checkpoint = read_model_spec(file), open_checkpoint(file)
+    assert re.sub(r"[\d.]+ MB", "…", checkpoint.decoded) == (
+        "8 tensors (8 Q4_0; …) kept in blocks of 4 bits; "
+        "1 tensor (1 Q4_0; …) decoded at load: … in bfloat16"
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as opened:
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+            module = f"model.layers.0.{name}"
+            whole = state[f"{module}.weight"]
+            for rows, columns, group in [(None, None, 32), ((0, 16), (48, 64), 16)]:
+                found = opened.read_matrix(module, whole.shape, rows=rows, columns=columns)
+                assert isinstance(found, GroupedWeight)
+                assert found.group == group
+                expected = whole[slice(*rows or (None,)), slice(*columns or (None,))]
+                torch.testing.assert_close(found.decode(), expected, rtol=0, atol=0)
+        embedding = opened.read("model.embed_tokens.weight", (160, 64), rows=(7, 99))
+        torch.testing.assert_close(embedding, state["model.embed_tokens.weight"][7:99])
 
 
 def test_a_file_cut_anywhere_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:

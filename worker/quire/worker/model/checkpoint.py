@@ -42,7 +42,8 @@ class Checkpoint:
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
     decoded: str = ""
-    """Which tensors are decoded as they are read, and how large they are then."""
+    """Which quantised tensors of a GGUF file are decoded as they are read, and how large they are
+    then."""
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
         """The tensor ``name``, which must have exactly one of ``shapes``.

@@ -40,22 +40,25 @@ def open_gguf(file: Path) -> Checkpoint:
 
 
 def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
-    """Empty where nothing is decoded."""
-    quantised = [
-        tensor.stored
-        for tensor in tensors.values()
-        if tensor.part == "values"
-        and GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED
-    ]
-    if not quantised:
-        return ""
-    kinds = Counter(GGMLQuantizationType(stored.type).name for stored in quantised)
-    stored_mb = sum(map(_num_bytes, quantised)) / 1e6
-    decoded_mb = 2 * sum(map(_num_values, quantised)) / 1e6
-    return (
-        f"{len(quantised)} tensors ({', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}; "
-        f"{stored_mb:,.0f} MB) are decoded at load: {decoded_mb:,.0f} MB in bfloat16"
-    )
+    """Empty where nothing is quantised."""
+    parts: dict[str, list[StoredTensor]] = {"values": [], "codes": [], "scales": []}
+    for tensor in tensors.values():
+        if GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED:
+            parts[tensor.part].append(tensor.stored)
+    said = []
+    if kept := parts["codes"]:
+        said.append(f"{_counted(kept)} kept in blocks of 4 bits")
+    if decoded := parts["values"]:
+        num_bytes = 2 * sum(map(_num_values, decoded))
+        said.append(f"{_counted(decoded)} decoded at load: {num_bytes / 1e6:,.1f} MB in bfloat16")
+    return "; ".join(said)
+
+
+def _counted(tensors: list[StoredTensor]) -> str:
+    kinds = Counter(GGMLQuantizationType(stored.type).name for stored in tensors)
+    types = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    plural = "s" if len(tensors) > 1 else ""
+    return f"{len(tensors)} tensor{plural} ({types}; {sum(map(_num_bytes, tensors)) / 1e6:,.1f} MB)"
 
 
 def _check_whole(file: Path, stored: StoredTensor, size: int) -> None:
