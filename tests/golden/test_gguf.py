@@ -56,6 +56,7 @@ CASES = {
         f"llama-{kind.name}": Case("Llama", "llama", metadata=THETA, kind=kind)
         for kind in (Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
     },
+    "llama-bias": Case("Llama", "llama", {"attention_bias": True}, THETA, kind=Kind.Q8_0),
     "llama-tied": Case("Llama", "llama", {"tie_word_embeddings": True}),
     "llama3": Case(
         "Llama",

@@ -62,7 +62,8 @@ class _Slice:
     def __getitem__(self, bounds: tuple[slice, ...]) -> Tensor:
         shape = self._tensor.shape
         if len(shape) == 1:
-            return self._decoded((1, *shape), (slice(None), *bounds))[0]
+            whole = self._decoded((1, *shape), ())[0]
+            return whole[_places(self._tensor, np.arange(len(whole)))][bounds]
         return self._decoded(shape, bounds)
 
     def _decoded(self, shape: tuple[int, ...], bounds: tuple[slice, ...]) -> Tensor:
@@ -81,9 +82,11 @@ class _Slice:
         out_RC = torch.empty(last - first, right - left, dtype=dtype)
         step = max(1, _PIECE // max(1, bytes_RB.shape[1]))
         for start in range(first, last, step):
-            rows = _rows(self._tensor, start, min(start + step, last))
+            rows_R = np.arange(start, min(start + step, last))
+            if len(self._tensor.shape) > 1:
+                rows_R = _places(self._tensor, rows_R)
             with np.errstate(all="ignore"):  # The loader looks for what is not finite.
-                values_RC = decode(np.ascontiguousarray(bytes_RB[rows]))
+                values_RC = decode(np.ascontiguousarray(bytes_RB[rows_R]))
             values_RC = values_RC[:, left - left_block * block :][:, : right - left]
             out_RC[start - first :][: len(values_RC)] = torch.from_numpy(values_RC)
         return out_RC
@@ -115,9 +118,8 @@ def _scales(bytes_RB: Any) -> Any:
     return scale_RG2.view(np.float16)[..., 0].astype(np.float32)
 
 
-def _rows(tensor: PlacedTensor, first: int, last: int) -> Any:
-    """Where rows ``first`` to ``last`` of a safetensors checkpoint lie in the file."""
-    rows_R = np.arange(first, last)
+def _places(tensor: PlacedTensor, rows_R: Any) -> Any:
+    """Where rows of a safetensors checkpoint lie in the file."""
     if not tensor.interleaved_heads:
         return rows_R
     size = tensor.shape[0] // tensor.interleaved_heads
