@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import Header, Strings
@@ -205,7 +203,8 @@ def _by_quotients(quotients: list[float], *, theta: float, size: int) -> dict[st
         turns = _LLAMA3_POSITIONS / (2 * math.pi * theta ** (channel / size))
         blend = min(1.0, max(0.0, (turns - low) / (high - low)))
         expected.append(1 / ((1 - blend) / factor + blend))
-    if len(quotients) == len(expected) and np.allclose(quotients, expected, rtol=1e-4, atol=0):
+    pairs = list(zip(quotients, expected, strict=False))
+    if 2 * len(quotients) == size and all(math.isclose(*each, rel_tol=1e-4) for each in pairs):
         return {
             "rope_type": "llama3",
             "factor": factor,
@@ -237,7 +236,7 @@ def _floats(header: Header, name: str) -> list[float] | None:
         content = stream.read(4 * count)
     if len(content) < 4 * count:
         raise CheckpointError(f"{header.file}: ends within tensor {name!r}: get it again")
-    values = [float(value) for value in np.frombuffer(content, "<f4")]
+    values = array("f", content).tolist()
     return list(Fields({name: values}, header.file).numbers(name, count=count))
 
 
