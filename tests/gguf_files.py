@@ -1,6 +1,7 @@
 """GGUF files made of models of transformers, by the writer of the package ``gguf`` and its table of
 names, with what llama.cpp's converter does to the values."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,31 +62,43 @@ def write_model(
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
     for name, value in state.items():
-        stem, _, suffix = name.rpartition(".")
-        renamed = names.get_name(stem)
-        assert renamed is not None, name
-        values = value.float().numpy()
-        is_norm = architecture in LESS_ONE and name.endswith("norm.weight")
-        values = values + 1 if is_norm else values
-        heads = 0
-        if architecture in INTERLEAVED and ".attn_q." in f"{renamed}.":
-            heads = config.num_attention_heads
-        elif architecture in INTERLEAVED and ".attn_k." in f"{renamed}.":
-            heads = config.num_key_value_heads
-        if heads:  # Llama's own order: the two channels that turn together are neighbours.
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
-            values = np.ascontiguousarray(values).reshape(value.shape)
-        stored = Kind.F32 if values.ndim == 1 else kind
-        raw = quantize(values, stored)
-        writer.add_tensor(f"{renamed}.{suffix}", raw, raw_dtype=stored)
-        values = dequantize(raw, stored).reshape(values.shape)
-        if heads:
-            values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2)
-        values = values - 1 if is_norm else values
-        state[name].copy_(torch.from_numpy(np.ascontiguousarray(values)).reshape(value.shape))
+        for renamed, part in _parts(names, name, value):
+            values = part.float().numpy()
+            is_norm = architecture in LESS_ONE and name.endswith("norm.weight")
+            values = values + 1 if is_norm else values
+            heads = 0
+            if architecture in INTERLEAVED and ".attn_q." in renamed:
+                heads = config.num_attention_heads
+            elif architecture in INTERLEAVED and ".attn_k." in renamed:
+                heads = config.num_key_value_heads
+            if heads:  # Llama's own order: the two channels that turn together are neighbours.
+                values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
+                values = np.ascontiguousarray(values).reshape(part.shape)
+            stored = Kind.F32 if values.ndim == 1 else kind
+            raw = quantize(np.ascontiguousarray(values), stored)
+            writer.add_tensor(renamed, raw, raw_dtype=stored)
+            values = dequantize(raw, stored).reshape(values.shape)
+            if heads:
+                values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2)
+            values = values - 1 if is_norm else values
+            part.copy_(torch.from_numpy(np.ascontiguousarray(values)).reshape(part.shape))
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
+
+
+def _parts(names: Any, name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor's name in the file, or those of its parts."""
+    stem, _, last = name.rpartition(".")
+    if last == "gate_up_proj":  # All experts', one below the other.
+        for part, kind in zip(value.chunk(2, 1), ("gate", "up"), strict=True):
+            yield f"blk.{stem.split('.')[2]}.ffn_{kind}_exps.weight", part
+    elif last == "down_proj":
+        yield f"blk.{stem.split('.')[2]}.ffn_down_exps.weight", value
+    else:
+        renamed = names.get_name(stem)
+        assert renamed is not None, name
+        yield f"{renamed}.{last}", value
 
 
 def write_tiny(path: Path, *, kind: Kind = Kind.Q8_0, **options: Any) -> Any:

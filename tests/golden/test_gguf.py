@@ -78,6 +78,24 @@ CASES = {
         },
     ),
     "qwen3": Case("Qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, kind=Kind.Q5_1),
+    "mixtral": Case(
+        "Mixtral",
+        "llama",
+        {"num_local_experts": 4, "sliding_window": None, "head_dim": 16},
+        {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6},
+        kind=Kind.Q4_0,
+    ),
+    "qwen3-moe": Case(
+        "Qwen3Moe",
+        "qwen3moe",
+        {
+            **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"head_dim": 16, "norm_topk_prob": True},
+        },
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32},
+        kind=Kind.Q8_0,
+        settings={"tensor_parallel_size": 2},
+    ),
     "phi3": Case(
         "Phi3", "phi3", {"sliding_window": 24}, {"attention.sliding_window": 24}, kind=Kind.Q8_0
     ),

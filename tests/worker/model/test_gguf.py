@@ -294,7 +294,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         with_field("llama.attention.clamp_kqv", 3.0, "add_float32"),
         r"llama.attention.clamp_kqv=3.0: it is not known what that changes",
     ),
-    "experts": (with_field("llama.expert_count", 8, "add_uint32"), "experts of GGUF files"),
+    "experts without their choice": (
+        with_field("llama.expert_count", 8, "add_uint32"),
+        r"llama\.expert_used_count=None must be an integer of 1",
+    ),
     "layers that differ": (
         with_field("llama.attention.head_count", [4, 2], "add_array"),
         "layers that differ are not supported",

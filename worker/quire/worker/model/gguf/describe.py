@@ -241,9 +241,14 @@ def _floats(header: Header, name: str) -> list[float] | None:
 
 
 def _llama(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    metadata.known |= {"expert_count"}
+    metadata.known |= {"expert_count", "expert_used_count"}
     if metadata.get("expert_count"):
-        raise metadata.refused("expert_count", "experts of GGUF files are not supported")
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": metadata.count("expert_count"),
+            "num_experts_per_tok": metadata.count("expert_used_count"),
+            "sliding_window": None,
+        }
     has_bias = "blk.0.attn_q.bias" in metadata.header.tensors
     return {"architectures": ["LlamaForCausalLM"], "attention_bias": has_bias}
 
@@ -258,6 +263,17 @@ def _qwen2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["Qwen3ForCausalLM"]}
+
+
+def _qwen3_moe(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    metadata.known |= {"expert_count", "expert_used_count", "expert_feed_forward_length"}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
 
 
 def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,5 +331,6 @@ ARCHITECTURES: dict[str, Callable[[_Metadata, Mapping[str, Any]], dict[str, Any]
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
     "smollm3": _smollm3,
 }

@@ -38,9 +38,21 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = "mlp.experts.{}."
+_MIXTRAL = "block_sparse_moe.experts.{}."
 _OTHERS = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "llama": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        **{
+            f"ffn_{x}_exps": _MIXTRAL + w for x, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        },
+    },
+    "qwen3moe": {
+        "ffn_gate_inp": "mlp.gate",
+        **{f"ffn_{x}_exps": f"{_EXPERTS}{x}_proj" for x in ("gate", "down", "up")},
+    },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _DESCRIBE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -49,6 +61,7 @@ _INTERLEAVED = ("llama", "smollm3")
 """The rows of their Q and K have the two channels that turn together side by side."""
 _LESS_ONE = ("gemma2", "gemma3")
 """Their norms have one added."""
+_MOST_EXPERTS = 1 << 12
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 _Q4_0, GROUP = 2, 32
@@ -68,6 +81,8 @@ class PlacedTensor(TensorInfo):
     """Added to the stored values."""
     part: Literal["values", "codes", "scales"] = "values"
     """Of blocks of 4 bits: their codes, 0 to 15, or their scales."""
+    expert: int = 0
+    """Which of the matrices that are stored as one tensor."""
 
 
 def stored_in_blocks(file: Path) -> StoredWeights | None:
@@ -78,10 +93,11 @@ def stored_in_blocks(file: Path) -> StoredWeights | None:
     """
     names = _names(read_header(file).architecture)
     modules = [
-        name.removesuffix(".weight")
+        name.format(expert).removesuffix(".weight")
         for part in parts_of(file)
         for stored in read_header(part).tensors.values()
         if (name := _renamed(stored.name, names)) and _stays_in_blocks(stored, name)
+        for expert in range(_num_experts(stored, name))
     ]
     if not modules:
         return None
@@ -112,14 +128,26 @@ def placed(header: Header, architecture: str, config: Mapping[str, Any]) -> dict
                 f"{header.file}: tensor {stored.name!r} is not known in a model of architecture "
                 f"{architecture!r}; serve the model's safetensors files"
             )
-        tensor = _place(header.file, stored, name, architecture, config)
-        if not _stays_in_blocks(stored, name):
-            tensors[name] = tensor
-            continue
-        module, (rows, columns) = name.removesuffix(".weight"), stored.shape
-        tensors[module + _CODES] = replace(tensor, part="codes", dtype="U8")
-        tensors[module + _SCALES] = replace(tensor, part="scales", shape=(rows, columns // GROUP))
+        one = _place(header.file, stored, name, architecture, config)
+        for expert in range(_num_experts(stored, name)):
+            tensor, own_name = replace(one, expert=expert), name.format(expert)
+            if not _stays_in_blocks(stored, name):
+                tensors[own_name] = tensor
+                continue
+            module, (rows, columns) = own_name.removesuffix(".weight"), tensor.shape
+            scales = replace(tensor, part="scales", shape=(rows, columns // GROUP))
+            tensors[module + _CODES] = replace(tensor, part="codes", dtype="U8")
+            tensors[module + _SCALES] = scales
     return tensors
+
+
+def _num_experts(stored: StoredTensor, name: str) -> int:
+    """How many matrices one below the other it is."""
+    return stored.shape[0] if _is_of_experts(stored, name) else 1
+
+
+def _is_of_experts(stored: StoredTensor, name: str) -> bool:
+    return "{}" in name and len(stored.shape) == 3 and stored.shape[0] <= _MOST_EXPERTS
 
 
 def _names(architecture: str) -> dict[str, str]:
@@ -128,8 +156,8 @@ def _names(architecture: str) -> dict[str, str]:
 
 def _stays_in_blocks(stored: StoredTensor, name: str) -> bool:
     """Whether it is a matrix of a linear layer, in blocks that our kernels take as they are."""
-    is_linear = name.endswith(("_proj.weight", "lm_head.weight"))
-    return stored.type == _Q4_0 and is_linear and len(stored.shape) == 2
+    is_linear = name.endswith(("_proj.weight", "lm_head.weight")) and len(stored.shape) == 2
+    return stored.type == _Q4_0 and (is_linear or _is_of_experts(stored, name))
 
 
 def _renamed(name: str, of_layer: dict[str, str], *, num_layers: int = 1 << 24) -> str | None:
@@ -155,7 +183,7 @@ def _place(
     return PlacedTensor(
         file=file,
         dtype="F32",
-        shape=stored.shape,
+        shape=stored.shape[1:] if _is_of_experts(stored, name) else stored.shape,
         stored=stored,
         interleaved_heads=heads,
         offset=-1.0 if is_less_one else 0.0,

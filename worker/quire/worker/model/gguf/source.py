@@ -41,10 +41,10 @@ def open_gguf(file: Path) -> Checkpoint:
 
 def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
     """Empty where nothing is quantised."""
-    parts: dict[str, list[StoredTensor]] = {"values": [], "codes": [], "scales": []}
-    for tensor in tensors.values():
+    parts: dict[str, set[StoredTensor]] = {"values": set(), "codes": set(), "scales": set()}
+    for tensor in tensors.values():  # Those of experts are there several times.
         if GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED:
-            parts[tensor.part].append(tensor.stored)
+            parts[tensor.part].add(tensor.stored)
     said = []
     if kept := parts["codes"]:
         said.append(f"{_counted(kept)} kept in blocks of 4 bits")
@@ -54,7 +54,7 @@ def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
     return "; ".join(said)
 
 
-def _counted(tensors: list[StoredTensor]) -> str:
+def _counted(tensors: set[StoredTensor]) -> str:
     kinds = Counter(GGMLQuantizationType(stored.type).name for stored in tensors)
     types = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     plural = "s" if len(tensors) > 1 else ""

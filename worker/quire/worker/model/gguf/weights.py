@@ -75,7 +75,8 @@ class _Slice:
         )
         left_block, right_block = left // block, -(-right // block)
         num_bytes = shape[0] * shape[1] // block * block_bytes
-        bytes_RB = np.frombuffer(self._data, np.uint8, num_bytes, stored.offset).reshape(
+        offset = stored.offset + self._tensor.expert * num_bytes
+        bytes_RB = np.frombuffer(self._data, np.uint8, num_bytes, offset).reshape(
             shape[0], shape[1] // block * block_bytes
         )[:, left_block * block_bytes : right_block * block_bytes]
         dtype = torch.uint8 if self._tensor.part == "codes" else self._dtype
