@@ -158,7 +158,8 @@ def test_parts_of_a_matrix_are_those_of_the_whole(
         torch.testing.assert_close(opened.get_tensor("x"), whole, rtol=0, atol=0, equal_nan=True)
 
 
-def test_layers_in_q4_0_stay_in_their_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_q4_0_stay_in_their_blocks(dtype: torch.dtype, tmp_path: Path) -> None:
     file = tmp_path / "q4.gguf"
     state = write_tiny(file, kind=Kind.Q4_0).state_dict()
     spec, checkpoint = read_model_spec(file), open_checkpoint(file)
@@ -166,7 +167,7 @@ def test_layers_in_q4_0_stay_in_their_blocks(tmp_path: Path) -> None:
         "8 tensors (8 Q4_0; …) kept in blocks of 4 bits; "
         "1 tensor (1 Q4_0; …) decoded at load: … in bfloat16"
     )
-    device, dtype = torch.device("cpu"), torch.float32
+    device = torch.device("cpu")
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as opened:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
             module = f"model.layers.0.{name}"
@@ -176,9 +177,10 @@ def test_layers_in_q4_0_stay_in_their_blocks(tmp_path: Path) -> None:
                 assert isinstance(found, GroupedWeight)
                 assert found.group == group
                 expected = whole[slice(*rows or (None,)), slice(*columns or (None,))]
-                torch.testing.assert_close(found.decode(), expected, rtol=0, atol=0)
+                torch.testing.assert_close(found.decode(), expected.to(dtype), rtol=0, atol=0)
         embedding = opened.read("model.embed_tokens.weight", (160, 64), rows=(7, 99))
-        torch.testing.assert_close(embedding, state["model.embed_tokens.weight"][7:99])
+        expected = state["model.embed_tokens.weight"][7:99]
+        torch.testing.assert_close(embedding, expected.to(dtype), rtol=0, atol=0)
 
 
 def test_a_file_cut_anywhere_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:

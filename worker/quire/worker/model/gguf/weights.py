@@ -79,8 +79,8 @@ class _Slice:
         bytes_RB = np.frombuffer(self._data, np.uint8, num_bytes, offset).reshape(
             shape[0], shape[1] // block * block_bytes
         )[:, left_block * block_bytes : right_block * block_bytes]
-        dtype = torch.uint8 if self._tensor.part == "codes" else self._dtype
-        out_RC = torch.empty(last - first, right - left, dtype=dtype)
+        dtypes = {"values": self._dtype, "codes": torch.uint8, "scales": torch.float32}
+        out_RC = torch.empty(last - first, right - left, dtype=dtypes[self._tensor.part])
         step = max(1, _PIECE // max(1, bytes_RB.shape[1]))
         for start in range(first, last, step):
             rows_R = np.arange(start, min(start + step, last))
