@@ -86,13 +86,22 @@ def test_several_files_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_model_in_parts_is_read_whole(tmp_path: Path) -> None:
-    write_tiny(tmp_path / "x.gguf", split_after=4)
+    write_tiny(tmp_path / "x.gguf", split_after=4, kind=Kind.Q4_0)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert [part.name for part in parts] == [f"x-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     assert find_gguf(tmp_path) == parts[0]
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.files == tuple(parts)
-    assert len(checkpoint.tensors) == 12
+    assert len(checkpoint.tensors) == 20
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write_tiny(whole / "x.gguf", kind=Kind.Q4_0)
+    assert read_model_spec(tmp_path) == read_model_spec(whole)
+    assert checkpoint.tensors.keys() == open_checkpoint(whole).tensors.keys()
+    device = torch.device("cpu")
+    with Weights.open(checkpoint, dtype=torch.float32, device=device) as opened:
+        for name, shape in (("model.embed_tokens", (160, 64)), ("model.norm", (64,))):
+            assert opened.read(f"{name}.weight", shape).isfinite().all()
     with pytest.raises(CheckpointError, match=r"name the first, x-00001-of-00003\.gguf"):
         read_model_spec(parts[1])
     parts[2].unlink()
@@ -142,11 +151,11 @@ def test_parts_of_a_matrix_are_those_of_the_whole(
         file=file,
         dtype="F32",
         shape=(rows, columns),
-        stored=StoredTensor(name="x", type=kind, shape=(rows, columns), offset=8),
+        stored=StoredTensor(file=file, name="x", type=kind, shape=(rows, columns), offset=8),
         interleaved_heads=heads,
         offset=-1.0,
     )
-    with weights.GgufFile({"x": tensor}, torch.float32) as opened:
+    with weights.GgufFile(file, {"x": tensor}, torch.float32) as opened:
         part = opened.get_slice("x")
         for row, column in [
             (slice(3, 9), slice(5, columns - 7)),

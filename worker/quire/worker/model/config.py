@@ -11,7 +11,7 @@ from quire.worker.model.checkpoint import read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.fields import Fields
-from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_header
+from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import stored_in_blocks
 from quire.worker.model.spec import Attention, ModelSpec
@@ -75,12 +75,13 @@ def _of_gguf(file: Path, model_impl: ModelImpl) -> ModelSpec:
             f"{file}: model_impl='transformers' reads no GGUF files; leave it out, or serve the "
             "model's safetensors files"
         )
-    config = Fields(describe(read_header(file)), file)
+    header = read_model(file)
+    config = Fields(describe(header), file)
     (architecture,) = config.names("architectures")
     spec = replace(
         FAMILIES[architecture](config),
         eos_token_ids=_eos_token_ids(file, config),
-        stored=stored_in_blocks(file),
+        stored=stored_in_blocks(header),
     )
     check_runnable(spec, file)
     return spec

@@ -359,7 +359,7 @@ def _opened(checkpoint: Checkpoint, file: Path, dtype: torch.dtype) -> Any:
         return safe_open(str(file), framework="pt")
     from quire.worker.model.gguf.weights import GgufFile  # Few need the package below it.
 
-    return GgufFile({name: x for name, x in checkpoint.tensors.items() if x.file == file}, dtype)
+    return GgufFile(file, checkpoint.tensors, dtype)
 
 
 def _is_finite(x: Tensor) -> bool:

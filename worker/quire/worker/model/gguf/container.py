@@ -11,7 +11,7 @@ import reprlib
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Strings:
 class StoredTensor:
     """Where a tensor lies, and its type as GGUF numbers it."""
 
+    file: Path
     name: str
     type: int
     shape: tuple[int, ...]
@@ -63,6 +64,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
+    """One file's, or that of a model's first file with the tensors of all."""
+
     file: Path
     metadata: Mapping[str, Any]
     """Numbers, strings, arrays of numbers and `Strings`."""
@@ -141,6 +144,23 @@ def parts_of(file: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
+def read_model(file: Path) -> Header:
+    """The header of a model whose first or only file is ``file``.
+
+    Raises:
+        CheckpointError: A part is missing, cannot be read, or is damaged.
+    """
+    first, *others = map(read_header, parts_of(file))
+    tensors = dict(first.tensors)
+    for other in others:
+        if twice := tensors.keys() & other.tensors.keys():
+            raise CheckpointError(
+                f"{other.file}: tensor {min(twice)!r} is in another part too; {_GET_AGAIN}"
+            )
+        tensors.update(other.tensors)
+    return replace(first, tensors=tensors)
+
+
 def read_header(file: Path) -> Header:
     """The header of one file. The last few are kept.
 
@@ -154,7 +174,7 @@ def read_header(file: Path) -> Header:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
     if not stamp[0]:
         raise CheckpointError(f"{file}: empty: get it again")
@@ -190,10 +210,7 @@ def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
                 )
             tensors[tensor.name] = tensor
         start = _aligned(file, cursor.at, metadata.get("general.alignment", 32))
-    moved = {
-        name: StoredTensor(name=name, type=each.type, shape=each.shape, offset=start + each.offset)
-        for name, each in tensors.items()
-    }
+    moved = {name: replace(each, offset=start + each.offset) for name, each in tensors.items()}
     return Header(file=file, metadata=metadata, tensors=moved)
 
 
@@ -207,7 +224,7 @@ def _tensors(cursor: "_Cursor", count: int) -> Iterator[StoredTensor]:
             )
         shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
         kind, offset = cursor.number("I"), cursor.number("Q")
-        yield StoredTensor(name=name, type=kind, shape=shape, offset=offset)
+        yield StoredTensor(file=cursor.file, name=name, type=kind, shape=shape, offset=offset)
 
 
 def _aligned(file: Path, offset: int, alignment: object) -> int:

@@ -231,11 +231,11 @@ def _floats(header: Header, name: str) -> list[float] | None:
     count = tensor.shape[-1]
     if tensor.type != _F32 or len(tensor.shape) != 1 or not 1 <= count <= 1 << 16:
         raise CheckpointError(f"{header.file}: tensor {name!r} must be a row of float32")
-    with header.file.open("rb") as stream:
+    with tensor.file.open("rb") as stream:
         stream.seek(tensor.offset)
         content = stream.read(4 * count)
     if len(content) < 4 * count:
-        raise CheckpointError(f"{header.file}: ends within tensor {name!r}: get it again")
+        raise CheckpointError(f"{tensor.file}: ends within tensor {name!r}: get it again")
     values = array("f", content).tolist()
     return list(Fields({name: values}, header.file).numbers(name, count=count))
 

@@ -7,12 +7,11 @@ Every tensor is read, part of the description, or refused by name.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import TensorInfo
-from quire.worker.model.gguf.container import Header, StoredTensor, parts_of, read_header
+from quire.worker.model.gguf.container import Header, StoredTensor
 from quire.worker.model.stored_weights import StoredWeights
 
 _WHOLE = {
@@ -85,17 +84,12 @@ class PlacedTensor(TensorInfo):
     """Which of the matrices that are stored as one tensor."""
 
 
-def stored_in_blocks(file: Path) -> StoredWeights | None:
-    """The linear layers of which `placed` gives codes and scales; ``None`` where there are none.
-
-    Raises:
-        CheckpointError: A part of the model is missing or damaged.
-    """
-    names = _names(read_header(file).architecture)
+def stored_in_blocks(header: Header) -> StoredWeights | None:
+    """The linear layers of which `placed` gives codes and scales; ``None`` where there are none."""
+    names = _names(header.architecture)
     modules = [
         name.format(expert).removesuffix(".weight")
-        for part in parts_of(file)
-        for stored in read_header(part).tensors.values()
+        for stored in header.tensors.values()
         if (name := _renamed(stored.name, names)) and _stays_in_blocks(stored, name)
         for expert in range(_num_experts(stored, name))
     ]
@@ -110,13 +104,14 @@ def stored_in_blocks(file: Path) -> StoredWeights | None:
     )
 
 
-def placed(header: Header, architecture: str, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
-    """The tensors of one file, by their names in a safetensors checkpoint, or for linear layers in
+def placed(header: Header, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
+    """A model's tensors, by their names in a safetensors checkpoint, or for linear layers in
     blocks of 4 bits their codes and scales. ``config`` has the numbers of heads and layers.
 
     Raises:
         CheckpointError: A tensor is not known.
     """
+    architecture = header.architecture
     names = _names(architecture)
     tensors = {}
     for stored in header.tensors.values():
@@ -125,10 +120,10 @@ def placed(header: Header, architecture: str, config: Mapping[str, Any]) -> dict
         name = _renamed(stored.name, names, num_layers=config["num_hidden_layers"])
         if name is None:
             raise CheckpointError(
-                f"{header.file}: tensor {stored.name!r} is not known in a model of architecture "
+                f"{stored.file}: tensor {stored.name!r} is not known in a model of architecture "
                 f"{architecture!r}; serve the model's safetensors files"
             )
-        one = _place(header.file, stored, name, architecture, config)
+        one = _place(stored, name, architecture, config)
         for expert in range(_num_experts(stored, name)):
             tensor, own_name = replace(one, expert=expert), name.format(expert)
             if not _stays_in_blocks(stored, name):
@@ -172,7 +167,7 @@ def _renamed(name: str, of_layer: dict[str, str], *, num_layers: int = 1 << 24) 
 
 
 def _place(
-    file: Path, stored: StoredTensor, name: str, architecture: str, config: Mapping[str, Any]
+    stored: StoredTensor, name: str, architecture: str, config: Mapping[str, Any]
 ) -> PlacedTensor:
     heads = 0
     if architecture in _INTERLEAVED and ".q_proj." in name:
@@ -181,7 +176,7 @@ def _place(
         heads = config["num_key_value_heads"]
     is_less_one = architecture in _LESS_ONE and name.endswith("norm.weight")
     return PlacedTensor(
-        file=file,
+        file=stored.file,
         dtype="F32",
         shape=stored.shape[1:] if _is_of_experts(stored, name) else stored.shape,
         stored=stored,

@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import Checkpoint
-from quire.worker.model.gguf.container import StoredTensor, parts_of, read_header
+from quire.worker.model.gguf.container import StoredTensor, parts_of, read_model
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import PlacedTensor, placed
 
@@ -23,19 +23,12 @@ def open_gguf(file: Path) -> Checkpoint:
     Raises:
         CheckpointError: A file is missing, damaged or of a kind that is not read.
     """
-    header = read_header(file)
-    config = describe(header)
-    files = parts_of(file)
-    tensors: dict[str, PlacedTensor] = {}
-    for part in files:
-        header_of_part = read_header(part)
-        size = part.stat().st_size
-        for stored in header_of_part.tensors.values():
-            _check_whole(part, stored, size)
-        found = placed(header_of_part, header.architecture, config)
-        if twice := tensors.keys() & found.keys():
-            raise CheckpointError(f"{part}: tensor {min(twice)!r} is in another part too")
-        tensors.update(found)
+    header = read_model(file)
+    tensors = placed(header, describe(header))
+    sizes = {part: part.stat().st_size for part in parts_of(file)}
+    for stored in header.tensors.values():
+        _check_whole(stored, sizes[stored.file])
+    files = tuple(sizes)
     return Checkpoint(path=file.parent, files=files, tensors={**tensors}, decoded=_decoded(tensors))
 
 
@@ -61,8 +54,10 @@ def _counted(tensors: set[StoredTensor]) -> str:
     return f"{len(tensors)} tensor{plural} ({types}; {sum(map(_num_bytes, tensors)) / 1e6:,.1f} MB)"
 
 
-def _check_whole(file: Path, stored: StoredTensor, size: int) -> None:
-    """Raises CheckpointError: its type is not read, or it does not lie in the file."""
+def _check_whole(stored: StoredTensor, size: int) -> None:
+    """Raises CheckpointError: its type is not read, or it does not lie in its file, which has so
+    many bytes."""
+    where = f"{stored.file}: tensor {stored.name!r}"
     try:
         kind = GGMLQuantizationType(stored.type)
     except ValueError:
@@ -70,19 +65,19 @@ def _check_whole(file: Path, stored: StoredTensor, size: int) -> None:
     if kind is None or kind.name in _NOT_DECODED:
         name = "" if kind is None else f" ({kind.name})"
         raise CheckpointError(
-            f"{file}: tensor {stored.name!r} has type {stored.type}{name}, which is not read: get "
-            "the model in another quantization, such as Q8_0 or Q4_K_M"
+            f"{where} has type {stored.type}{name}, which is not read: get the model in "
+            " another quantization, such as Q8_0 or Q4_K_M"
         )
     block, _ = GGML_QUANT_SIZES[kind]
     if stored.shape[-1] % block:
         raise CheckpointError(
-            f"{file}: tensor {stored.name!r} has rows of {stored.shape[-1]} values, which are no "
-            f"whole blocks of {kind.name}: get a sound copy"
+            f"{where} has rows of {stored.shape[-1]} values, which are no whole blocks of "
+            f" {kind.name}: get a sound copy"
         )
     end = stored.offset + _num_bytes(stored)
     if end > size:
         raise CheckpointError(
-            f"{file}: {size} bytes, but tensor {stored.name!r} ends at {end}: the file is "
+            f"{stored.file}: {size} bytes, but tensor {stored.name!r} ends at {end}: the file is "
             "truncated or damaged, get it again"
         )
 

@@ -4,6 +4,7 @@ beside the result little memory is taken. Values are decoded by the package ``gg
 import mmap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +26,10 @@ class GgufFile(AbstractContextManager["GgufFile"]):
     """One file's tensors, by the interface of ``safetensors.safe_open``: the values are bfloat16
     where that is ``dtype``, or else float32."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
-        """``tensors`` are those of one file."""
+    def __init__(self, file: Path, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
         self._tensors = tensors
         self._dtype = dtype if dtype == torch.bfloat16 else torch.float32
-        self._data = mapped(next(iter(tensors.values())).file)
+        self._data = mapped(file)
 
     def __enter__(self) -> Self:
         return self
