@@ -19,7 +19,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    **{"short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.2},
+    **{"short_factor": SHORT, "long_factor": LONG},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 64}
@@ -104,7 +104,7 @@ CASES = {
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
         {
-            **{"rope.dimension_count": 8, "rope.scaling.attn_factor": 1.2},
+            **{"rope.dimension_count": 8, "rope.scaling.attn_factor": 1.6**0.5},
             **{"rope.scaling.original_context_length": 32, "attention.sliding_window": 0},
         },
         {
@@ -148,8 +148,13 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         fields=made.metadata,
         tensors=made.tensors,
     )
-    asked = prompts(shortest=made.shortest)
-    settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | made.settings
+    check_tokens(file, model, made)
+
+
+def check_tokens(file: Path, model: Any, case: Case) -> None:
+    """The file's greedy tokens and their log probabilities are the model's."""
+    asked = prompts(shortest=case.shortest)
+    settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | case.settings
     with LLM(file, device="cpu", dtype="float32", **settings) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in asked], GREEDY, use_tqdm=False

