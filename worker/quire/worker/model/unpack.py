@@ -71,7 +71,7 @@ def unpack(
     levels_OI = code_OI.float()
     if zero_OG is not None:
         levels_OI -= zero_OG[:, column_I]
-    elif stored.layout == "packed":
+    elif stored.layout in ("packed", "q4_0"):
         levels_OI -= 1 << (stored.bits - 1)
     return levels_OI * scale_OG[:, column_I]
 
@@ -106,6 +106,8 @@ def _codes(
         width = math.ceil(num_in / per_int)
         packed = take("weight_packed", "I32", (num_out, width), rows=rows, columns=covering)
         return _integers(packed, stored.bits)[:, inner]
+    if stored.layout == "q4_0":
+        return take("codes", "U8", shape, rows=rows, columns=columns)
     kind = "I8" if stored.layout == "int8" else "F8_E4M3"
     return take("weight", kind, shape, rows=rows, columns=columns)
 
