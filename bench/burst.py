@@ -1,0 +1,98 @@
+"""A first user's burst: ``quire serve MODEL`` with default flags, and N requests at once over HTTP.
+
+    python -m bench.burst MODEL [--sizes 32 128 256] [--prompt-tokens 340] [--max-tokens 64]
+
+No two prompts begin alike. None may be refused: a server waits as long as its clients do.
+"""
+
+import argparse
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import httpx
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="what quire serve takes")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 128, 256])
+    parser.add_argument("--prompt-tokens", type=int, default=340)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    with serving(arguments.model) as url:
+        for size in arguments.sizes:
+            asyncio.run(
+                burst(
+                    url,
+                    size=size,
+                    prompt_tokens=arguments.prompt_tokens,
+                    max_tokens=arguments.max_tokens,
+                )
+            )
+
+
+@contextmanager
+def serving(model: str) -> Iterator[str]:
+    """The server's URL, from its start to its stop."""
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        model,
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as server:
+        assert server.stdout is not None
+        try:
+            for line in server.stdout:
+                if found := re.search(r"HTTP\s+(http://[^/\s]+)/", line):
+                    yield found[1]
+                    break
+            else:
+                raise SystemExit("quire serve ended")
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate()
+
+
+async def burst(url: str, *, size: int, prompt_tokens: int, max_tokens: int) -> None:
+    bodies = [
+        {
+            "prompt": [1000 + number, *range(1000, 999 + prompt_tokens)],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+        }
+        for number in range(size)
+    ]
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        begin_s = time.monotonic()
+
+        async def ask(body: dict[str, object]) -> tuple[int, float]:
+            response = await client.post(f"{url}/v1/completions", json=body)
+            return response.status_code, time.monotonic() - begin_s
+
+        answers = await asyncio.gather(*map(ask, bodies))
+    statuses = dict(Counter(status for status, _ in answers))
+    ends_s = [end_s for _, end_s in answers]
+    print(
+        f"{size} at once: statuses {statuses}, answered after {median(ends_s):.1f} s (median), "
+        f"{max(ends_s):.1f} s (last)",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
