@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.model.loader import Weights
+from quire.worker.model.spec import ModelSpec
 
 
 class RandomWeights(Weights):
@@ -11,7 +12,11 @@ class RandomWeights(Weights):
         self.dtype = dtype
         self.device = device
         self._std = std
+        self._stored = None
         self._unchecked = []
+
+    def refuse_unread(self, spec: ModelSpec) -> None:
+        """There is no file."""
 
     def read_into(
         self,

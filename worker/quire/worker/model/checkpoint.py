@@ -8,7 +8,7 @@ import json
 import reprlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,6 +19,13 @@ SINGLE_NAME = "model.safetensors"
 
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+_TEXT_PARTS = (
+    ("language_model.model.", "language_model.lm_head"),
+    ("model.language_model.", "lm_head"),
+    ("model.text_model.", "lm_head"),
+    ("model.", "lm_head"),
+)
+"""How names of a decoder of text and of its LM head begin in the files of a larger model."""
 _MAX_NAME = 200
 """Characters of a file's name; file systems take 255 bytes."""
 
@@ -28,6 +35,8 @@ class TensorInfo:
     """Where a tensor is, and its shape."""
 
     file: Path
+    name: str
+    """In the file."""
     dtype: str
     """As safetensors calls it: F32, BF16, F16, …"""
     shape: tuple[int, ...]
@@ -40,6 +49,16 @@ class Checkpoint:
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
+    """By the names that they have in a decoder of text."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """How such names begin, and how they begin in the files, where that is not the same."""
+
+    def name_in_files(self, name: str) -> str:
+        """What the files call a tensor or a module."""
+        for ours, theirs in self.prefixes:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
         """The tensor ``name``, which must have exactly one of ``shapes``.
@@ -72,6 +91,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for file in files:
         tensors.update(_read_tensors(file))
     return Checkpoint(path=path, files=files, tensors=tensors)
+
+
+def text_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model that has a decoder of text, with names as if it were no more."""
+    for inner, head in _TEXT_PARTS:
+        if any(name.startswith(inner) for name in checkpoint.tensors):
+            break
+    prefixes = (("model.", inner), ("lm_head", head))
+    tensors = {}
+    for name, info in checkpoint.tensors.items():
+        for ours, theirs in prefixes:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        tensors[name] = info
+    return replace(checkpoint, tensors=tensors, prefixes=prefixes)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -166,7 +201,7 @@ def _read_tensors(file: Path) -> dict[str, TensorInfo]:
                 f"{file}: its safetensors header has {reprlib.repr(entry)} for {name!r}; it must "
                 "have dtype, shape and data_offsets: the file is damaged, get it again"
             )
-        tensors[name] = TensorInfo(file=file, dtype=dtype, shape=tuple(shape))
+        tensors[name] = TensorInfo(file=file, name=name, dtype=dtype, shape=tuple(shape))
         data_bytes = max(data_bytes, offsets[1])
     expected = 8 + len(header) + data_bytes
     actual = file.stat().st_size

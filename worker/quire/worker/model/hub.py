@@ -19,13 +19,14 @@ from pathlib import Path
 
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
+from quire.worker.model.stored_weights import MODELOPT_NAME
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOTS = re.compile(r"models--(.+?)--(.+)/snapshots")
 """The folder of a repository's commits in huggingface_hub's cache."""
 
-_CONFIG = ("config.json", "generation_config.json")
+_CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
 _IGNORED = ("*/*", ".*", "consolidated*")

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,7 +10,7 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.checkpoint import Checkpoint, open_checkpoint, text_part
 from quire.worker.model.loader import Shard, Weights
 from quire.worker.model.program import attention_options, make_program
 from quire.worker.model.spec import Attention, ModelSpec
@@ -49,13 +50,19 @@ def load_model(
     _log.info("%s: computed by quire, which describes this family", config.model)
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
     backend = backend_for(device, quantization=config.quantization, options=set(options))
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = _checkpoint(config.model, spec)
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
         program = make_program(
             spec, weights, shard=shard, backend=backend, max_model_len=max_model_len
         )
+        weights.refuse_unread(spec)
     runner = backend.prepare(program)
     return Loaded(runner=runner, attentions=spec.attentions, options=options)
+
+
+def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
+    checkpoint = open_checkpoint(model)
+    return text_part(checkpoint) if spec.is_text_part else checkpoint
 
 
 def find_attentions(

@@ -16,8 +16,10 @@ from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import Checkpoint, TensorInfo
+from quire.worker.model.spec import ModelSpec
 from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
+from quire.worker.model.unused import refuse_unused
 
 SUM_PARTS = 4
 """Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
@@ -82,8 +84,6 @@ class Weights:
     Raises CheckpointError: a tensor is missing, misshapen, cannot be read or is NaN or infinite.
     """
 
-    _stored: StoredWeights | None = None
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -95,7 +95,8 @@ class Weights:
     ) -> None:
         self._checkpoint = checkpoint
         self._files = files
-        self._stored = stored
+        self._stored = stored and stored.named_as_in(checkpoint.tensors)
+        self._unread = set(checkpoint.tensors)
         self.dtype = dtype
         self.device = device
         self._unchecked: list[_Read] = []
@@ -146,8 +147,8 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor | GroupedWeight:
         """A linear layer's matrix, or some rows or columns of it, as the checkpoint stores it."""
-        stored = self._stored
-        if stored is None or not stored.has(module):
+        stored, known_as = self._stored, self._checkpoint.name_in_files(module)
+        if stored is None or not (stored.has(module) and stored.has(known_as)):
             return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
         taken: dict[str, tuple[TensorInfo, Tensor]] = {}
 
@@ -159,8 +160,8 @@ class Weights:
             columns: Bounds | None = None,
         ) -> Tensor:
             name = f"{module}.{suffix}"
-            info = self._checkpoint.find(name, *shapes)
-            part = self._slice(info, name, rows=rows, columns=columns)
+            info = self._find(name, *shapes)
+            part = self._slice(info, rows=rows, columns=columns)
             is_right = part.is_floating_point() if dtype == "float" else info.dtype == dtype
             if not is_right:
                 raise CheckpointError(
@@ -170,15 +171,15 @@ class Weights:
             taken[name] = info, part
             return part
 
-        part = (rows or (0, shape[0]), columns or (0, shape[1]))
+        bounds = (rows or (0, shape[0]), columns or (0, shape[1]))
         try:
-            matrix = unpack(stored, take, shape, *part, dtype=self.dtype)
+            matrix = unpack(stored, take, shape, *bounds, dtype=self.dtype)
         except UnpackError as error:
             info = next(iter(taken.values()))[0]
             raise CheckpointError(f"{info.file}: {module}: {error}") from error
-        name = f"{module}.{stored.scale}"
-        info, scale = taken[name]
-        _Read(info.file, name, scale, scale).check()
+        for name, (info, part) in taken.items():
+            if part.is_floating_point() and not name.endswith(".weight"):
+                _Read(info.file, name, part.float(), part.float()).check()
         if isinstance(matrix, GroupedWeight):
             return matrix.to(self.device)
         out = matrix.to(self.device, self.dtype)
@@ -267,14 +268,14 @@ class Weights:
         dtype: str | None = None,
     ) -> tuple[TensorInfo, list[Tensor]]:
         """Parts of a tensor that has this type, or else is of unquantised weights."""
-        info = self._checkpoint.find(name, shape)
+        info = self._find(name, shape)
         if info.dtype not in ((dtype,) if dtype else _UNQUANTISED):
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has type {info.dtype}; it must be "
                 f"{dtype or _OR_OTHERS}"
             )
         try:
-            view = self._files[info.file].get_slice(name)
+            view = self._files[info.file].get_slice(info.name)
             return info, [view[each] for each in slices]
         except SafetensorError as error:
             raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
@@ -299,8 +300,8 @@ class Weights:
         columns: tuple[int, int] | None = None,
     ) -> None:
         """`read`, into ``out``."""
-        info = self._checkpoint.find(name, shape)
-        part = self._slice(info, name, rows=rows, columns=columns)
+        info = self._find(name, shape)
+        part = self._slice(info, rows=rows, columns=columns)
         if not part.is_floating_point():
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be {_OR_OTHERS}"
@@ -312,19 +313,23 @@ class Weights:
         else:
             self._unchecked.append(read)
 
+    def _find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
+        self._unread.discard(name)
+        return self._checkpoint.find(name, *shapes)
+
     def _slice(
-        self, info: TensorInfo, name: str, *, rows: Bounds | None, columns: Bounds | None
+        self, info: TensorInfo, *, rows: Bounds | None, columns: Bounds | None
     ) -> Tensor:
         """A tensor of a file, or some of its rows, or columns, or both."""
         bounds = [slice(*rows) if rows else slice(None)] if info.shape else []
         bounds += [slice(*columns)] if columns else []
         try:
             if not bounds:
-                whole: Tensor = self._files[info.file].get_tensor(name)
+                whole: Tensor = self._files[info.file].get_tensor(info.name)
                 return whole
-            part: Tensor = self._files[info.file].get_slice(name)[tuple(bounds)]
+            part: Tensor = self._files[info.file].get_slice(info.name)[tuple(bounds)]
         except SafetensorError as error:
-            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}") from error
         return part
 
     def check(self) -> None:
@@ -332,6 +337,15 @@ class Weights:
         unchecked, self._unchecked = self._unchecked, []
         for read in unchecked:
             read.check()
+
+    def refuse_unread(self, spec: ModelSpec) -> None:
+        """Raises CheckpointError: a tensor was not read that would make ``spec`` another model."""
+
+        def is_zero(name: str) -> bool:
+            values = self._slice(self._checkpoint.tensors[name], rows=None, columns=None)
+            return not bool(values.any())
+
+        refuse_unused(self._checkpoint, self._unread, spec, is_zero)
 
     def pack(
         self,

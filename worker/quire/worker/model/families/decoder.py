@@ -67,8 +67,15 @@ def decoder(
         dtype=dtype_name(config),
         bos_token_id=config.token_id("bos_token_id"),
         eos_token_ids=(),
+        num_extra_layers=extra_layers(config),
         **model,
     )
+
+
+def extra_layers(config: Fields) -> int:
+    """Layers behind the last one, for multi-token prediction."""
+    name = "num_nextn_predict_layers"
+    return config.count(name) if config.raw.get(name) else 0
 
 
 def dtype_name(config: Fields) -> str:
