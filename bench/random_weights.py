@@ -12,11 +12,15 @@ class RandomWeights(Weights):
         self.dtype = dtype
         self.device = device
         self._std = std
-        self._stored = None
+        self.stored = None
         self._unchecked = []
 
-    def refuse_unread(self, spec: ModelSpec) -> None:
+    def has(self, module: str) -> bool:
         """There is no file."""
+        return False
+
+    def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
+        pass
 
     def read_into(
         self,

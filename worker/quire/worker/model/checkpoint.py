@@ -61,7 +61,7 @@ class Checkpoint:
         return name
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
-        """The tensor ``name``, which must have exactly one of ``shapes``.
+        """The tensor ``name``, which must have exactly one of ``shapes``, where there are some.
 
         Raises:
             CheckpointError: It is missing or has another shape.
@@ -69,10 +69,10 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} {list(shapes[0])} is in none of "
+                f"{self.path}: tensor {name!r} {list(shapes[0]) if shapes else ''} is in none of "
                 f"{', '.join(file.name for file in self.files)}"
             )
-        if info.shape not in shapes:
+        if shapes and info.shape not in shapes:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has shape {list(info.shape)}, "
                 f"config.json asks for {list(shapes[0])}"
@@ -95,9 +95,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def text_part(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint of a model that has a decoder of text, with names as if it were no more."""
-    for inner, head in _TEXT_PARTS:
-        if any(name.startswith(inner) for name in checkpoint.tensors):
-            break
+    names = checkpoint.tensors
+    inner, head = next(
+        (each for each in _TEXT_PARTS if any(name.startswith(each[0]) for name in names)),
+        _TEXT_PARTS[-1],
+    )
     prefixes = (("model.", inner), ("lm_head", head))
     tensors = {}
     for name, info in checkpoint.tensors.items():

@@ -75,9 +75,9 @@ def find_attentions(
 
     found = dry_run(
         config.model,
+        spec,
         dtype=dtype,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
         is_deterministic=config.deterministic,
     )
     return tuple(found.attentions)
@@ -95,12 +95,12 @@ def _through_transformers(
     from quire.worker.model.through.dry_run import dry_run
     from quire.worker.model.through.runner import ThroughTransformers
 
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = _checkpoint(config.model, spec)
     found = dry_run(
         config.model,
+        spec,
         dtype=dtype,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
         is_deterministic=config.deterministic,
         on_gpu=device.type == "cuda",
     )
@@ -110,7 +110,7 @@ def _through_transformers(
     _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
     options = tuple(attention_options(each, max_model_len) for each in found.attentions)
     backend = backend_for(device, quantization=config.quantization)
-    runner = ThroughTransformers(
-        checkpoint.path, found, options, dtype=dtype, device=device, backend=backend
-    )
+    on_cpu = torch.device("cpu")
+    with Weights.open(checkpoint, dtype=dtype, device=on_cpu, stored=spec.stored) as weights:
+        runner = ThroughTransformers(weights, spec, found, options, device=device, backend=backend)
     return Loaded(runner=runner, attentions=tuple(found.attentions), options=options)

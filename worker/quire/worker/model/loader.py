@@ -1,6 +1,7 @@
 """The weights of one rank, read from safetensors: each rank reads its own shard and no more."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,9 +94,9 @@ class Weights:
         device: torch.device,
         stored: StoredWeights | None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._files = files
-        self._stored = stored and stored.named_as_in(checkpoint.tensors)
+        self.stored = stored and stored.named_as_in(checkpoint.tensors)
         self._unread = set(checkpoint.tensors)
         self.dtype = dtype
         self.device = device
@@ -147,8 +148,8 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor | GroupedWeight:
         """A linear layer's matrix, or some rows or columns of it, as the checkpoint stores it."""
-        stored, known_as = self._stored, self._checkpoint.name_in_files(module)
-        if stored is None or not (stored.has(module) and stored.has(known_as)):
+        stored = self.stored
+        if stored is None or not self.is_stored(module):
             return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
         taken: dict[str, tuple[TensorInfo, Tensor]] = {}
 
@@ -189,7 +190,7 @@ class Weights:
 
     def read_fused(self, parts: list[Part], in_size: int) -> Tensor | GroupedWeight:
         """The rows of several projections, one below the other."""
-        if self._stored is not None:
+        if self.stored is not None:
             return stacked(
                 [self.read_matrix(name, (size, in_size), rows=rows) for name, size, rows in parts]
             )
@@ -218,14 +219,20 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor:
         """Some rows, one below the other, and columns of one expert's matrix, where those of all
-        experts are one tensor ``[E, O, I]``."""
-        inner = slice(*(columns or (0, shape[2])))
-        info, parts = self._slices(
-            f"{name}.weight",
-            shape,
-            [(expert, slice(*each), inner) for each in rows or [(0, shape[1])]],
-        )
-        return self._read_expert(info, f"{name}.weight", torch.cat(parts))
+        experts are one tensor ``[E, O, I]``, or ``[E, I, O]`` where it has that shape instead."""
+        num, num_out, num_in = shape
+        inner = slice(*(columns or (0, num_in)))
+        outers = [slice(*each) for each in rows or [(0, num_out)]]
+        name = f"{name}.weight" if f"{name}.weight" in self.checkpoint.tensors else name
+        found = self.checkpoint.tensors.get(name)
+        if found is not None and found.shape == (num, num_in, num_out) != shape:
+            info, parts = self._slices(
+                name, found.shape, [(expert, inner, outer) for outer in outers]
+            )
+            parts = [part.T for part in parts]
+        else:
+            info, parts = self._slices(name, shape, [(expert, outer, inner) for outer in outers])
+        return self._read_expert(info, name, torch.cat(parts))
 
     def read_turned_expert(
         self,
@@ -240,12 +247,12 @@ class Weights:
         ``[E, I, O]``, or in MXFP4. ``shape`` is ``[E, O, I]``, as it is elsewhere."""
         num, num_out, num_in = shape
         outer, (first, last) = slice(*(rows or (0, num_out))), columns or (0, num_in)
-        if self._stored is None:
+        if self.stored is None:
             info, (part,) = self._slices(
                 name, (num, num_in, num_out), [(expert, slice(first, last), outer)]
             )
             return self._read_expert(info, name, part.T.contiguous())
-        group = self._stored.block[1]
+        group = self.stored.block[1]
         groups = slice(first // group, math.ceil(last / group))
         stored = [("blocks", (num_in // group, group // 2)), ("scales", (num_in // group,))]
         found = [
@@ -315,11 +322,9 @@ class Weights:
 
     def _find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
         self._unread.discard(name)
-        return self._checkpoint.find(name, *shapes)
+        return self.checkpoint.find(name, *shapes)
 
-    def _slice(
-        self, info: TensorInfo, *, rows: Bounds | None, columns: Bounds | None
-    ) -> Tensor:
+    def _slice(self, info: TensorInfo, *, rows: Bounds | None, columns: Bounds | None) -> Tensor:
         """A tensor of a file, or some of its rows, or columns, or both."""
         bounds = [slice(*rows) if rows else slice(None)] if info.shape else []
         bounds += [slice(*columns)] if columns else []
@@ -338,14 +343,39 @@ class Weights:
         for read in unchecked:
             read.check()
 
-    def refuse_unread(self, spec: ModelSpec) -> None:
-        """Raises CheckpointError: a tensor was not read that would make ``spec`` another model."""
+    def is_stored(self, module: str) -> bool:
+        """Whether a linear layer's matrix is quantised; names are a decoder's or the files'."""
+        names = (module, self.checkpoint.name_in_files(module))
+        return self.stored is not None and all(map(self.stored.has, names))
+
+    def raw(self, name: str) -> Tensor:
+        """A whole tensor as it is in its file."""
+        return self._slice(self._find(name), rows=None, columns=None)
+
+    def read_plain(self, name: str) -> Tensor:
+        """The same where it is not quantised."""
+        info = self.checkpoint.tensors[name]
+        if info.dtype not in _UNQUANTISED and info.dtype.startswith(("F", "U8", "I8")):
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} has type {info.dtype}; weights must be "
+                f"{_OR_OTHERS}, or quantized as quantization_config says"
+            )
+        return self.raw(name)
+
+    def has(self, module: str) -> bool:
+        """Whether the checkpoint has tensors of ``module``."""
+        return any(name.startswith(f"{module}.") for name in self.checkpoint.tensors)
+
+    def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError: a tensor was not read that would make ``spec`` another model.
+        Names with one of the patterns ``known`` in them would not."""
 
         def is_zero(name: str) -> bool:
-            values = self._slice(self._checkpoint.tensors[name], rows=None, columns=None)
-            return not bool(values.any())
+            return not bool(self.raw(name).any())
 
-        refuse_unused(self._checkpoint, self._unread, spec, is_zero)
+        patterns = re.compile("|".join(known) or "$^")
+        unread = [name for name in sorted(self._unread) if not patterns.search(name)]
+        refuse_unused(self.checkpoint, unread, spec, is_zero)
 
     def pack(
         self,

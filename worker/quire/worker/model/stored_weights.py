@@ -9,7 +9,6 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError

@@ -1,8 +1,8 @@
 """Matrices of quantised checkpoints: a rank's part, as codes with scales or as values.
 
-The layouts are those of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt. Several integers lie in 32 bits,
-the first in the lowest: inputs in GPTQ and compressed-tensors, outputs in AWQ, where they are also
-out of order, and outputs wherever zero points are packed.
+The layouts are those of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt. Several integers lie
+in 32 bits, the first in the lowest: inputs in GPTQ and compressed-tensors, outputs in AWQ, where
+they are also out of order, and outputs wherever zero points are packed.
 """
 
 import math
@@ -79,6 +79,22 @@ def unpack(
     elif stored.layout == "packed":
         levels_OI -= 1 << (stored.bits - 1)
     return levels_OI * scale_OG[:, column_I]
+
+
+def matrix_shape(stored: StoredWeights, find: Callable[[str], Tensor]) -> tuple[int, int]:
+    """Outputs and inputs of a module, whose tensors ``find`` gives by the ends of their names."""
+    if stored.layout == "packed":
+        num_out, num_in = find("weight_shape").tolist()
+        return num_out, num_in
+    rows, columns = find("qweight" if stored.layout in ("gptq", "awq") else "weight").shape
+    match stored.layout:
+        case "gptq":
+            return columns, rows * (32 // stored.bits)
+        case "awq":
+            return columns * (32 // stored.bits), rows
+        case "nvfp4":
+            return rows, columns * 2
+    return rows, columns
 
 
 def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ def refuse_unused(
     Raises:
         CheckpointError: There is another one.
     """
-    extra = range(len(spec.layers), len(spec.layers) + spec.num_extra_layers)
-    beginnings = tuple(f"{spec.names.layer.format(number)}." for number in extra)
+    beginnings: tuple[str, ...] = ()
+    if spec.layers:
+        extra = range(len(spec.layers), len(spec.layers) + spec.num_extra_layers)
+        beginnings = tuple(f"{spec.names.layer.format(number)}." for number in extra)
     left = [
         name
         for name in names

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from quire.worker.model.families.cohere import cohere, cohere2
 from quire.worker.model.families.gemma import gemma2, gemma3
 from quire.worker.model.families.glm import glm, glm4
-from quire.worker.model.families.granite import granite
+from quire.worker.model.families.granite import granite, granite_hybrid
 from quire.worker.model.families.llama import llama, ministral, ministral3, mistral, smollm3
 from quire.worker.model.families.moe import (
     glm4_moe,
@@ -15,6 +15,7 @@ from quire.worker.model.families.moe import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from quire.worker.model.families.olmo import olmo2, olmo3
 from quire.worker.model.families.phi import phi3
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
@@ -46,7 +48,9 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
+    "MiMoForCausalLM": qwen2,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3VLMoeTextForCausalLM": qwen3_vl_moe,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
 }
