@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urljoin
@@ -25,7 +26,12 @@ def sdist(name: str) -> Path:
         OSError: It cannot be fetched.
         LookupError: There is none.
     """
-    return _unpacked(name, lambda folder: _download_sdist(name, folder))
+    return _unpacked(name, lambda folder: _download(name, folder, ".tar.gz"))
+
+
+def wheel(name: str) -> Path:
+    """The folder of a project's newest wheel on PyPI, of any platform; raises as `sdist`."""
+    return _unpacked(f"{name}.whl", lambda folder: _download(name, folder, ".whl"))
 
 
 def npm(name: str) -> Path:
@@ -39,25 +45,35 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             archive = download(Path(scratch))
-            with tarfile.open(archive) as files:
-                files.extractall(Path(scratch) / "files", filter="data")
-            (root,) = (Path(scratch) / "files").iterdir()
+            root = Path(scratch) / "files"
+            if archive.suffix == ".whl":
+                with zipfile.ZipFile(archive) as files:
+                    files.extractall(root)
+            else:
+                with tarfile.open(archive) as files:
+                    files.extractall(root, filter="data")
+                (root,) = root.iterdir()
             root.rename(folder)
     return folder
 
 
-def _download_sdist(name: str, folder: Path) -> Path:
+def _download(name: str, folder: Path, ending: str) -> Path:
     index = os.environ.get("PIP_INDEX_URL") or _index()
     page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
     with urlopen(page_url, timeout=60) as page:
-        links = re.findall(r'href="([^"#]+\.tar\.gz)', page.read().decode())
+        links = re.findall(rf'href="([^"#]+{re.escape(ending)})["#]', page.read().decode())
     if not links:
-        raise LookupError(f"{name}: the index has no source distribution")
-    newest = max(links, key=lambda link: Version(link.rsplit("-", 1)[1].removesuffix(".tar.gz")))
-    archive = folder / "sdist.tar.gz"
+        raise LookupError(f"{name}: the index has no file {ending}")
+    newest = max(links, key=lambda link: _version(link, ending))
+    archive = folder / f"archive{ending}"
     with urlopen(urljoin(page_url, newest), timeout=600) as answer:
         archive.write_bytes(answer.read())
     return archive
+
+
+def _version(link: str, ending: str) -> Version:
+    file = link.rsplit("/", 1)[-1].removesuffix(ending)
+    return Version(file.split("-")[1] if ending == ".whl" else file.rsplit("-", 1)[1])
 
 
 def _index() -> str:

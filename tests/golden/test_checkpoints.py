@@ -1,6 +1,7 @@
 """Files as others write them: their tokens are those of transformers for the same files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quire.llm import LLM
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.config import read_model_spec
+from quire.worker.model.families.registry import FAMILIES
 
 TEXT: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -38,7 +40,32 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         VISION,
     ),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}),
+    "ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+        VISION | {"model_type": "pixtral"},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
+    "llava-next": (
+        "LlavaNext",
+        {"model_type": "qwen2"},
+        VISION | {"model_type": "siglip_vision_model"},
+    ),
+    "llava-onevision": (
+        "LlavaOnevision",
+        {"model_type": "qwen2"},
+        VISION | {"model_type": "siglip_vision_model"},
+    ),
+    "internvl": (
+        "InternVL",
+        {"model_type": "qwen3"},
+        {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    ),
+    "qwen2-vl": (
+        "Qwen2VL",
+        {"rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+    ),
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, QWEN),
     "qwen3-vl": ("Qwen3VL", {"rope_parameters": MROPE}, QWEN | {"deepstack_visual_indexes": [0]}),
     "qwen3-vl-moe": ("Qwen3VLMoe", {"rope_parameters": MROPE} | MOE, QWEN),
@@ -197,3 +224,68 @@ def test_a_tensor_that_transformers_does_not_ask_for_is_refused(tmp_path: Path) 
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"account for: transformer\.h\.0\.attn\.gate\.weigh"):
         LLM(tmp_path, device="cpu")
+
+
+def test_an_old_file_of_qwen_has_its_text_beside_its_vision(tmp_path: Path) -> None:
+    flat = TEXT | {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    save(tmp_path, "Qwen2", {})
+    expected = read_model_spec(tmp_path)
+    names = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    raw = flat | names | {"vision_config": QWEN}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = read_model_spec(tmp_path)
+    assert found.is_text_part
+    assert (found.layers, found.ropes[0].theta) == (expected.layers, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("Llava", "Llama"), ("Mistral3", "Mistral"), ("Gemma3", "Gemma3Text")]
+)
+def test_an_old_file_leaves_out_most_of_its_text(kind: str, text: str, tmp_path: Path) -> None:
+    meant = json.loads(getattr(transformers, f"{text}Config")().to_json_string())
+    name = {"architectures": [f"{kind}ForConditionalGeneration"]}
+    found = []
+    for section in (meant, {"model_type": meant["model_type"]}):
+        (tmp_path / "config.json").write_text(json.dumps(name | {"text_config": section}))
+        spec = read_model_spec(tmp_path)
+        found.append(replace(spec, bos_token_id=None, eos_token_ids=()))
+    assert found[0] == found[1]
+
+
+def test_a_larger_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    edit_from = {"architectures": ["OwnForConditionalGeneration"], "text_config": TEXT}
+    (tmp_path / "config.json").write_text(json.dumps(edit_from))
+    with pytest.raises(CheckpointError, match="more than a decoder of text"):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_field_that_is_not_there_means_what_it_means_to_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    name = architecture.removesuffix("ForCausalLM")
+    if name in ("MiMo", "Qwen3VLMoeText"):
+        pytest.skip("transformers has no such decoder alone")
+    text = {"Gemma3": "Gemma3Text"}.get(name, name)
+    class_ = getattr(transformers, f"{text}Config")
+    sizes = {"hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 64}
+    fields: dict[str, Any] = TEXT | sizes | {"num_hidden_layers": 3, "vocab_size": 300_000}
+    if name == "GraniteMoeHybrid":
+        fields |= {"layer_types": ["attention"] * 3, "num_local_experts": 0}
+        fields["time_step_limit"] = (0.0, 1.0)
+    del fields["head_dim"]
+    full = json.loads(class_(**fields).to_json_string()) | {"architectures": [architecture]}
+
+    def spec(raw: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        read = read_model_spec(tmp_path)
+        return replace(read, bos_token_id=None, eos_token_ids=(), num_extra_layers=0)
+
+    for field in sorted(full.keys() - {"architectures"}):
+        raw = {key: value for key, value in full.items() if key != field}
+        try:
+            found = spec(raw)
+        except CheckpointError:  # It asks for the field.
+            continue
+        meant = json.loads(class_(**raw).to_json_string())
+        assert found == spec(meant | {"architectures": [architecture]}), field

@@ -190,7 +190,7 @@ def test_without_a_description_quires_own_is_refused(
         ),
         ("FalconH1", {}, "FalconH1ForCausalLM has mamba_.*: layers with a state"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type 'conv'"),
-        ("MiniMax", {}, "layers of type 'linear_attention'; of these types run"),
+        ("MiniMax", {}, "layers of type 'linear_attention', which are not supported"),
         ("Bloom", {}, "BloomForCausalLM has alibi"),
         ("DeepseekV32", {}, "has index_.*: attention that selects tokens"),
         ("Llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that share their KV"),

@@ -75,7 +75,7 @@ def other(config: Fields) -> ModelSpec:
 
 
 def refuse_states(config: Fields) -> None:
-    """Raises CheckpointError: there are layers that keep a state, or nothing, instead of KV.
+    """Raises CheckpointError: there are layers that do not attend, or to tokens of their choice.
 
     Where the types of layers are listed, fields of other types of layers mean nothing.
     """
@@ -83,9 +83,7 @@ def refuse_states(config: Fields) -> None:
     kinds = config.names("layer_types") or config.names("layers_block_type")
     for kind in kinds:
         if kind not in _LAYERS:
-            raise config.broken(
-                f"{name} has layers of type {kind!r}; of these types run: {', '.join(_LAYERS)}"
-            )
+            raise config.broken(f"{name} has layers of type {kind!r}, which are not supported")
     for field, value in config.raw.items():
         is_said = value not in (None, False, 0, [])
         if not kinds and is_said and field.startswith(_NO_ATTENTION):
