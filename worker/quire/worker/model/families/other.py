@@ -25,7 +25,7 @@ _NO_ATTENTION = (
 """How fields begin that only models have whose layers keep a state of their own."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
 _NOT_IN_RESULTS = (
-    *("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
+    *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "use_cache"),
     *("_name_or_path", "transformers_version", "quantization_config", "auto_map"),
 )
 
