@@ -234,7 +234,8 @@ def test_what_a_dry_run_shows_is_refused_before_weights_are_read(
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "vocab_size": 320}'
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "vocab_size": 320,'
+        '"hidden_size": 64, "max_position_embeddings": 256}'
     )
     with pytest.raises(CheckpointError, match=r"trust_remote_code\) is not supported"):
         dry_run(

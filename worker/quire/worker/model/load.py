@@ -62,7 +62,10 @@ def load_model(
 
 def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
     checkpoint = open_checkpoint(model)
-    return text_part(checkpoint) if spec.is_text_part else checkpoint
+    if not spec.is_text_part:
+        return checkpoint
+    _log.warning("%s: its text part is served; other parts of the model are left out", model)
+    return text_part(checkpoint)
 
 
 def find_attentions(

@@ -81,22 +81,6 @@ def unpack(
     return levels_OI * scale_OG[:, column_I]
 
 
-def matrix_shape(stored: StoredWeights, find: Callable[[str], Tensor]) -> tuple[int, int]:
-    """Outputs and inputs of a module, whose tensors ``find`` gives by the ends of their names."""
-    if stored.layout == "packed":
-        num_out, num_in = find("weight_shape").tolist()
-        return num_out, num_in
-    rows, columns = find("qweight" if stored.layout in ("gptq", "awq") else "weight").shape
-    match stored.layout:
-        case "gptq":
-            return columns, rows * (32 // stored.bits)
-        case "awq":
-            return columns * (32 // stored.bits), rows
-        case "nvfp4":
-            return rows, columns * 2
-    return rows, columns
-
-
 def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
     """float32 ``[O, I]`` of the OCP's MXFP4: 32 inputs share a power of two, and two of them a
     byte, the first in its low half. A scale of 255 is NaN."""

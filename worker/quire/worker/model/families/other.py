@@ -47,7 +47,6 @@ def other(config: Fields) -> ModelSpec:
         )
     if model_type in _ALIBI or raw.get("alibi"):
         raise config.broken(f"{name} has alibi, which our attention does not compute")
-    refuse_states(config)
     for field, value in raw.items():
         if value in (None, False, 0, []):
             continue
@@ -55,6 +54,7 @@ def other(config: Fields) -> ModelSpec:
             raise config.broken(f"{name} has {field}: attention that selects tokens")
         if field.startswith("rope") and not _is_finite(value):
             raise config.wrong(field, value, "without NaN and infinity")
+    refuse_states(config)
     if raw.get("num_kv_shared_layers"):
         raise config.broken(f"{name} has num_kv_shared_layers: layers that share their KV")
     results = {key: value for key, value in raw.items() if key not in _NOT_IN_RESULTS}

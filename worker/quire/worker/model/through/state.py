@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from quire.kernels.grouped import decoded
+from quire.worker.api.errors import CheckpointError
 from quire.worker.model.loader import Weights
-from quire.worker.model.unpack import matrix_shape
+from quire.worker.model.stored_weights import StoredWeights
 
 
 class _Lazy:
@@ -43,9 +44,28 @@ def _stored_modules(weights: Weights) -> Iterator[str]:
 def _matrix(weights: Weights, module: str) -> Callable[[], Tensor]:
     def read() -> Tensor:
         assert weights.stored is not None
-        shape = matrix_shape(weights.stored, lambda suffix: weights.raw(f"{module}.{suffix}"))
-        matrix = decoded(weights.read_matrix(module, shape))
+        matrix = decoded(weights.read_matrix(module, _shape(weights, weights.stored, module)))
         weights.check()
         return matrix
 
     return read
+
+
+def _shape(weights: Weights, stored: StoredWeights, module: str) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if stored.layout == "packed":
+        num_out, num_in = weights.raw(f"{module}.weight_shape").tolist()
+        return num_out, num_in
+    kind = "qweight" if stored.layout in ("gptq", "awq") else "weight"
+    info, per_int = weights.checkpoint.find(f"{module}.{kind}"), 32 // stored.bits
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}")
+    rows, columns = info.shape
+    match stored.layout:
+        case "gptq":
+            return columns, rows * per_int
+        case "awq":
+            return columns * per_int, rows
+        case "nvfp4":
+            return rows, columns * 2
+    return rows, columns
