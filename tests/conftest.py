@@ -43,7 +43,7 @@ MakeLlama = Callable[..., Path]
 _SLOW = re.compile(
     "|".join(
         [
-            r"golden/test_(families|mxfp4|qwen)\.py::test_tokens\w+\[pytorch-",
+            r"golden/test_(families|gguf|mxfp4|qwen)\.py::test_tokens\w+\[pytorch-",
             r"golden/test_families\.py::test_tokens\w+\[.*(preempted|two ranks)",
             r"golden/test_families\.py::test_a_request_has_the_same_bits_on_any.*(?<!gemma2-None)\]",
             r"worker/test_promise\.py::test_on_any_number_of_ranks\[(int8|w4|.*-4-)",

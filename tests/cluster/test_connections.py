@@ -175,11 +175,53 @@ async def test_trailers_and_chunk_extensions_are_bounded(piece: bytes) -> None:
         assert server.app.num_lost == 1
 
 
-async def test_an_upgrade_that_is_not_spoken_is_answered_without_it() -> None:
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAQ\r\n"
+BODIES = {
+    "no body": b"\r\n",
+    "length": b"Content-Length: 5\r\n\r\nhello",
+    "chunks": b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_request_that_asks_for_another_protocol_is_answered_as_if_it_had_not(
+    body: str,
+) -> None:
+    said = b"" if body == "no body" else b"hello"
+    asked = b"POST / HTTP/1.1\r\n" + UPGRADE + HEAD + BODIES[body]
     async with serving() as server:
-        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
-        answer = await server.answer(b"GET / HTTP/1.1\r\n" + HEAD + upgrade + b"\r\n")
-        assert status_of(answer) == 200
+        many = await server.client(
+            asked * 3 + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        )
+        assert (await many.rest()).count(b" 200 OK\r\n") == 4
+        assert server.app.bodies == [said, said, said, b""]
+        del server.app.bodies[:]
+        for cut in range(1, len(asked), 7):
+            client = await server.client(asked[:cut])
+            await asyncio.sleep(0)
+            client.writer.write(asked[cut:])
+            await client.reader.readuntil(b"done\r\n0\r\n\r\n")
+            await client.close()
+        assert server.app.bodies == [said] * len(range(1, len(asked), 7))
+
+
+async def test_a_tunnel_is_answered_and_closed() -> None:
+    async with serving() as server:
+        answer = await server.answer(b"CONNECT here:80 HTTP/1.1\r\n" + HEAD + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 ")
+        assert b"connection: close" in answer
+
+
+async def test_an_answer_to_http_1_0_is_not_chunked() -> None:
+    async with serving() as server:
+        client = await server.client(b"GET /stream HTTP/1.0\r\n\r\n", sees=b"begun")
+        server.app.may_end.set()
+        assert await client.rest() == b"done"
+        answer = await server.answer(b"GET / HTTP/1.0\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == b"done"
 
 
 class Tls:

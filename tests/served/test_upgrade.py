@@ -29,7 +29,7 @@ def free_port() -> int:
 
 def test_an_upgrade_by_name_replaces_the_single_gateway_under_its_clients() -> None:
     ports = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
-    same = ["--name", "chat", *ports, "--max-queue-wait-s", "1000", "--standing-wait-s", "1000"]
+    same = ["--name", "chat", *ports, "--max-queue-wait-s", "1000"]
     is_over = threading.Event()
     failures: list[str] = []
     num_answers = 0

@@ -53,8 +53,9 @@ class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
     Args:
-        model: A checkpoint directory in Hugging Face format (safetensors; `docs/models.md`), or
-            ``ORG/NAME`` of the Hugging Face hub, which is fetched into its cache.
+        model: A checkpoint directory in Hugging Face format (safetensors; `docs/models.md`), a GGUF
+            file, or ``ORG/NAME`` of the Hugging Face hub, which is fetched into its cache
+            (``ORG/NAME/FILE.gguf`` where a repository has several GGUF files).
         revision: A branch, tag or commit of a model of the hub; its main branch by default.
         model_impl: "quire" computes the families that `docs/models.md` lists, "transformers" any
             decoder, by the modules of that library; "auto" takes the first where it can.
@@ -330,5 +331,4 @@ def _as_ids(token_ids: Any) -> TokenIds:
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:
     """A checkpoint may come without a tokenizer: its prompts are token ids then."""
-    has_one = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return Tokenizer.load(model) if has_one else None
+    return Tokenizer.load(model) if Tokenizer.is_in(model) else None

@@ -152,12 +152,38 @@ def test_a_model_of_an_unsupported_kind_is_refused_before_its_weights_are_fetche
     assert hub.sent() == ["config.json"]
 
 
+def test_a_repository_of_gguf_files_gives_the_one_that_is_meant(
+    hub: Hub, fetch: Callable[..., Path], refusal: Callable[..., str]
+) -> None:
+    repository = hub.repositories["org/tiny-GGUF"] = Repository()
+    one = {"tiny.Q8_0.gguf": b"eight", "README.md": b"", "config.json": b"{}"}
+    repository.commit({**one, "mmproj-tiny.gguf": b"images"})
+    file = fetch("org/tiny-GGUF")
+    assert (file.name, file.read_bytes()) == ("tiny.Q8_0.gguf", b"eight")
+    assert model_name(file) == "org/tiny-GGUF"
+    assert fetch("org/tiny-GGUF", function="fetch_text_files") == file
+
+    parts = {f"Q4/tiny-0000{n}-of-00002.gguf": b"%d" % n for n in (1, 2)}
+    repository.commit({**one, **parts})
+    first = "org/tiny-GGUF/Q4/tiny-00001-of-00002.gguf"
+    assert refusal("org/tiny-GGUF").endswith(
+        f"has 2 GGUF files, Q4/tiny-00001-of-00002.gguf, tiny.Q8_0.gguf: name one, such as {first}"
+    )
+    file = fetch(first, home="other")
+    assert sorted(files_of(file.parent)) == sorted(map(os.path.basename, parts))
+    assert model_name(file) == "org/tiny-GGUF"
+    assert "has no file 'x.gguf'; its GGUF files: Q4/tiny-00001-of-00002.gguf, Q4/tiny-00002" in (
+        refusal("org/tiny-GGUF/x.gguf")
+    )
+    assert "its GGUF files: none" in refusal("org/tiny/x.gguf")
+
+
 def test_a_repository_without_a_configuration_is_refused(
     hub: Hub, refusal: Callable[..., str]
 ) -> None:
-    hub.repositories["org/tiny-GGUF"] = Repository()
-    hub.repositories["org/tiny-GGUF"].commit({"model.gguf": b"weights", "README.md": b""})
-    assert "the repository has no config.json; only checkpoints" in refusal("org/tiny-GGUF")
+    hub.repositories["org/tiny-lora"] = Repository()
+    hub.repositories["org/tiny-lora"].commit({"adapter.bin": b"weights", "README.md": b""})
+    assert "has no config.json and no GGUF file; only checkpoints" in refusal("org/tiny-lora")
     assert not hub.sent()
 
 

@@ -7,8 +7,8 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl
 
 MODEL_HELP = (
-    "a checkpoint directory, or ORG/NAME[@REVISION] of the Hugging Face hub; without one, the demo "
-    "model"
+    "a checkpoint directory, a GGUF file, or ORG/NAME[/FILE.gguf][@REVISION] of the Hugging Face "
+    "hub; without one, the demo model"
 )
 
 

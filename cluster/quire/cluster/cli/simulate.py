@@ -34,8 +34,8 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     add(
         "--model",
         type=Path,
-        help="checkpoint directory or ORG/NAME[@REVISION] of the Hugging Face hub, whose tokenizer "
-        "and chat template read requests; the demo model's if absent",
+        help="checkpoint directory, GGUF file or ORG/NAME[@REVISION] of the Hugging Face hub, "
+        "whose tokenizer and chat template read requests; the demo model's if absent",
     )
     add("--output-len", type=int, default=128, help="output tokens of requests that give none")
     add("--block-size", type=int, help="tokens that a block of the trace stands for")

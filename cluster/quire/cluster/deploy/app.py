@@ -83,7 +83,9 @@ def running_cluster(
             check_ports(config)
             _check_files(config)
             # Here, where the user sees how far it is; groups then find it in the cache.
-            open_checkpoint(fetch_checkpoint(config.engine.model))
+            checkpoint = open_checkpoint(fetch_checkpoint(config.engine.model))
+            if checkpoint.decoded:
+                progress.say(f"{config.model_name}: {checkpoint.decoded}")
     if ray_address is None:
         with progress.step("native code", told_from_s=_TOLD_FROM_S):
             compile_native_code(device=config.engine.device, is_logged=False)

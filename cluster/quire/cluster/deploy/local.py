@@ -125,7 +125,10 @@ def _remove(folder: Path) -> None:
 def _shut_down() -> None:
     """Disconnects from Ray, and stops the node where it is our own, unless that hangs."""
     import ray
+    from ray.serve import context
 
+    # Serve knows one cluster from the next by the number of its job; in each of our own it is 1.
+    context._set_global_client(None)
     end_s = time.monotonic() + _SHUTDOWN_S
     if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):
         atexit.unregister(ray.shutdown)  # Which would hang as well.

@@ -11,11 +11,17 @@ trailers.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httptools
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from quire.cluster.edge.http_errors import HeadTooLarge, error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
@@ -144,12 +150,15 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_refused:
             return
         self._num_unparsed += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._num_unparsed > MAX_HEAD_BYTES:
             self._refuse(_too_large())
         self._settle()
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return  # Its head is parsed once more, without that.
         self._owe("")
         self._num_unparsed = 0
         self._is_in_body = True
@@ -160,14 +169,19 @@ class HttpConnection(HttpToolsProtocol):
             self.app = response
         super().on_headers_complete()
         self.app = self.config.loaded_app
-        if self._connections.is_leaving:
+        if self._connections.is_leaving or self.parser.should_upgrade():  # The latter by CONNECT.
             self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            send = _UnchunkedAnswer(self.cycle.send, self.cycle)
+            self.cycle.send = send  # type: ignore[assignment, method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         self._owe("")
         self._num_unparsed = 0
         self._is_in_body = False
@@ -180,9 +194,37 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest("the request cannot be read as HTTP/1.1"))
 
-    def _unsupported_upgrade_warning(self) -> None:
-        # The request is answered as if it had not asked; the parser reads nothing behind it.
-        self.cycle.keep_alive = False
+    def _parse(self, data: bytes) -> None:
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if not self._asks_for_upgrade():
+                        return
+                    # The parser read its head only: a body would be of the other protocol.
+                    data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    def _asks_for_upgrade(self) -> bool:
+        """Whether the request asks for another protocol by its headers, as JDK's `HttpClient` and
+        ``curl --http2`` ask for HTTP/2. We speak none, and answer as if it had not asked."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = (token.strip() for token in value.split(b","))
+                value = b", ".join(token for token in tokens if token.lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _problem(self) -> QuireError | None:
         """Why the request whose head is complete is not passed on."""
@@ -248,6 +290,25 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         say_and_close(self.transport, raw_response(error_response(error)))
         self._owe("end")
+
+
+class _UnchunkedAnswer:
+    """Sends an answer to HTTP/1.0, which knows no chunks: the connection's end is its end."""
+
+    def __init__(self, send: Callable[[Any], Awaitable[None]], cycle: RequestResponseCycle) -> None:
+        self._send = send
+        self._cycle = cycle
+        self._is_of_unknown_length = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_of_unknown_length = b"content-length" not in names
+            if self._is_of_unknown_length:
+                self._cycle.chunked_encoding = False
+        elif self._is_of_unknown_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 def raw_response(response: Response) -> bytes:

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint directory: the tensors of its safetensors files, by name.
+"""The contents of a checkpoint: the tensors of its safetensors files or of a GGUF file, by name.
 
 Only headers are read here, so a checkpoint of any size is checked in milliseconds: every file
 that the index names is there, and is as long as its header says. Knows no torch.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.model.gguf.container import find_gguf
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -32,13 +33,13 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where a tensor is, and its shape."""
+    """Where a tensor is, and its shape as it is read."""
 
     file: Path
     name: str
     """In the file."""
     dtype: str
-    """As safetensors calls it: F32, BF16, F16, …"""
+    """As safetensors calls it: F32, BF16, F16, … Decoded values are F32."""
     shape: tuple[int, ...]
 
 
@@ -59,6 +60,10 @@ class Checkpoint:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
+
+    decoded: str = ""
+    """Which quantised tensors of a GGUF file are decoded as they are read, and how large they are
+    then."""
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
         """The tensor ``name``, which must have exactly one of ``shapes``, where there are some.
@@ -81,11 +86,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads the headers of the safetensors files in ``path``.
+    """Reads the headers of the safetensors files in ``path``, or of the GGUF file that it means.
 
     Raises:
         CheckpointError: No weights, a missing or truncated file, or a header that is none.
     """
+    if (gguf := find_gguf(path)) is not None:
+        from quire.worker.model.gguf.source import open_gguf  # It makes a Checkpoint.
+
+        return open_gguf(gguf)
     files = _weight_files(path)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
@@ -163,9 +172,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         return files
     if (path / SINGLE_NAME).is_file():
         return (path / SINGLE_NAME,)
-    others = sorted(file.name for file in path.glob("*.bin")) + sorted(
-        file.name for file in path.glob("*.gguf")
-    )
+    others = sorted(file.name for file in path.glob("*.bin"))
     found = f"; found {', '.join(others)}, of a format that is not read" if others else ""
     raise CheckpointError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME}{found}")
 

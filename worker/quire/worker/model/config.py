@@ -1,5 +1,5 @@
-"""A checkpoint's description, read from its ``config.json`` and checked, and what an engine's
-settings make of it. Knows no torch, so that a gateway can use it."""
+"""A checkpoint's description, read from its ``config.json`` or its GGUF file and checked, and what
+an engine's settings make of it. Knows no torch, so that a gateway can use it."""
 
 import math
 from dataclasses import replace
@@ -13,6 +13,9 @@ from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
 from quire.worker.model.fields import Fields
+from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
+from quire.worker.model.gguf.describe import describe
+from quire.worker.model.gguf.names import stored_in_blocks
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
@@ -24,13 +27,12 @@ _SAMPLING = {
 }
 """Fields of ``generation_config.json`` by the parameters of requests that they mean."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NO_GGUF = "GGUF files are not read"
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` in ``path`` (and the end tokens of ``generation_config.json`` and
-    ``tokenizer_config.json``).
+    ``tokenizer_config.json``), or the metadata of the GGUF file that ``path`` means.
 
     ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are not
     used, but checked.
@@ -38,18 +40,16 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     Raises:
         CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
     """
+    if (gguf := find_gguf(path)) is not None:
+        return _of_gguf(gguf, model_impl)
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: {_what_instead(path)}; model must be a checkpoint directory"
+            f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
             f"{_which_files(path)}"
         )
     file = path / "config.json"
     if not file.is_file():
-        gguf = any(path.glob("*.gguf"))
-        raise CheckpointError(
-            f"{path}: has no config.json; is it a Hugging Face checkpoint?"
-            + (f" {_NO_GGUF}, and it has such" if gguf else "")
-        )
+        raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
     config = Fields(read_json(file), file)
     text = text_part(config)
     is_text_part, config = text is not None, text or config
@@ -74,6 +74,24 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     )
     if family is not None:
         check_runnable(spec, file)
+    return spec
+
+
+def _of_gguf(file: Path, model_impl: ModelImpl) -> ModelSpec:
+    if model_impl == "transformers":
+        raise CheckpointError(
+            f"{file}: model_impl='transformers' reads no GGUF files; leave it out, or serve the "
+            "model's safetensors files"
+        )
+    header = read_model(file)
+    config = Fields(describe(header), file)
+    (architecture,) = config.names("architectures")
+    spec = replace(
+        FAMILIES[architecture](config),
+        eos_token_ids=_eos_token_ids(file, config),
+        stored=stored_in_blocks(header),
+    )
+    check_runnable(spec, file)
     return spec
 
 
@@ -190,8 +208,9 @@ def _check_sampling(generation: Fields) -> None:
 
 
 def _what_instead(path: Path) -> str:
-    is_there = "a file, not a directory" if path.exists() else "no such directory"
-    return f"{is_there}, and {_NO_GGUF}" if path.suffix == ".gguf" else is_there
+    if path.exists():
+        return "a file, not a directory"
+    return "no such file" if path.suffix == SUFFIX else "no such directory"
 
 
 def _which_files(path: Path) -> str:

@@ -3,10 +3,9 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.checkpoint import Checkpoint, open_checkpoint
 from quire.worker.model.config import (
     check_quantization,
     read_model_spec,
@@ -58,10 +57,10 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
     spec = read_model_spec(config.model, model_impl=config.model_impl)
     check_quantization(config, spec)
     dtype = resolve_dtype(config, spec)
-    files = open_checkpoint(config.model).files
+    checkpoint = open_checkpoint(config.model)
     return ModelFacts(
         name=model_name(config.model),
-        fingerprint=_fingerprint(config, spec, files) if with_fingerprint else "",
+        fingerprint=_fingerprint(config, spec, checkpoint) if with_fingerprint else "",
         vocab_size=spec.vocab_size,
         max_model_len=resolve_max_model_len(config, spec),
         eos_token_ids=spec.eos_token_ids,
@@ -72,7 +71,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
     )
 
 
-def _fingerprint(config: EngineConfig, spec: ModelSpec, files: tuple[Path, ...]) -> str:
+def _fingerprint(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """SHA-256 over the model's description and every byte of its weights.
 
     A fine-tuned copy may differ in a few values only: samples of the files would not tell.
@@ -81,6 +80,6 @@ def _fingerprint(config: EngineConfig, spec: ModelSpec, files: tuple[Path, ...])
     if config.quantization is not None:
         shape["quantization"] = config.quantization
     state = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for file, digest in weight_digests(config.model, files).items():
+    for file, digest in weight_digests(checkpoint.path, checkpoint.files).items():
         state.update(f"{file.name} {digest} ".encode())
     return state.hexdigest()

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by name: ``ORG/NAME[@REVISION]``.
+"""Models of the Hugging Face hub, by name: ``ORG/NAME[/FILE.gguf][@REVISION]``.
 
 What exists as a path is that path and is never looked up. Else the revision, a branch, a tag or a
 commit, is resolved to a commit once (`pinned`), so that all groups of a cluster serve the same
@@ -19,12 +19,15 @@ from pathlib import Path
 
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
+from quire.worker.model.gguf.container import SUFFIX, choose
 from quire.worker.model.stored_weights import MODELOPT_NAME
 
-_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?", re.ASCII)
+_NAME = re.compile(
+    r"(\w[\w.-]*/\w[\w.-]*)(?:/((?:\w[\w.+-]*/)*\w[\w.+-]*\.gguf))?(?:@(.+))?", re.ASCII
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOTS = re.compile(r"models--(.+?)--(.+)/snapshots")
-"""The folder of a repository's commits in huggingface_hub's cache."""
+_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.gguf)?")
+"""The folder of a repository's commit in huggingface_hub's cache, or a GGUF file in it."""
 
 _CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -36,17 +39,20 @@ _IGNORED = ("*/*", ".*", "consolidated*")
 def is_hub_name(model: Path) -> bool:
     """Whether ``model`` is to be looked up on the hub: no such path exists, and it can be a name
     there."""
-    is_name = bool(_NAME.fullmatch(str(model))) and model.suffix not in WEIGHT_SUFFIXES
+    match = _NAME.fullmatch(str(model))
+    is_name = match is not None and (bool(match[2]) or model.suffix not in WEIGHT_SUFFIXES)
     return is_name and not model.exists()
 
 
 def model_name(model: Path) -> str:
-    """What users call it: ``ORG/NAME`` on the hub and in its cache, else the directory's name."""
+    """What users call it: ``ORG/NAME`` on the hub and in its cache, else the directory's name, or a
+    GGUF file's without its suffix."""
     if is_hub_name(model):
         return _split(model)[0]
-    folder = model.resolve()
-    cached = _SNAPSHOTS.fullmatch("/".join(folder.parts[-3:-1]))
-    return f"{cached[1]}/{cached[2]}" if cached else folder.name
+    # The file itself may be a link into the cache's folder of all contents.
+    path = model.parent.resolve() / model.name if model.suffix == SUFFIX else model.resolve()
+    cached = _SNAPSHOT.fullmatch(path.as_posix())
+    return f"{cached[1]}/{cached[2]}" if cached else path.name.removesuffix(SUFFIX)
 
 
 def with_revision(model: Path, revision: str | None) -> Path:
@@ -57,12 +63,12 @@ def with_revision(model: Path, revision: str | None) -> Path:
     """
     if revision is None:
         return model
-    if not is_hub_name(model) or _split(model)[1] not in (None, revision):
+    if not is_hub_name(model) or _split(model)[2] not in (None, revision):
         raise ConfigError(
             f"revision={revision!r}: the model is {str(model)!r}; only a model of the hub, "
             "ORG/NAME, has revisions"
         )
-    return Path(f"{_split(model)[0]}@{revision}")
+    return _joined(*_split(model)[:2], revision)
 
 
 def pinned(model: Path) -> Path:
@@ -73,17 +79,18 @@ def pinned(model: Path) -> Path:
     """
     if not is_hub_name(model):
         return model
-    name, revision = _split(model)
+    name, file, revision = _split(model)
     if revision is not None and _COMMIT.fullmatch(revision):
         return model
     from huggingface_hub import resolve_revision
 
     with _explained(model):
-        return Path(f"{name}@{resolve_revision(name, revision=revision).resolved}")
+        return _joined(name, file, resolve_revision(name, revision=revision).resolved)
 
 
 def fetch_text_files(model: Path) -> Path:
-    """A directory with all but the weights: what a gateway needs. A path as it is.
+    """A directory with all but the weights: what a gateway needs. Or the GGUF file, in which they
+    are. A path as it is.
 
     Raises:
         CheckpointError: The hub does not have or give it, cannot be asked, or the model is of a
@@ -103,20 +110,41 @@ def _fetch(model: Path, patterns: Sequence[str]) -> Path:
     model = pinned(model)
     with _explained(model):
         folder = _download(model, _CONFIG)
+        if (gguf := _gguf_file(model)) is not None:
+            parts = re.sub(r"-00001-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)
+            return _download(model, [parts], ignored=()) / gguf
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"{model}: the repository has no config.json; only checkpoints in Hugging Face "
-                "format are read, not GGUF files or adapters"
+                f"{model}: the repository has no config.json and no GGUF file; only checkpoints in "
+                "these formats are read, not adapters"
             )
         read_model_spec(folder)  # An hour before its weights would be there.
         return _download(model, patterns)
 
 
-def _download(model: Path, patterns: Sequence[str]) -> Path:
+def _gguf_file(model: Path) -> str | None:
+    """The file that is named, or the only one of a repository without safetensors files."""
+    from huggingface_hub import get_cached_repo_tree
+
+    name, file, commit = _split(model)
+    names = {each.path for each in get_cached_repo_tree(name, revision=commit)}
+    found = sorted(each for each in names if each.endswith(SUFFIX))
+    if file is not None and file not in names:
+        raise CheckpointError(
+            f"{model}: the repository has no file {file!r}; its GGUF files: "
+            f"{', '.join(found) or 'none'}"
+        )
+    if file is not None or any(each.endswith(".safetensors") for each in names):
+        return file
+    chosen = choose(Path(name), found)
+    return None if chosen is None else chosen.relative_to(name).as_posix()
+
+
+def _download(model: Path, patterns: Sequence[str], *, ignored: Sequence[str] = _IGNORED) -> Path:
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
-    name, commit = _split(model)
+    name, _, commit = _split(model)
 
     def snapshot(*, local_files_only: bool) -> Path:
         return Path(
@@ -124,7 +152,7 @@ def _download(model: Path, patterns: Sequence[str]) -> Path:
                 name,
                 revision=commit,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(_IGNORED),
+                ignore_patterns=list(ignored),
                 local_files_only=local_files_only,
             )
         )
@@ -136,11 +164,16 @@ def _download(model: Path, patterns: Sequence[str]) -> Path:
     return snapshot(local_files_only=False)
 
 
-def _split(model: Path) -> tuple[str, str | None]:
-    """Its repository and its revision."""
+def _split(model: Path) -> tuple[str, str | None, str | None]:
+    """Its repository, the file in it and its revision."""
     match = _NAME.fullmatch(str(model))
     assert match is not None, "is_hub_name"
-    return match[1], match[2]
+    return match[1], match[2], match[3]
+
+
+def _joined(name: str, file: str | None, revision: str) -> Path:
+    """What `_split` splits."""
+    return Path(f"{name}/{file}@{revision}" if file else f"{name}@{revision}")
 
 
 @contextlib.contextmanager
@@ -158,7 +191,7 @@ def _explained(model: Path) -> Iterator[None]:
 def _what_to_do(model: Path, error: Exception) -> str:
     from huggingface_hub import constants, errors, get_token, is_offline_mode
 
-    name, revision = _split(model)
+    name, _, revision = _split(model)
     hub = constants.ENDPOINT
     with_token = "with the token that is set" if get_token() else "without a token"
     match error:

@@ -51,6 +51,8 @@ def load_model(
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
     backend = backend_for(device, quantization=config.quantization, options=set(options))
     checkpoint = _checkpoint(config.model, spec)
+    if checkpoint.decoded and shard.rank == 0:
+        _log.info("%s: %s", config.model, checkpoint.decoded)
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
         program = make_program(
             spec, weights, shard=shard, backend=backend, max_model_len=max_model_len

@@ -1,4 +1,5 @@
-"""The weights of one rank, read from safetensors: each rank reads its own shard and no more."""
+"""The weights of one rank, read from safetensors or GGUF files: each rank reads its own shard and
+no more."""
 
 import math
 import re
@@ -17,6 +18,7 @@ from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import Checkpoint, TensorInfo
+from quire.worker.model.gguf.container import SUFFIX
 from quire.worker.model.spec import ModelSpec
 from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
@@ -117,7 +119,7 @@ class Weights:
             files = {}
             for file in checkpoint.files:
                 try:
-                    files[file] = stack.enter_context(safe_open(str(file), framework="pt"))
+                    files[file] = stack.enter_context(_opened(checkpoint, file, dtype))
                 except (SafetensorError, OSError) as error:
                     raise CheckpointError(f"{file}: {error}") from error
             yield cls(checkpoint, files, dtype=dtype, device=device, stored=stored)
@@ -394,6 +396,14 @@ class Weights:
             self._unchecked = []
         self.check()
         return layer
+
+
+def _opened(checkpoint: Checkpoint, file: Path, dtype: torch.dtype) -> Any:
+    if file.suffix != SUFFIX:
+        return safe_open(str(file), framework="pt")
+    from quire.worker.model.gguf.weights import GgufFile  # Few need the package below it.
+
+    return GgufFile(file, checkpoint.tensors, dtype)
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -26,8 +26,9 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 class StoredWeights:
     """The form of all matrices of linear layers but the ignored ones."""
 
-    layout: Literal["gptq", "awq", "packed", "int8", "float8", "nvfp4", "mxfp4"]
-    """The first three have several integers in 32 bits. Only experts are stored as the last."""
+    layout: Literal["gptq", "awq", "packed", "int8", "float8", "nvfp4", "q4_0", "mxfp4"]
+    """The first three have several integers in 32 bits; "q4_0" is GGUF's. Only experts are stored
+    as the last."""
     bits: int = 8
     block: tuple[int, int] = (0, 0)
     """Outputs and inputs that share a scale; 0 is all."""
@@ -40,6 +41,8 @@ class StoredWeights:
     """What the tensor is called that says which group an input is in; ``None`` is their order."""
     ignored: tuple[str, ...] = ()
     """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
+    modules: tuple[str, ...] | None = None
+    """All that are stored so, where they are listed."""
 
     def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
         """With the name that a checkpoint's ``names`` of tensors have for scales."""
@@ -52,6 +55,8 @@ class StoredWeights:
 
     def has(self, module: str) -> bool:
         """Whether ``module``, which is one matrix, is stored so."""
+        if self.modules is not None:
+            return module in self.modules
         return self.layout != "mxfp4" and not any(_matches(module, each) for each in self.ignored)
 
 

@@ -76,7 +76,7 @@ def unpack(
     levels_OI = code_OI.float()
     if zero_OG is not None:
         levels_OI -= zero_OG[:, column_I]
-    elif stored.layout == "packed":
+    elif stored.layout in ("packed", "q4_0"):
         levels_OI -= 1 << (stored.bits - 1)
     return levels_OI * scale_OG[:, column_I]
 
@@ -114,6 +114,8 @@ def _codes(
         covering, inner = _covering(columns, 2)
         packed = take("weight", "U8", (num_out, num_in // 2), rows=rows, columns=covering)
         return _OF_BYTE[packed.int()].flatten(1)[:, inner]
+    if stored.layout == "q4_0":
+        return take("codes", "U8", shape, rows=rows, columns=columns)
     kind = "I8" if stored.layout == "int8" else "F8_E4M3"
     return take("weight", kind, shape, rows=rows, columns=columns)
 

@@ -22,6 +22,8 @@ import tokenizers
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.hashing import TokenIds
+from quire.worker.model.gguf.container import find_gguf, read_header
+from quire.worker.model.gguf.vocabulary import build_tokenizer, tokenizer_config
 from quire.worker.model.hub import model_name
 from quire.worker.model.tokenizer_config import (
     TEMPLATES_FOLDER,
@@ -83,7 +85,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
-        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the files of chat templates.
+        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the files of chat templates, or
+        the metadata of the GGUF file that ``path`` means.
 
         ``chat_template`` is a Jinja template to use instead of the checkpoint's own.
 
@@ -91,16 +94,28 @@ class Tokenizer:
             CheckpointError: A file is missing or cannot be read; the message names it.
         """
         folder = Path(path)
-        config = read_config(folder)
+        if (gguf := find_gguf(folder)) is not None:
+            folder, header = gguf, read_header(gguf)  # Nothing beside it is read.
+            config, backend = tokenizer_config(header), build_tokenizer(header)
+        else:
+            config = read_config(folder)
+            backend = _load_backend(folder, config)
         templates = {} if chat_template is not None else chat_templates(folder, config)
         return cls(
-            _load_backend(folder, config),
+            backend,
             chat_template=chat_template or templates.get("default"),
             tools_template=templates.get("tool_use"),
             special_tokens=named_tokens(config),
             response_template=config.get("response_template"),
             name=model_name(folder),
         )
+
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """Whether the checkpoint has a tokenizer. Raises CheckpointError: it cannot be read."""
+        if (gguf := find_gguf(path)) is not None:
+            return "tokenizer.ggml.tokens" in read_header(gguf).metadata
+        return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,51 @@
+"""Clients that ask for HTTP/2 by an upgrade, as they are: the JDK's `HttpClient` and curl."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+HERE = Path(__file__).parent
+BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+
+
+def content(answer: str) -> str:
+    text: str = json.loads(answer)["choices"][0]["message"]["content"]
+    return text
+
+
+async def test_a_jdk_client_chats(printed: Callable[..., Any]) -> None:
+    java = shutil.which("java")
+    if java is None or shutil.which("javac") is None:
+        pytest.skip("no JDK is installed")
+    command = [java, "-Xshare:auto", "-XX:TieredStopAtLevel=1", HERE / "java" / "Chat.java"]
+    told = await printed(HERE, lambda base_url: [*command, base_url], says=["that is that"])
+    *whole, stream = told.split("\n", 2)
+    assert [content(answer) for answer in whole] == ["that is that"] * 2
+    events = [line.removeprefix("data: ") for line in stream.split("\n") if line.strip()]
+    assert events.pop() == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "that is that"
+
+
+@pytest.mark.parametrize("options", [["--http2"], ["--http1.1"], ["--http1.0"]], ids=" ".join)
+@pytest.mark.parametrize("framing", [[], ["--header", "Transfer-Encoding: chunked"]], ids=str)
+async def test_curl_chats(
+    printed: Callable[..., Any], options: list[str], framing: list[str]
+) -> None:
+    curl = shutil.which("curl")
+    if curl is None or "HTTP2" not in subprocess.check_output([curl, "--version"], text=True):
+        pytest.skip("no curl that speaks HTTP/2 is installed")
+    if framing and options == ["--http1.0"]:
+        pytest.skip("HTTP/1.0 has no chunks")
+    command = [curl, "--silent", *options, *framing, "--json", BODY]
+    told = await printed(
+        HERE, lambda base_url: [*command, f"{base_url}/chat/completions"], says=["that is that"]
+    )
+    assert content(told) == "that is that"
