@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.worker.model.loader import Weights
+from quire.worker.model.spec import ModelSpec
 
 
 class RandomWeights(Weights):
@@ -11,7 +12,15 @@ class RandomWeights(Weights):
         self.dtype = dtype
         self.device = device
         self._std = std
+        self.stored = None
         self._unchecked = []
+
+    def has(self, module: str) -> bool:
+        """There is no file."""
+        return False
+
+    def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
+        pass
 
     def read_into(
         self,

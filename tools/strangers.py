@@ -31,8 +31,8 @@ def sdist(name: str) -> Path:
 
 
 def wheel(name: str) -> Path:
-    """The folder of the contents of a project's newest wheel; raises as `sdist`."""
-    return _unpacked(name, lambda folder: _download(name, folder, "-py3-none-any.whl"))
+    """The folder of a project's newest wheel on PyPI, of any platform; raises as `sdist`."""
+    return _unpacked(name, lambda folder: _download(name, folder, ".whl"))
 
 
 def npm(name: str) -> Path:
@@ -46,14 +46,14 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             archive = download(Path(scratch))
-            if zipfile.is_zipfile(archive):
-                with zipfile.ZipFile(archive) as members:
-                    members.extractall(Path(scratch) / "files")
-                (Path(scratch) / "files").rename(folder)
-                return folder
-            with tarfile.open(archive) as files:
-                files.extractall(Path(scratch) / "files", filter="data")
-            (root,) = (Path(scratch) / "files").iterdir()
+            root = Path(scratch) / "files"
+            if archive.suffix == ".whl":
+                with zipfile.ZipFile(archive) as files:
+                    files.extractall(root)
+            else:
+                with tarfile.open(archive) as files:
+                    files.extractall(root, filter="data")
+                (root,) = root.iterdir()
             root.rename(folder)
     return folder
 
@@ -63,14 +63,19 @@ def _download(name: str, folder: Path, ending: str) -> Path:
     index = os.environ.get("PIP_INDEX_URL") or _index()
     page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
     with urlopen(page_url, timeout=60) as page:
-        links = re.findall(rf'href="([^"#]+{re.escape(ending)})', page.read().decode())
+        links = re.findall(rf'href="([^"#]+{re.escape(ending)})["#]', page.read().decode())
     if not links:
         raise LookupError(f"{name}: the index has no file {ending}")
-    newest = max(links, key=lambda link: Version(link.removesuffix(ending).rsplit("-", 1)[1]))
-    archive = folder / "archive"
+    newest = max(links, key=lambda link: _version(link, ending))
+    archive = folder / f"archive{ending}"
     with urlopen(urljoin(page_url, newest), timeout=600) as answer:
         archive.write_bytes(answer.read())
     return archive
+
+
+def _version(link: str, ending: str) -> Version:
+    file = link.rsplit("/", 1)[-1].removesuffix(ending)
+    return Version(file.split("-")[1] if ending == ".whl" else file.rsplit("-", 1)[1])
 
 
 def _index() -> str:

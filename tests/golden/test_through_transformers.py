@@ -61,8 +61,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
 }
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
 """And what transformers makes of the prompts: tokens and their log probabilities."""
 
@@ -191,18 +189,13 @@ def test_without_a_description_quires_own_is_refused(
             "Mamba2ForCausalLM has .*: layers with a state",
         ),
         ("FalconH1", {}, "FalconH1ForCausalLM has mamba_.*: layers with a state"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "has conv_L_cache: layers with a"),
-        ("MiniMax", {}, "layers of type 'linear_attention', which keep no KV"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type 'conv'"),
+        ("MiniMax", {}, "layers of type 'linear_attention', which are not supported"),
         ("Bloom", {}, "BloomForCausalLM has alibi"),
         ("DeepseekV32", {}, "has index_.*: attention that selects tokens"),
         ("Llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that share their KV"),
         ("Llama", {"is_encoder_decoder": True}, "has an encoder and a decoder"),
         ("Llama", {"architectures": ["LlamaForTokenClassification"]}, "it is no decoder of text"),
-        (
-            "Llama",
-            {"quantization_config": AWQ},
-            "quantized weights .'awq'.* get the checkpoint in bfl",
-        ),
     ],
 )
 def test_what_the_configuration_shows_is_refused_without_transformers(
@@ -232,24 +225,23 @@ def test_what_a_dry_run_shows_is_refused_before_weights_are_read(
     write_config(tmp_path, name, fields)
     with pytest.raises(CheckpointError, match=message):
         dry_run(
-            *(tmp_path,),
+            *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),
             dtype=torch.float32,
             max_model_len=256,
-            vocab_size=320,
             is_deterministic=True,
         )
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "vocab_size": 320}'
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "vocab_size": 320,'
+        '"hidden_size": 64, "max_position_embeddings": 256}'
     )
     with pytest.raises(CheckpointError, match=r"trust_remote_code\) is not supported"):
         dry_run(
-            *(tmp_path,),
+            *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),
             dtype=torch.float32,
             max_model_len=256,
-            vocab_size=320,
             is_deterministic=True,
         )
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, packed as GPTQModel, AutoAWQ and compressed-tensors define it.
+"""Quantised checkpoints, packed as GPTQModel, AutoAWQ, compressed-tensors and ModelOpt define it.
 
 What compressed-tensors 0.20 and AutoAWQ 0.2.9 pack was once unpacked as these are.
 """
@@ -83,16 +83,26 @@ def awq(weight_OI: Tensor) -> Packed:
     return tensors, _meant(code_OI, scale_OG, zero_OG)
 
 
-def packed(weight_OI: Tensor, *, symmetric: bool = True, bits: int = 4) -> Packed:
-    code_OI, scale_OG, zero_OG = grouped(weight_OI, bits=bits, symmetric=symmetric)
+def packed(
+    weight_OI: Tensor, *, symmetric: bool = True, bits: int = 4, in_order: bool = True
+) -> Packed:
+    """Without ``in_order``, groups are of inputs that do not follow each other."""
+    num_in = weight_OI.shape[1]
+    order_I = torch.arange(num_in)
+    if not in_order:
+        order_I = torch.randperm(num_in, generator=torch.Generator().manual_seed(0))
+    code_OI, scale_OG, zero_OG = grouped(weight_OI[:, order_I], bits=bits, symmetric=symmetric)
+    meant_OI, back_I = _meant(code_OI, scale_OG, zero_OG), order_I.argsort()
     tensors = {
-        "weight_packed": integers(code_OI, bits),
+        "weight_packed": integers(code_OI[:, back_I], bits),
         "weight_scale": scale_OG,
         "weight_shape": torch.tensor(weight_OI.shape),
     }
     if not symmetric:
         tensors["weight_zero_point"] = integers(zero_OG.T, bits).T.contiguous()
-    return tensors, _meant(code_OI, scale_OG, zero_OG)
+    if not in_order:
+        tensors["weight_g_idx"] = (back_I // GROUP).to(torch.int32)
+    return tensors, meant_OI[:, back_I]
 
 
 def int8(weight_OI: Tensor) -> Packed:
@@ -120,6 +130,36 @@ def float8(weight_OI: Tensor, *, scale: str = "weight_scale", block: int = 0) ->
     return {"weight": values, scale: scale_whole}, values.float() * spread
 
 
+def nvfp4(weight_OI: Tensor) -> Packed:
+    """Two values of 4 bits a byte, a scale of 8 bits for each 16 of a row, and one for all."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups_OGL = weight_OI.reshape(len(weight_OI), -1, 16)
+    scale = groups_OGL.abs().amax() / (6 * 448)
+    scale_OG = (groups_OGL.abs().amax(-1) / 6 / scale).to(torch.float8_e4m3fn)
+    unit_OGL = groups_OGL / (scale_OG.float() * scale)[..., None]
+    index = (unit_OGL.abs()[..., None] - levels).abs().argmin(-1)
+    meant_OGL = levels[index] * unit_OGL.sign() * (scale_OG.float() * scale)[..., None]
+    codes = (index + 8 * (unit_OGL < 0)).flatten(1).to(torch.uint8)
+    tensors = {
+        "weight": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": scale_OG,
+        "weight_scale_2": scale,
+        "input_scale": torch.tensor(0.5),
+    }
+    return tensors, meant_OGL.flatten(1)
+
+
+def modelopt_fp8(weight_OI: Tensor) -> Packed:
+    tensors, meant_OI = float8(weight_OI, block=-1)
+    scale = tensors["weight_scale"].view(())
+    return tensors | {"weight_scale": scale, "input_scale": torch.tensor(0.5)}, meant_OI
+
+
+def devstral(weight_OI: Tensor) -> Packed:
+    tensors, meant_OI = float8(weight_OI, scale="weight_scale_inv", block=-1)
+    return tensors | {"activation_scale": torch.tensor(0.5)}, meant_OI
+
+
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -141,6 +181,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     "packed-asym": (
         compressed("pack-quantized", **_INT4, symmetric=False),
         lambda w: packed(w, symmetric=False),
+    ),
+    "packed-order": (
+        compressed("pack-quantized", **_INT4, actorder="group"),
+        lambda w: packed(w, in_order=False),
     ),
     "packed-8": (
         compressed("pack-quantized", **(_INT4 | {"num_bits": 8})),
@@ -174,6 +218,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
         lambda w: float8(w, scale="weight_scale_inv", block=40),
     ),
     "fp8": ({"quant_method": "fp8"}, lambda w: float8(w, block=-1)),
+    "fp8-inv": ({"quant_method": "fp8", "activation_scheme": "static"}, devstral),
+    "modelopt-fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*1.mlp.up_proj"]},
+        modelopt_fp8,
+    ),
+    "modelopt-nvfp4": ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, nvfp4),
 }
 
 

@@ -148,6 +148,7 @@ def test_parts_of_a_matrix_are_those_of_the_whole(
     file = tmp_path / "x.gguf"
     file.write_bytes(b"12345678" + stored.tobytes())
     tensor = PlacedTensor(
+        name="x",
         file=file,
         dtype="F32",
         shape=(rows, columns),

@@ -108,6 +108,8 @@ _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
             "config_groups=[] is not supported; one group is",
         ),
         (compressed("pack-quantized", **_INT4) | {"ignore": ["re:("]}, "ignore='re:(' must be"),
+        (compressed("pack-quantized", **_INT4, actorder="own"), "actorder='own' is not supported"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo='MIXED_PRECISION' is not supported; supp"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -161,7 +163,7 @@ def test_what_a_checkpoint_lacks_is_named(
     ("name", "says", "message"),
     [
         ("gptq", {"group_size": 16}, "scales' has shape [2, 64], config.json asks for [4, 64]"),
-        ("fp8", {"weight_block_size": [32, 32]}, "weight_scale_inv' [2, 2] is in none of"),
+        ("fp8", {"weight_block_size": [32, 32]}, "weight_scale' has shape [1], config.json asks"),
         ("gptq", {"bits": 8}, "qweight' has shape [8, 64], config.json asks for [16, 64]"),
     ],
 )
@@ -187,6 +189,60 @@ def test_weights_that_are_not_quantised_though_the_config_says_so_are_refused(
     _edit(path, quantization_config=FORMATS["fp8"][0])
     with pytest.raises(CheckpointError, match="has type F32; quantization_config says F8_E4M3"):
         runner_of(path)
+
+
+def test_modelopt_has_a_file_of_its_own(tiny_llama: Path, tmp_path: Path) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, "modelopt-nvfp4")
+    expected = read_model_spec(path).stored
+    _edit(path, quantization_config=None)
+    assert read_model_spec(path).stored is None
+    file = path / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": FORMATS["modelopt-nvfp4"][0]}))
+    assert read_model_spec(path).stored == expected
+    file.write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(CheckpointError, match=r"config.json: quanti.*quant_algo='W4A8_AWQ' is not"):
+        read_model_spec(path)
+    file.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert read_model_spec(path).stored is None
+
+
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("packed", "weight_g_idx"),  # config.json has no actorder
+        ("packed", "weight_zero_point"),
+        ("modelopt-fp8", "pre_quant_scale"),
+        ("modelopt-fp8", "weight_scale_2"),
+        ("fp8", "bias"),
+    ],
+)
+def test_a_tensor_that_would_change_the_model_is_refused(
+    name: str, added: str, tiny_llama: Path, tmp_path: Path, runner_of: Any
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.layers.1.mlp.down_proj.{added}"] = torch.ones(64)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"does not account for: .*down_proj\.{added};"):
+        runner_of(path)
+
+
+def test_tensors_that_change_nothing_are_left_out(
+    tiny_llama: Path, tmp_path: Path, runner_of: Any
+) -> None:
+    path, _ = quantized_copy(tiny_llama, tmp_path, "modelopt-fp8")
+    tensors = load_file(path / "model.safetensors")
+    for name in (
+        *("layers.1.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.k_proj.k_scale"),
+        *("mtp_layers.0.input_proj.weight", "layers.2.eh_proj.weight"),
+    ):
+        tensors[f"model.{name}"] = torch.ones(8)
+    tensors["model.layers.0.mlp.down_proj.bias"] = torch.zeros(64)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"account for: model\.layers\.2\.eh_proj\.weight;"):
+        runner_of(path)
+    _edit(path, num_nextn_predict_layers=1)
+    runner_of(path)
 
 
 def test_weights_of_4_bits_are_not_rounded_again(

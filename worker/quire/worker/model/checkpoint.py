@@ -8,7 +8,7 @@ import json
 import reprlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,6 +20,13 @@ SINGLE_NAME = "model.safetensors"
 
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+_TEXT_PARTS = (
+    ("language_model.model.", "language_model.lm_head"),
+    ("model.language_model.", "lm_head"),
+    ("model.text_model.", "lm_head"),
+    ("model.", "lm_head"),
+)
+"""How names of a decoder of text and of its LM head begin in the files of a larger model."""
 _MAX_NAME = 200
 """Characters of a file's name; file systems take 255 bytes."""
 
@@ -29,6 +36,8 @@ class TensorInfo:
     """Where a tensor is, and its shape as it is read."""
 
     file: Path
+    name: str
+    """In the file."""
     dtype: str
     """As safetensors calls it: F32, BF16, F16, … Decoded values are F32."""
     shape: tuple[int, ...]
@@ -41,12 +50,23 @@ class Checkpoint:
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
+    """By the names that they have in a decoder of text."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """How such names begin, and how they begin in the files, where that is not the same."""
+
+    def name_in_files(self, name: str) -> str:
+        """What the files call a tensor or a module."""
+        for ours, theirs in self.prefixes:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
     decoded: str = ""
     """Which quantised tensors of a GGUF file are decoded as they are read, and how large they are
     then."""
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
-        """The tensor ``name``, which must have exactly one of ``shapes``.
+        """The tensor ``name``, which must have exactly one of ``shapes``, where there are some.
 
         Raises:
             CheckpointError: It is missing or has another shape.
@@ -54,10 +74,10 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} {list(shapes[0])} is in none of "
+                f"{self.path}: tensor {name!r} {list(shapes[0]) if shapes else ''} is in none of "
                 f"{', '.join(file.name for file in self.files)}"
             )
-        if info.shape not in shapes:
+        if shapes and info.shape not in shapes:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has shape {list(info.shape)}, "
                 f"config.json asks for {list(shapes[0])}"
@@ -80,6 +100,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for file in files:
         tensors.update(_read_tensors(file))
     return Checkpoint(path=path, files=files, tensors=tensors)
+
+
+def text_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model that has a decoder of text, with names as if it were no more."""
+    names = checkpoint.tensors
+    inner, head = next(
+        (each for each in _TEXT_PARTS if any(name.startswith(each[0]) for name in names)),
+        _TEXT_PARTS[-1],
+    )
+    prefixes = (("model.", inner), ("lm_head", head))
+    tensors = {}
+    for name, info in checkpoint.tensors.items():
+        for ours, theirs in prefixes:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        tensors[name] = info
+    return replace(checkpoint, tensors=tensors, prefixes=prefixes)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -172,7 +210,7 @@ def _read_tensors(file: Path) -> dict[str, TensorInfo]:
                 f"{file}: its safetensors header has {reprlib.repr(entry)} for {name!r}; it must "
                 "have dtype, shape and data_offsets: the file is damaged, get it again"
             )
-        tensors[name] = TensorInfo(file=file, dtype=dtype, shape=tuple(shape))
+        tensors[name] = TensorInfo(file=file, name=name, dtype=dtype, shape=tuple(shape))
         data_bytes = max(data_bytes, offsets[1])
     expected = 8 + len(header) + data_bytes
     actual = file.stat().st_size

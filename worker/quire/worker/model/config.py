@@ -1,15 +1,17 @@
 """A checkpoint's description, read from its ``config.json`` or its GGUF file and checked, and what
 an engine's settings make of it. Knows no torch, so that a gateway can use it."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from quire.worker.api.config import EngineConfig, ModelImpl
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.api.sampling_params import PARAMETERS
-from quire.worker.model.checkpoint import read_json
+from quire.worker.model.checkpoint import open_checkpoint, read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
 from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
 from quire.worker.model.gguf.describe import describe
@@ -24,6 +26,7 @@ _SAMPLING = {
     **{"max_length": "max_tokens", "max_new_tokens": "max_tokens"},
 }
 """Fields of ``generation_config.json`` by the parameters of requests that they mean."""
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -48,24 +51,29 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     if not file.is_file():
         raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
     config = Fields(read_json(file), file)
-    # The model's type where no architecture is named.
-    architecture = [*config.names("architectures"), config.raw.get("model_type", "unknown")][0]
-    family = FAMILIES.get(str(architecture))
+    text = text_part(config)
+    is_text_part, config = text is not None, text or config
+    architecture = architecture_of(config)
+    family = FAMILIES.get(architecture)
     if family is None and model_impl == "quire":
         raise CheckpointError(
             f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
             f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
-    stored = read_stored_weights(config)
-    if family is None or model_impl == "transformers":
-        if stored is not None:
-            raise CheckpointError(
-                f"{file}: quantized weights ({stored.layout!r}) are not supported through "
-                "transformers; get the checkpoint in bfloat16"
-            )
-        return replace(other(config), eos_token_ids=_eos_token_ids(path, config))
-    spec = replace(family(config), eos_token_ids=_eos_token_ids(path, config), stored=stored)
-    check_runnable(spec, file)
+    if model_impl == "transformers":
+        family = None
+    if family is not None:
+        config = with_defaults(config, is_text_part=is_text_part)
+    spec = other(config) if family is None else family(config)
+    spec = replace(
+        spec,
+        eos_token_ids=_eos_token_ids(path, config),
+        stored=read_stored_weights(config),
+        is_text_part=is_text_part,
+        dtype=spec.dtype or _dtype_of_weights(path),
+    )
+    if family is not None:
+        check_runnable(spec, file)
     return spec
 
 
@@ -148,6 +156,19 @@ def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:
 def _divides(attention: Attention, size: int) -> bool:
     kv_heads = attention.num_kv_heads
     return attention.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _dtype_of_weights(path: Path) -> str:
+    """The type of most of the weights that are not quantised; float32 where there are none yet."""
+    try:
+        tensors = open_checkpoint(path).tensors.values()
+    except CheckpointError:  # It is raised again where weights are read.
+        tensors = {}.values()
+    sizes = dict.fromkeys(_DTYPES, 0)
+    for info in tensors:
+        if info.dtype in sizes:
+            sizes[info.dtype] += math.prod(info.shape)
+    return _DTYPES[max(sizes, key=lambda each: sizes[each])]
 
 
 def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:

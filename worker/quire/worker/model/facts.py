@@ -16,7 +16,10 @@ from quire.worker.model.hub import model_name
 from quire.worker.model.spec import ModelSpec
 from quire.worker.model.weights_digest import weight_digests
 
-_NOT_IN_KV = ("bos_token_id", "eos_token_ids", "tied", "dtype", "names")
+_NOT_IN_KV = (
+    *("bos_token_id", "eos_token_ids", "tied", "dtype", "names"),
+    *("num_extra_layers", "is_text_part"),
+)
 """Fields of the model that its KV does not depend on; the KV's own type is hashed beside it."""
 
 

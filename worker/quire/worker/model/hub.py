@@ -20,6 +20,7 @@ from pathlib import Path
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
 from quire.worker.model.gguf.container import SUFFIX, choose
+from quire.worker.model.stored_weights import MODELOPT_NAME
 
 _NAME = re.compile(
     r"(\w[\w.-]*/\w[\w.-]*)(?:/((?:\w[\w.+-]*/)*\w[\w.+-]*\.gguf))?(?:@(.+))?", re.ASCII
@@ -28,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.gguf)?")
 """The folder of a repository's commit in huggingface_hub's cache, or a GGUF file in it."""
 
-_CONFIG = ("config.json", "generation_config.json")
+_CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
 _IGNORED = ("*/*", ".*", "consolidated*")

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,7 +10,7 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.checkpoint import Checkpoint, open_checkpoint, text_part
 from quire.worker.model.loader import Shard, Weights
 from quire.worker.model.program import attention_options, make_program
 from quire.worker.model.spec import Attention, ModelSpec
@@ -49,15 +50,24 @@ def load_model(
     _log.info("%s: computed by quire, which describes this family", config.model)
     options = tuple(attention_options(each, max_model_len) for each in spec.attentions)
     backend = backend_for(device, quantization=config.quantization, options=set(options))
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = _checkpoint(config.model, spec)
     if checkpoint.decoded and shard.rank == 0:
         _log.info("%s: %s", config.model, checkpoint.decoded)
     with Weights.open(checkpoint, dtype=dtype, device=device, stored=spec.stored) as weights:
         program = make_program(
             spec, weights, shard=shard, backend=backend, max_model_len=max_model_len
         )
+        weights.refuse_unread(spec)
     runner = backend.prepare(program)
     return Loaded(runner=runner, attentions=spec.attentions, options=options)
+
+
+def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
+    checkpoint = open_checkpoint(model)
+    if not spec.is_text_part:
+        return checkpoint
+    _log.warning("%s: its text part is served; other parts of the model are left out", model)
+    return text_part(checkpoint)
 
 
 def find_attentions(
@@ -70,9 +80,9 @@ def find_attentions(
 
     found = dry_run(
         config.model,
+        spec,
         dtype=dtype,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
         is_deterministic=config.deterministic,
     )
     return tuple(found.attentions)
@@ -90,12 +100,12 @@ def _through_transformers(
     from quire.worker.model.through.dry_run import dry_run
     from quire.worker.model.through.runner import ThroughTransformers
 
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = _checkpoint(config.model, spec)
     found = dry_run(
         config.model,
+        spec,
         dtype=dtype,
         max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
         is_deterministic=config.deterministic,
         on_gpu=device.type == "cuda",
     )
@@ -105,7 +115,7 @@ def _through_transformers(
     _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
     options = tuple(attention_options(each, max_model_len) for each in found.attentions)
     backend = backend_for(device, quantization=config.quantization)
-    runner = ThroughTransformers(
-        checkpoint.path, found, options, dtype=dtype, device=device, backend=backend
-    )
+    on_cpu = torch.device("cpu")
+    with Weights.open(checkpoint, dtype=dtype, device=on_cpu, stored=spec.stored) as weights:
+        runner = ThroughTransformers(weights, spec, found, options, device=device, backend=backend)
     return Loaded(runner=runner, attentions=tuple(found.attentions), options=options)

@@ -2,6 +2,7 @@
 no more."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from quire.kernels.ops import LinearLayer
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import Checkpoint, TensorInfo
 from quire.worker.model.gguf.container import SUFFIX
+from quire.worker.model.spec import ModelSpec
 from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
+from quire.worker.model.unused import refuse_unused
 
 SUM_PARTS = 4
 """Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
@@ -84,8 +87,6 @@ class Weights:
     Raises CheckpointError: a tensor is missing, misshapen, cannot be read or is NaN or infinite.
     """
 
-    _stored: StoredWeights | None = None
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -95,9 +96,10 @@ class Weights:
         device: torch.device,
         stored: StoredWeights | None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._files = files
-        self._stored = stored
+        self.stored = stored and stored.named_as_in(checkpoint.tensors)
+        self._unread = set(checkpoint.tensors)
         self.dtype = dtype
         self.device = device
         self._unchecked: list[_Read] = []
@@ -148,8 +150,8 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor | GroupedWeight:
         """A linear layer's matrix, or some rows or columns of it, as the checkpoint stores it."""
-        stored = self._stored
-        if stored is None or not stored.has(module):
+        stored = self.stored
+        if stored is None or not self.is_stored(module):
             return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
         taken: dict[str, tuple[TensorInfo, Tensor]] = {}
 
@@ -161,8 +163,8 @@ class Weights:
             columns: Bounds | None = None,
         ) -> Tensor:
             name = f"{module}.{suffix}"
-            info = self._checkpoint.find(name, *shapes)
-            part = self._slice(info, name, rows=rows, columns=columns)
+            info = self._find(name, *shapes)
+            part = self._slice(info, rows=rows, columns=columns)
             is_right = part.is_floating_point() if dtype == "float" else info.dtype == dtype
             if not is_right:
                 raise CheckpointError(
@@ -172,15 +174,15 @@ class Weights:
             taken[name] = info, part
             return part
 
-        part = (rows or (0, shape[0]), columns or (0, shape[1]))
+        bounds = (rows or (0, shape[0]), columns or (0, shape[1]))
         try:
-            matrix = unpack(stored, take, shape, *part, dtype=self.dtype)
+            matrix = unpack(stored, take, shape, *bounds, dtype=self.dtype)
         except UnpackError as error:
             info = next(iter(taken.values()))[0]
             raise CheckpointError(f"{info.file}: {module}: {error}") from error
-        name = f"{module}.{stored.scale}"
-        info, scale = taken[name]
-        _Read(info.file, name, scale, scale).check()
+        for name, (info, part) in taken.items():
+            if part.is_floating_point() and not name.endswith(".weight"):
+                _Read(info.file, name, part.float(), part.float()).check()
         if isinstance(matrix, GroupedWeight):
             return matrix.to(self.device)
         out = matrix.to(self.device, self.dtype)
@@ -190,7 +192,7 @@ class Weights:
 
     def read_fused(self, parts: list[Part], in_size: int) -> Tensor | GroupedWeight:
         """The rows of several projections, one below the other."""
-        if self._stored is not None:
+        if self.stored is not None:
             return stacked(
                 [self.read_matrix(name, (size, in_size), rows=rows) for name, size, rows in parts]
             )
@@ -219,14 +221,20 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor:
         """Some rows, one below the other, and columns of one expert's matrix, where those of all
-        experts are one tensor ``[E, O, I]``."""
-        inner = slice(*(columns or (0, shape[2])))
-        info, parts = self._slices(
-            f"{name}.weight",
-            shape,
-            [(expert, slice(*each), inner) for each in rows or [(0, shape[1])]],
-        )
-        return self._read_expert(info, f"{name}.weight", torch.cat(parts))
+        experts are one tensor ``[E, O, I]``, or ``[E, I, O]`` where it has that shape instead."""
+        num, num_out, num_in = shape
+        inner = slice(*(columns or (0, num_in)))
+        outers = [slice(*each) for each in rows or [(0, num_out)]]
+        name = f"{name}.weight" if f"{name}.weight" in self.checkpoint.tensors else name
+        found = self.checkpoint.tensors.get(name)
+        if found is not None and found.shape == (num, num_in, num_out) != shape:
+            info, parts = self._slices(
+                name, found.shape, [(expert, inner, outer) for outer in outers]
+            )
+            parts = [part.T for part in parts]
+        else:
+            info, parts = self._slices(name, shape, [(expert, outer, inner) for outer in outers])
+        return self._read_expert(info, name, torch.cat(parts))
 
     def read_turned_expert(
         self,
@@ -241,12 +249,12 @@ class Weights:
         ``[E, I, O]``, or in MXFP4. ``shape`` is ``[E, O, I]``, as it is elsewhere."""
         num, num_out, num_in = shape
         outer, (first, last) = slice(*(rows or (0, num_out))), columns or (0, num_in)
-        if self._stored is None:
+        if self.stored is None:
             info, (part,) = self._slices(
                 name, (num, num_in, num_out), [(expert, slice(first, last), outer)]
             )
             return self._read_expert(info, name, part.T.contiguous())
-        group = self._stored.block[1]
+        group = self.stored.block[1]
         groups = slice(first // group, math.ceil(last / group))
         stored = [("blocks", (num_in // group, group // 2)), ("scales", (num_in // group,))]
         found = [
@@ -269,14 +277,14 @@ class Weights:
         dtype: str | None = None,
     ) -> tuple[TensorInfo, list[Tensor]]:
         """Parts of a tensor that has this type, or else is of unquantised weights."""
-        info = self._checkpoint.find(name, shape)
+        info = self._find(name, shape)
         if info.dtype not in ((dtype,) if dtype else _UNQUANTISED):
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has type {info.dtype}; it must be "
                 f"{dtype or _OR_OTHERS}"
             )
         try:
-            view = self._files[info.file].get_slice(name)
+            view = self._files[info.file].get_slice(info.name)
             return info, [view[each] for each in slices]
         except SafetensorError as error:
             raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
@@ -301,8 +309,8 @@ class Weights:
         columns: tuple[int, int] | None = None,
     ) -> None:
         """`read`, into ``out``."""
-        info = self._checkpoint.find(name, shape)
-        part = self._slice(info, name, rows=rows, columns=columns)
+        info = self._find(name, shape)
+        part = self._slice(info, rows=rows, columns=columns)
         if not part.is_floating_point():
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has type {info.dtype}; weights must be {_OR_OTHERS}"
@@ -314,19 +322,21 @@ class Weights:
         else:
             self._unchecked.append(read)
 
-    def _slice(
-        self, info: TensorInfo, name: str, *, rows: Bounds | None, columns: Bounds | None
-    ) -> Tensor:
+    def _find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
+        self._unread.discard(name)
+        return self.checkpoint.find(name, *shapes)
+
+    def _slice(self, info: TensorInfo, *, rows: Bounds | None, columns: Bounds | None) -> Tensor:
         """A tensor of a file, or some of its rows, or columns, or both."""
         bounds = [slice(*rows) if rows else slice(None)] if info.shape else []
         bounds += [slice(*columns)] if columns else []
         try:
             if not bounds:
-                whole: Tensor = self._files[info.file].get_tensor(name)
+                whole: Tensor = self._files[info.file].get_tensor(info.name)
                 return whole
-            part: Tensor = self._files[info.file].get_slice(name)[tuple(bounds)]
+            part: Tensor = self._files[info.file].get_slice(info.name)[tuple(bounds)]
         except SafetensorError as error:
-            raise CheckpointError(f"{info.file}: tensor {name!r}: {error}") from error
+            raise CheckpointError(f"{info.file}: tensor {info.name!r}: {error}") from error
         return part
 
     def check(self) -> None:
@@ -334,6 +344,40 @@ class Weights:
         unchecked, self._unchecked = self._unchecked, []
         for read in unchecked:
             read.check()
+
+    def is_stored(self, module: str) -> bool:
+        """Whether a linear layer's matrix is quantised; names are a decoder's or the files'."""
+        names = (module, self.checkpoint.name_in_files(module))
+        return self.stored is not None and all(map(self.stored.has, names))
+
+    def raw(self, name: str) -> Tensor:
+        """A whole tensor as it is in its file."""
+        return self._slice(self._find(name), rows=None, columns=None)
+
+    def read_plain(self, name: str) -> Tensor:
+        """The same where it is not quantised."""
+        info = self.checkpoint.tensors[name]
+        if info.dtype not in _UNQUANTISED and info.dtype.startswith(("F", "U8", "I8")):
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} has type {info.dtype}; weights must be "
+                f"{_OR_OTHERS}, or quantized as quantization_config says"
+            )
+        return self.raw(name)
+
+    def has(self, module: str) -> bool:
+        """Whether the checkpoint has tensors of ``module``."""
+        return any(name.startswith(f"{module}.") for name in self.checkpoint.tensors)
+
+    def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError: a tensor was not read that would make ``spec`` another model.
+        Names with one of the patterns ``known`` in them would not."""
+
+        def is_zero(name: str) -> bool:
+            return not bool(self.raw(name).any())
+
+        patterns = re.compile("|".join(known) or "$^")
+        unread = [name for name in sorted(self._unread) if not patterns.search(name)]
+        refuse_unused(self.checkpoint, unread, spec, is_zero)
 
     def pack(
         self,

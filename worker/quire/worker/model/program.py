@@ -99,7 +99,11 @@ class _Maker:
         used = dict.fromkeys(layer.attention.rope for layer in spec.layers)
         tables = {each: self._table(each) for each in used}
         shape = (spec.vocab_size, spec.hidden_size)
-        embedding_VC = weights.read(f"{names.embedding}.weight", shape)
+        has_head = weights.has(names.lm_head)
+        # As in transformers: the one that is there is both.
+        is_turned = spec.tied and has_head and not weights.has(names.embedding)
+        name = names.lm_head if is_turned else names.embedding
+        embedding_VC = weights.read(f"{name}.weight", shape)
         weights.check()
         scaled_VC = embedding_VC
         if spec.embedding_scale != 1.0:
@@ -109,11 +113,11 @@ class _Maker:
             yield from self._attention(number, tables)
             yield from self._mlp(number)
         vocab = self._shard.range_of(spec.vocab_size)
-        lm_head_VC: Tensor | GroupedWeight
-        if spec.tied:
-            lm_head_VC = embedding_VC[slice(*vocab)]
-        else:
-            lm_head_VC = weights.read_matrix(names.lm_head, shape, rows=vocab)
+        lm_head_VC: Tensor | GroupedWeight = embedding_VC[slice(*vocab)]
+        if has_head or not spec.tied:
+            own_VC = weights.read_matrix(names.lm_head, shape, rows=vocab)
+            if not (spec.tied and _is_same(own_VC, lm_head_VC)):
+                lm_head_VC = own_VC
         lm_head = weights.pack(self._backend.pack_linear, lm_head_VC, None, is_lm_head=True)
         yield Gather(x="residual")
         yield self._norm(names.final_norm, spec.final_norm, x="residual", out="normed")
@@ -403,6 +407,10 @@ class _Maker:
         if place in layer.norms:
             yield self._norm(f"{prefix}.{name}", layer.norm, x="branch", out="branch")
         yield Add(x="branch", to="residual", scale=layer.residual_scale)
+
+
+def _is_same(x: Tensor | GroupedWeight, y: Tensor | GroupedWeight) -> bool:
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y)
 
 
 def _stacked(parts: list[Part]) -> list[Part]:

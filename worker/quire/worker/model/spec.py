@@ -210,6 +210,10 @@ class ModelSpec:
     logit_cap: float | None = None
     """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
     names: TensorNames = field(default_factory=TensorNames)
+    num_extra_layers: int = 0
+    """Layers in the checkpoint behind the last one, which guess further tokens and are not run."""
+    is_text_part: bool = False
+    """The checkpoint is of a larger model, of which this is the decoder of text."""
     stored: StoredWeights | None = None
     """How the checkpoint has the matrices of linear layers; ``None`` is as they are."""
     through_transformers: str | None = None

@@ -1,27 +1,32 @@
 """How a checkpoint stores quantised matrices, read from its ``quantization_config``: GPTQ, AWQ,
-fp8 (as DeepSeek and Qwen have it), MXFP4 (as gpt-oss has it) and compressed-tensors. Knows no
-torch.
+fp8 (as DeepSeek and Qwen have it), MXFP4 (as gpt-oss has it), compressed-tensors, and ModelOpt,
+which may have a file of its own. Knows no torch.
 
 What a field's values mean is in the libraries of those names; what is not read is refused.
 """
 
+import fnmatch
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 
 _INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'int8' rounds it)"
 _LM_HEAD = "lm_head"
+MODELOPT_NAME = "hf_quant_config.json"
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""Both are multiplied with; who writes fp8 without blocks takes either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
     """The form of all matrices of linear layers but the ignored ones."""
 
-    layout: Literal["gptq", "awq", "packed", "int8", "float8", "q4_0", "mxfp4"]
+    layout: Literal["gptq", "awq", "packed", "int8", "float8", "nvfp4", "q4_0", "mxfp4"]
     """The first three have several integers in 32 bits; "q4_0" is GGUF's. Only experts are stored
     as the last."""
     bits: int = 8
@@ -32,10 +37,21 @@ class StoredWeights:
     """What the scales' tensor is called."""
     zero_offset: int = 0
     """Added to stored zero points."""
+    order: str | None = None
+    """What the tensor is called that says which group an input is in; ``None`` is their order."""
     ignored: tuple[str, ...] = ()
     """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
     modules: tuple[str, ...] | None = None
     """All that are stored so, where they are listed."""
+
+    def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
+        """With the name that a checkpoint's ``names`` of tensors have for scales."""
+        if self.scale in _SCALES:
+            endings = {name.rpartition(".")[2] for name in names}
+            for scale in _SCALES:
+                if scale in endings and self.scale not in endings:
+                    return replace(self, scale=scale)
+        return self
 
     def has(self, module: str) -> bool:
         """Whether ``module``, which is one matrix, is stored so."""
@@ -45,14 +61,20 @@ class StoredWeights:
 
 
 def read_stored_weights(config: Fields) -> StoredWeights | None:
-    """``None`` where the checkpoint is not quantised.
+    """``None`` where the checkpoint is not quantised. ModelOpt's file beside ``config.json`` counts
+    where the latter says nothing.
 
     Raises:
         CheckpointError: It is, in a way that is not read.
     """
-    if not config.raw.get("quantization_config"):
+    fields, file = config.section("quantization_config"), config.file.with_name(MODELOPT_NAME)
+    if not fields.raw and file.is_file():
+        fields = Fields(read_json(file), file).section("quantization")
+    if not fields.raw:
         return None
-    fields = config.section("quantization_config")
+    if "quant_algo" in fields.raw:
+        # KV alone may be rounded, which is the engine's own business.
+        return None if fields.raw["quant_algo"] is None else _modelopt(fields)
     method = _one_of(fields, "quant_method", tuple(_METHODS))
     return _METHODS[method](fields)
 
@@ -70,6 +92,7 @@ def _gptq(fields: Fields) -> StoredWeights:
         symmetric=False,
         scale="scales",
         zero_offset=1 if version == "gptq" else 0,
+        order="g_idx",
         ignored=() if fields.flag("lm_head") else (_LM_HEAD,),
     )
 
@@ -144,6 +167,8 @@ def _compressed_tensors(fields: Fields) -> StoredWeights:
         "block": lambda: _block_of(weights, "block_structure"),
     }
     strategy = _one_of(weights, "strategy", tuple(blocks))
+    orders = (None, False, True, "weight", "static", "group", "dynamic")
+    has_order = _one_of(weights, "actorder", orders) in (True, "group", "dynamic")
     for each in fields.names("ignore"):
         try:
             re.compile(each.removeprefix("re:"))
@@ -154,7 +179,22 @@ def _compressed_tensors(fields: Fields) -> StoredWeights:
         bits=weights.count("num_bits"),
         block=blocks[strategy](),
         symmetric=weights.flag("symmetric", default=True),
+        order="weight_g_idx" if has_order else None,
         ignored=tuple(fields.names("ignore")),
+    )
+
+
+def _modelopt(fields: Fields) -> StoredWeights:
+    """One algorithm for all layers; names of modules may have ``*``."""
+    algorithm = _one_of(fields, "quant_algo", ("FP8", "NVFP4"))
+    patterns = (*fields.names("exclude_modules"), *fields.names("ignore"))
+    ignored = (f"re:{fnmatch.translate(each)}" if "*" in each else each for each in patterns)
+    is_fp8 = algorithm == "FP8"
+    return StoredWeights(
+        layout="float8" if is_fp8 else "nvfp4",
+        bits=8 if is_fp8 else 4,
+        block=(0, 0) if is_fp8 else (1, fields.count("group_size", default=16)),
+        ignored=tuple(ignored),
     )
 
 

@@ -11,7 +11,7 @@ _RUNS: dict[type, set[str]] = {
     ModelSpec: {
         *("hidden_size", "layers", "ropes", "final_norm", "vocab_size", "max_positions", "tied"),
         *("dtype", "bos_token_id", "eos_token_ids", "names", "embedding_scale", "logit_scale"),
-        *("logit_cap", "stored"),
+        *("logit_cap", "stored", "num_extra_layers", "is_text_part"),
     },
     Rope: {
         *("size", "theta", "kind", "factor", "low_freq_factor", "high_freq_factor"),

@@ -1,8 +1,8 @@
 """Matrices of quantised checkpoints: a rank's part, as codes with scales or as values.
 
-The layouts are those of GPTQModel, AutoAWQ and compressed-tensors. Several integers lie in 32 bits,
-the first in the lowest: inputs in GPTQ and compressed-tensors, outputs in AWQ, where they are also
-out of order, and outputs wherever zero points are packed.
+The layouts are those of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt. Several integers lie
+in 32 bits, the first in the lowest: inputs in GPTQ and compressed-tensors, outputs in AWQ, where
+they are also out of order, and outputs wherever zero points are packed.
 """
 
 import math
@@ -27,6 +27,8 @@ class UnpackError(Exception):
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_OF_BYTE = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
+"""Two values of 4 bits, the first in the low half."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -47,10 +49,12 @@ def unpack(
     group = stored.block[1] or shape[1]
     column_I = torch.arange(*columns) // group
     num_groups = math.ceil(shape[1] / group)
-    if stored.layout == "gptq":
-        order_I = take("g_idx", "I32", (shape[1],), rows=columns).long()
-        if not torch.equal(order_I, column_I) and order_I.numel():
-            _check_order(order_I, num_groups)
+    if stored.order is not None:
+        order_I = take(stored.order, "I32", (shape[1],), rows=columns).long()
+        # compressed-tensors has -1 where it kept the order.
+        is_kept = stored.layout == "packed" and bool((order_I == -1).any())
+        if not is_kept and not torch.equal(order_I, column_I) and order_I.numel():
+            _check_order(stored.order, order_I, num_groups)
             column_I = order_I
     scale_OG = _scales(stored, take, shape, rows, num_groups)
     zero_OG = _zeros(stored, take, shape, rows, num_groups)
@@ -58,6 +62,7 @@ def unpack(
     first_I = column_I[::step]
     if (
         stored.bits == 4
+        and stored.layout != "nvfp4"
         and step % LINE == 0
         and torch.equal(first_I.repeat_interleave(step), column_I)
     ):
@@ -79,16 +84,15 @@ def unpack(
 def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
     """float32 ``[O, I]`` of the OCP's MXFP4: 32 inputs share a power of two, and two of them a
     byte, the first in its low half. A scale of 255 is NaN."""
-    of_byte = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
     of_scale = torch.tensor([*(2.0 ** (scale - 127) for scale in range(255)), math.nan])
-    values_OGL = of_byte[blocks_OGB.int()].flatten(2)
+    values_OGL = _OF_BYTE[blocks_OGB.int()].flatten(2)
     return (values_OGL * of_scale[scales_OG.int()][..., None]).flatten(1)
 
 
 def _codes(
     stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, columns: Bounds
 ) -> Tensor:
-    """``[O, I]``: uint8, or the stored values where one is in an element."""
+    """``[O, I]``: uint8, or the stored values where they are no integers in 32 bits."""
     num_out, num_in = shape
     per_int = 32 // stored.bits
     if stored.layout == "gptq":
@@ -106,6 +110,10 @@ def _codes(
         width = math.ceil(num_in / per_int)
         packed = take("weight_packed", "I32", (num_out, width), rows=rows, columns=covering)
         return _integers(packed, stored.bits)[:, inner]
+    if stored.layout == "nvfp4":
+        covering, inner = _covering(columns, 2)
+        packed = take("weight", "U8", (num_out, num_in // 2), rows=rows, columns=covering)
+        return _OF_BYTE[packed.int()].flatten(1)[:, inner]
     if stored.layout == "q4_0":
         return take("codes", "U8", shape, rows=rows, columns=columns)
     kind = "I8" if stored.layout == "int8" else "F8_E4M3"
@@ -124,6 +132,8 @@ def _scales(
     if num_groups == 1:
         accepted += [(num_blocks,), ()] if num_blocks == 1 else [(num_blocks,)]
     scale = take(stored.scale, "float", *accepted).float().view(num_blocks, num_groups)
+    if stored.layout == "nvfp4":
+        scale = scale * take("weight_scale_2", "float", (), (1,)).float()
     return scale[torch.arange(*rows) // block]
 
 
@@ -169,9 +179,9 @@ def _awq_integers(packed: Tensor) -> Tensor:
     return in_order.flatten(1)
 
 
-def _check_order(order_I: Tensor, num_groups: int) -> None:
+def _check_order(name: str, order_I: Tensor, num_groups: int) -> None:
     if int(order_I.min()) < 0 or int(order_I.max()) >= num_groups:
         raise UnpackError(
-            f"g_idx has values from {int(order_I.min())} to {int(order_I.max())}; of "
+            f"{name} has values from {int(order_I.min())} to {int(order_I.max())}; of "
             f"{num_groups} groups they are 0 to {num_groups - 1}: get a sound copy"
         )

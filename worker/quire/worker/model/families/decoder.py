@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.model.families.rotary import rope
+from quire.worker.model.families.rotary import max_positions, rope
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Activation, Attention, Experts, Layer, Mlp, ModelSpec, Norm
 
@@ -63,17 +63,26 @@ def decoder(
         layers=tuple(layers[pair] for pair in pairs),
         final_norm=norm,
         vocab_size=config.count("vocab_size"),
-        max_positions=config.count("max_position_embeddings"),
+        max_positions=max_positions(config),
         dtype=dtype_name(config),
         bos_token_id=config.token_id("bos_token_id"),
         eos_token_ids=(),
+        num_extra_layers=extra_layers(config),
         **model,
     )
 
 
+def extra_layers(config: Fields) -> int:
+    """Layers behind the last one, for multi-token prediction."""
+    name = "num_nextn_predict_layers"
+    return config.count(name) if config.raw.get(name) else 0
+
+
 def dtype_name(config: Fields) -> str:
-    """The type in which the checkpoint wants to be computed."""
-    dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "float32")
+    """The type in which the checkpoint wants to be computed; "" where it does not say."""
+    dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "")
+    if not dtype:
+        return dtype
     dtype = dtype.removeprefix("torch.")
     if dtype not in _DTYPES:
         raise config.refused("dtype", dtype, f"; one of {_DTYPES}")

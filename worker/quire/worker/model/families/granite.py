@@ -1,11 +1,15 @@
-"""Granite: a Llama with four multipliers."""
+"""Granite: a Llama with four multipliers. In 4 its MLP has the name of shared experts."""
+
+from dataclasses import replace
+from typing import Any
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
+from quire.worker.model.families.other import refuse_states
 from quire.worker.model.fields import Fields
-from quire.worker.model.spec import ModelSpec
+from quire.worker.model.spec import ModelSpec, TensorNames
 
 
-def granite(config: Fields) -> ModelSpec:
+def granite(config: Fields, **model: Any) -> ModelSpec:
     bias = config.flag("attention_bias")
     scale = config.number("attention_multiplier", default=1.0)
     return decoder(
@@ -21,4 +25,26 @@ def granite(config: Fields) -> ModelSpec:
             "embedding_multiplier",
             "logits_scaling",
         ),
+        **model,
     )
+
+
+def granite_hybrid(config: Fields) -> ModelSpec:
+    """Granite 4 whose layers all attend."""
+    refuse_states(config)
+    if not config.names("layer_types"):
+        raise config.broken("layer_types are missing, which says that no layer attends")
+    if config.raw.get("num_local_experts") != 0:
+        raise config.refused("num_local_experts", config.raw.get("num_local_experts"), "; 0 is")
+    size = config.count("shared_intermediate_size")
+    up = "shared_mlp.input_linear"
+    dense = granite(
+        Fields(config.raw | {"intermediate_size": size}, config.file),
+        names=TensorNames(gate=up, up=up, down="shared_mlp.output_linear"),
+    )
+    if config.raw.get("position_embedding_type") == "rope":
+        return dense
+    layers = (
+        replace(layer, attention=replace(layer.attention, rope=None)) for layer in dense.layers
+    )
+    return replace(dense, layers=tuple(layers))

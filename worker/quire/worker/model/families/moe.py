@@ -36,8 +36,14 @@ def mixtral(config: Fields) -> ModelSpec:
         expert_down="w2",
     )
     norm = Norm(eps=config.number("rms_norm_eps", default=1e-5))
+    one = attention(config, window=window)
     return decoder(
-        config, attention=attention(config, window=window), mlp=mixed, norm=norm, names=names
+        config,
+        attention=one,
+        mlp=mixed,
+        norm=norm,
+        ropes=(rope(config, head_size=one.key_size, theta=1_000_000.0),),
+        names=names,
     )
 
 
@@ -59,6 +65,15 @@ def qwen3_moe(config: Fields) -> ModelSpec:
     num = "num_experts" if "num_experts" in config.raw else "num_local_experts"
     mixed = experts(config, num=num, renormalise=config.flag("norm_topk_prob"))
     return _sparse(config, qwen3(config), mixed)
+
+
+def qwen3_vl_moe(config: Fields) -> ModelSpec:
+    """Qwen3-VL's text: weights are always normalised, and each matrix of all experts is one
+    tensor."""
+    config = Fields(config.raw | {"norm_topk_prob": True}, config.file)
+    up = "gate_up_proj"
+    names = TensorNames(experts="mlp.experts.", expert_gate=up, expert_up=up)
+    return replace(qwen3_moe(config), names=names)
 
 
 def olmoe(config: Fields) -> ModelSpec:
@@ -103,15 +118,14 @@ def gpt_oss(config: Fields) -> ModelSpec:
     bias = config.flag("attention_bias", default=True)
     one = attention(config, head_size=64, sinks=True, qkv_bias=bias, o_bias=bias)
     window = config.count("sliding_window", default=128)
-    section = rope_section(config)
-    if not section.raw:
-        section = Fields(_GPT_OSS_ROPE, config.file)
+    if not rope_section(config).raw:
+        config = Fields(config.raw | {"rope_parameters": _GPT_OSS_ROPE}, config.file)
     return decoder(
         config,
         attention=with_windows(one, windows_by_type(config, window, every=2)),
         mlp=replace(mixed, mlp=clamped),
         norm=Norm(eps=config.number("rms_norm_eps", default=1e-5), wide=True),
-        ropes=(rope(config, head_size=one.key_size, section=section, theta=150_000.0),),
+        ropes=(rope(config, head_size=one.key_size, theta=150_000.0),),
         names=TensorNames(
             router="mlp.router",
             experts="mlp.experts.",

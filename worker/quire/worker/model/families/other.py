@@ -6,7 +6,9 @@ rest is for `quire.worker.model.through.dry_run`.
 
 import json
 
-from quire.worker.model.families.decoder import dtype_name
+from quire.worker.model.families.decoder import dtype_name, extra_layers
+from quire.worker.model.families.rotary import max_positions
+from quire.worker.model.families.wrappers import architecture_of
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm
 
@@ -18,13 +20,13 @@ _ALIBI = ("bloom", "mpt")
 _NO_ATTENTION = (
     *("mamba", "ssm_", "rwkv", "linear_num_", "linear_conv_", "lru_", "conv_L", "short_conv"),
     *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
-    *("attn_layer_period", "hybrid_", "layers_block_type"),
+    *("attn_layer_period", "hybrid_override_pattern"),
 )
 """How fields begin that only models have whose layers keep a state of their own."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
 _NOT_IN_RESULTS = (
-    *("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),
-    *("_name_or_path", "transformers_version", "tie_word_embeddings"),
+    *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "use_cache"),
+    *("_name_or_path", "transformers_version", "quantization_config", "auto_map"),
 )
 
 
@@ -35,7 +37,7 @@ def other(config: Fields) -> ModelSpec:
         CheckpointError: It has no decoder, or one that no KV cache in blocks can serve.
     """
     raw, model_type = config.raw, str(config.raw.get("model_type", "unknown"))
-    name = [*config.names("architectures"), model_type][0]
+    name = architecture_of(config)
     if config.flag("is_encoder_decoder"):
         raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
     if name != model_type and not name.endswith(_ENDINGS):
@@ -48,15 +50,11 @@ def other(config: Fields) -> ModelSpec:
     for field, value in raw.items():
         if value in (None, False, 0, []):
             continue
-        if field.startswith(_NO_ATTENTION):
-            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
         if field.startswith(_SPARSE):
             raise config.broken(f"{name} has {field}: attention that selects tokens")
         if field.startswith("rope") and not _is_finite(value):
             raise config.wrong(field, value, "without NaN and infinity")
-    for kind in config.names("layer_types"):
-        if kind not in _LAYERS:
-            raise config.broken(f"{name} has layers of type {kind!r}, which keep no KV")
+    refuse_states(config)
     if raw.get("num_kv_shared_layers"):
         raise config.broken(f"{name} has num_kv_shared_layers: layers that share their KV")
     results = {key: value for key, value in raw.items() if key not in _NOT_IN_RESULTS}
@@ -66,13 +64,30 @@ def other(config: Fields) -> ModelSpec:
         ropes=(),
         final_norm=Norm(eps=1e-6),
         vocab_size=config.count("vocab_size"),
-        max_positions=config.count(_first(config, _POSITIONS)),
+        max_positions=max_positions(config, _first(config, _POSITIONS)),
         tied=False,
         dtype=dtype_name(config),
         bos_token_id=None,
         eos_token_ids=(),
+        num_extra_layers=extra_layers(config),
         through_transformers=json.dumps(results, sort_keys=True),
     )
+
+
+def refuse_states(config: Fields) -> None:
+    """Raises CheckpointError: there are layers that do not attend, or to tokens of their choice.
+
+    Where the types of layers are listed, fields of other types of layers mean nothing.
+    """
+    name = architecture_of(config)
+    kinds = config.names("layer_types") or config.names("layers_block_type")
+    for kind in kinds:
+        if kind not in _LAYERS:
+            raise config.broken(f"{name} has layers of type {kind!r}, which are not supported")
+    for field, value in config.raw.items():
+        is_said = value not in (None, False, 0, [])
+        if not kinds and is_said and field.startswith(_NO_ATTENTION):
+            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
 
 
 def _first(config: Fields, names: tuple[str, ...]) -> str:

@@ -20,4 +20,5 @@ def qwen3(config: Fields) -> ModelSpec:
         config,
         attention=with_windows(one, windows(config)),
         mlp=mlp(config),
+        knows=("use_qk_norm",),  # It always has these norms.
     )

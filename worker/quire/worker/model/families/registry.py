@@ -5,7 +5,7 @@ from collections.abc import Callable
 from quire.worker.model.families.cohere import cohere, cohere2
 from quire.worker.model.families.gemma import gemma2, gemma3
 from quire.worker.model.families.glm import glm, glm4
-from quire.worker.model.families.granite import granite
+from quire.worker.model.families.granite import granite, granite_hybrid
 from quire.worker.model.families.llama import llama, ministral, ministral3, mistral, smollm3
 from quire.worker.model.families.moe import (
     glm4_moe,
@@ -15,6 +15,7 @@ from quire.worker.model.families.moe import (
     olmoe,
     qwen2_moe,
     qwen3_moe,
+    qwen3_vl_moe,
 )
 from quire.worker.model.families.olmo import olmo2, olmo3
 from quire.worker.model.families.phi import phi3
@@ -34,7 +35,9 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
     "LlamaForCausalLM": llama,
+    "MiMoForCausalLM": qwen2,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": ministral,
     "MistralForCausalLM": mistral,
@@ -47,6 +50,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3VLMoeTextForCausalLM": qwen3_vl_moe,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
 }

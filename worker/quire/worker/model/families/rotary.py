@@ -29,6 +29,17 @@ def rope_section(config: Fields) -> Fields:
     return config.section(next((name for name in names if config.raw.get(name)), names[0]))
 
 
+def max_positions(config: Fields, name: str = "max_position_embeddings") -> int:
+    """What the field ``name`` says, or more where YaRN is said to stretch a first context."""
+    trained, section = config.count(name), rope_section(config)
+    section = section.section("full_attention") if "full_attention" in section.raw else section
+    original = section.raw.get(_POSITIONS, config.raw.get(_POSITIONS))
+    if section.raw.get("rope_type", section.raw.get("type")) != "yarn" or original is None:
+        return trained
+    first = Fields({_POSITIONS: original}, config.file).count(_POSITIONS)
+    return max(trained, int(first * section.number("factor", default=1.0)))
+
+
 def rope(
     config: Fields,
     *,

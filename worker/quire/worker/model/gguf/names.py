@@ -177,6 +177,7 @@ def _place(
     is_less_one = architecture in _LESS_ONE and name.endswith("norm.weight")
     return PlacedTensor(
         file=stored.file,
+        name=name,
         dtype="F32",
         shape=stored.shape[1:] if _is_of_experts(stored, name) else stored.shape,
         stored=stored,

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import Checkpoint
+from quire.worker.model.checkpoint import Checkpoint, TensorInfo
 from quire.worker.model.gguf.container import StoredTensor, parts_of, read_model
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import PlacedTensor, placed
@@ -30,7 +31,10 @@ def open_gguf(file: Path) -> Checkpoint:
     for stored in header.tensors.values():
         _check_whole(stored, sizes[stored.file])
     files = tuple(sizes)
-    return Checkpoint(path=file.parent, files=files, tensors={**tensors}, decoded=_decoded(tensors))
+    named: dict[str, TensorInfo] = {
+        name: replace(tensor, name=name) for name, tensor in tensors.items()
+    }
+    return Checkpoint(path=file.parent, files=files, tensors=named, decoded=_decoded(tensors))
 
 
 def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:

@@ -4,6 +4,7 @@ It shows what each layer asks of attention, which matrices it multiplies with, a
 between. A model that asks for what Quire's cache and kernels do not do is refused here.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.families.registry import FAMILIES
-from quire.worker.model.spec import Attention
+from quire.worker.model.families.wrappers import architecture_of
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.modules import Plan, install_for_dry_run
 from quire.worker.model.through.products import NotALayer
 
@@ -68,14 +78,14 @@ class Found:
 
 def dry_run(
     path: Path,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     max_model_len: int,
-    vocab_size: int,
     is_deterministic: bool,
     on_gpu: bool = False,
 ) -> Found:
-    """Runs the model of ``path`` on the device "meta".
+    """Runs the model of ``path``, which is ``spec``, on the device "meta".
 
     ``is_deterministic`` refuses operations that may mix rows.
 
@@ -83,23 +93,15 @@ def dry_run(
         CheckpointError: transformers has no such model, or it cannot run here; the message says
             why.
     """
-    config = _config(path)
+    config = transformers_config(path, spec)
     auto: Any = AutoModelForCausalLM
-    known = auto._model_mapping.get(type(config), None)
-    name = [*(config.architectures or ()), known.__name__ if known else config.model_type][0]
-    if known is None or known.__name__ != name:
-        instead = f", but {known.__name__}" if known else ""
-        raise CheckpointError(
-            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
-            f"and decoders that transformers has; for model_type={config.model_type!r} it has none "
-            f"of this name{instead}"
-        )
+    name = config.architectures[0]
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _mask)
     found, recorder = Found(), _Recorder(max_model_len)
     try:
         with torch.device("meta"):
-            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
+            model = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
@@ -126,10 +128,10 @@ def dry_run(
             f"{path}: {name} cannot run: {len(called)} of its {num_layers} layers call "
             "transformers' attention interface, through which Quire attends"
         )
-    if tuple(logits.shape) != (1, _NUM_SAMPLES, vocab_size):
+    if tuple(logits.shape) != (1, _NUM_SAMPLES, spec.vocab_size):
         raise CheckpointError(
             f"{path}: {name} cannot run: logits {list(logits.shape)} for {_NUM_SAMPLES} of "
-            f"{_NUM_TOKENS} tokens and a vocabulary of {vocab_size}"
+            f"{_NUM_TOKENS} tokens and a vocabulary of {spec.vocab_size}"
         )
     names = {module: each for each, module in model.named_modules()}
     found.modules = [names[module] for module in called]
@@ -154,15 +156,36 @@ def dry_run(
     return found
 
 
-def _config(path: Path) -> Any:
+def transformers_config(path: Path, spec: ModelSpec) -> Any:
+    """transformers' configuration of ``spec``. The architecture decides of which class.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    assert spec.through_transformers is not None
+    raw = json.loads(spec.through_transformers)
+    name, kind = architecture_of(Fields(raw, path)), raw.get("model_type")
+    kinds = [each for each, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if known == name]
+    if name == kind and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kinds = [kind]
+    if not kinds:
+        raise CheckpointError(
+            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
+            f"and decoders that transformers {transformers.__version__} has, which has none of "
+            "this name; code that comes with a checkpoint (trust_remote_code) is not supported"
+        )
+    kind = kind if kind in kinds else kinds[0]
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = CONFIG_MAPPING[kind].from_dict(
+            PreTrainedConfig._decode_special_floats(raw) | {"model_type": kind}
+        )
     except Exception as error:
         raise CheckpointError(
             f"{path}: transformers cannot read its config.json ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); code that comes with a "
-            "checkpoint (trust_remote_code) is not supported"
+            f"{str(error).splitlines()[0] if str(error) else ''})"
         ) from error
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    return config
 
 
 def _run(model: Any, recorder: "_Recorder") -> tuple[Tensor, dict[str, list[str]]]:

@@ -3,7 +3,6 @@ step, and its attention reads and writes Quire's KV cache."""
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.ops import Batch, GreedyEdits, KvCache, WantedColumns
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.spec import Attention
-from quire.worker.model.through.dry_run import Found
+from quire.worker.model.loader import Weights
+from quire.worker.model.spec import Attention, ModelSpec
+from quire.worker.model.through.dry_run import Found, transformers_config
 from quire.worker.model.through.modules import install
+from quire.worker.model.through.state import state_of
 
 # T tokens of the step, packed   S rows that are sampled   H query heads   K KV heads   D head size
 
@@ -32,20 +33,20 @@ class ThroughTransformers:
 
     def __init__(
         self,
-        path: Path,
+        weights: Weights,
+        spec: ModelSpec,
         found: Found,
         options: tuple[AttentionOptions, ...],
         *,
-        dtype: torch.dtype,
         device: torch.device,
         backend: AttentionBackend,
     ) -> None:
         """Reads the weights. ``options`` are each layer's.
 
         Raises:
-            CheckpointError: Tensors are missing, misshapen, NaN or infinite.
+            CheckpointError: Tensors are missing, misshapen, NaN or infinite, or nothing reads them.
         """
-        self._model = _read(path, dtype)
+        self._model = _read(weights, spec)
         install(self._model, found.plan, backend, device)
         self._step = _Step(backend)
         for number, name in enumerate(found.modules):
@@ -130,9 +131,11 @@ def _attend(
     return step.attend(query, key, value, *module.quire_layer), None
 
 
-def _read(path: Path, dtype: torch.dtype) -> Any:
+def _read(weights: Weights, spec: ModelSpec) -> Any:
     """The model with its weights, on the CPU."""
     AttentionInterface.register(_NAME, _attend)
+    path = weights.checkpoint.path
+    config = transformers_config(path, spec)
     loud: Any = logging
     auto: Any = AutoModelForCausalLM
     has_bar = loud.is_progress_bar_enabled()
@@ -142,14 +145,16 @@ def _read(path: Path, dtype: torch.dtype) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, report = auto.from_pretrained(
-                path,
-                dtype=dtype,
+            model, report = auto._model_mapping[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict=state_of(weights),
+                dtype=weights.dtype,
                 attn_implementation=_NAME,
-                local_files_only=True,
-                trust_remote_code=False,
                 output_loading_info=True,
             )
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path}: transformers cannot load it: {type(error).__name__}: {error}"
@@ -165,4 +170,9 @@ def _read(path: Path, dtype: torch.dtype) -> Any:
                 f"{path}: {what.replace('_', ' ')}: {names}; transformers' "
                 f"{type(model).__name__} asks for them"
             )
+    num_layers = config.num_hidden_layers
+    extra = range(num_layers, num_layers + spec.num_extra_layers)
+    known = [rf"^model\.layers\.{number}\." for number in extra]
+    weights.refuse_unread(spec, known=(*known, *(model._keys_to_ignore_on_load_unexpected or ())))
+    model.name_or_path = str(path)
     return model.eval()

@@ -1,0 +1,71 @@
+"""A checkpoint's tensors as transformers' loader takes them: each is read, and decoded where it is
+quantised, when the loader asks for it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from quire.kernels.grouped import decoded
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.loader import Weights
+from quire.worker.model.stored_weights import StoredWeights
+
+
+class _Lazy:
+    """Stands for a tensor until it is sliced."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._read()[index]
+
+
+def state_of(weights: Weights) -> dict[str, Any]:
+    """By the names of a decoder of text."""
+    modules = set(_stored_modules(weights))
+    state: dict[str, Any] = {f"{each}.weight": _Lazy(_matrix(weights, each)) for each in modules}
+    for name in weights.checkpoint.tensors:
+        module, _, suffix = name.rpartition(".")
+        if module not in modules or suffix == "bias":
+            state[name] = _Lazy(lambda name=name: weights.read_plain(name))  # type: ignore[misc]
+    return state
+
+
+def _stored_modules(weights: Weights) -> Iterator[str]:
+    if weights.stored is not None:
+        for name in weights.checkpoint.tensors:
+            module, _, suffix = name.rpartition(".")
+            if suffix == weights.stored.scale and weights.is_stored(module):
+                yield module
+
+
+def _matrix(weights: Weights, module: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        assert weights.stored is not None
+        matrix = decoded(weights.read_matrix(module, _shape(weights, weights.stored, module)))
+        weights.check()
+        return matrix
+
+    return read
+
+
+def _shape(weights: Weights, stored: StoredWeights, module: str) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if stored.layout == "packed":
+        num_out, num_in = weights.raw(f"{module}.weight_shape").tolist()
+        return num_out, num_in
+    kind = "qweight" if stored.layout in ("gptq", "awq") else "weight"
+    info, per_int = weights.checkpoint.find(f"{module}.{kind}"), 32 // stored.bits
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}")
+    rows, columns = info.shape
+    match stored.layout:
+        case "gptq":
+            return columns, rows * per_int
+        case "awq":
+            return columns * per_int, rows
+        case "nvfp4":
+            return rows, columns * 2
+    return rows, columns
