@@ -63,7 +63,7 @@ def test_a_token_that_only_the_configuration_lists_is_one(tmp_path: Path) -> Non
     # And so it is where its files are handed on.
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     (tmp_path / "tokenizer_config.json").unlink()
-    assert Tokenizer.load(tmp_path).special_tokens() == tokenizer.special_tokens()
+    assert Tokenizer.load(tmp_path).special_tokens == tokenizer.special_tokens
 
 
 @pytest.mark.parametrize("flag", [False, None])
@@ -77,7 +77,7 @@ def test_a_token_that_the_configuration_names_is_special(tmp_path: Path, flag: b
     ids = tokenizer.encode("the</s>cat")
     assert ids == theirs.encode("the</s>cat")
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "thecat"
-    assert Tokenizer.load(tmp_path).special_tokens() == {end["id"]: "</s>"}
+    assert Tokenizer.load(tmp_path).special_tokens == {end["id"]: "</s>"}
     assert tokenizer.token_id("[none]") is None  # The model can have none beyond its vocabulary.
 
 

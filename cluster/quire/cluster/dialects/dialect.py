@@ -86,7 +86,7 @@ def choose_dialect(
         parses_calls=tool_call_parser != "none",
         special_tokens={
             token_id: token
-            for token_id, token in tokenizer.special_tokens().items()
+            for token_id, token in tokenizer.special_tokens.items()
             if any(token in text for text in texts)
         },
     )

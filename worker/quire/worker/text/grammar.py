@@ -156,7 +156,7 @@ class Grammars:
                 self._tokenizer = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
-                self._special_tokens = loaded.special_tokens()
+                self._special_tokens = loaded.special_tokens
             return self._tokenizer
 
 

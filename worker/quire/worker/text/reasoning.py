@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # The command line reads the names of formats, and needs no N
 
 _TAIL_TOKENS = 8
 """Of a prompt, in which a template that begins the reasoning has done so."""
+_MAX_TURN_TOKENS = 32_768
+"""Of a turn that the prompt has begun, in which its marks are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +55,28 @@ class ReasoningFormat:
     """The first token of ``opens``, where it is several and this one begins nothing else."""
 
     def begun(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool | None:
-        """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
-        leaves that to the model."""
-        tail = tokenizer.decode(
-            prompt_token_ids[-_TAIL_TOKENS:].tolist(), skip_special_tokens=False
-        ).rstrip()
-        if tail.endswith(self.closes):
-            return False
-        return tail.endswith(self.opens) or None
+        """Whether the prompt ends within reasoning, or behind its end; ``None`` where it leaves
+        that to the model. The prompt may have begun the answer's text, too."""
+        token_ids = prompt_token_ids[-_MAX_TURN_TOKENS:].tolist()
+        turn = self._last_turn(tokenizer, token_ids)
+        shown = token_ids[-_TAIL_TOKENS:] if turn is None else turn
+        text = tokenizer.decode(shown, skip_special_tokens=False)
+        if turn is None:
+            text = text.rstrip()
+            return False if text.endswith(self.closes) else text.endswith(self.opens) or None
+        opened, closed = text.rfind(self.opens), text.rfind(self.closes)
+        return None if opened == closed else opened > closed
+
+    def _last_turn(self, tokenizer: "Tokenizer", token_ids: list[int]) -> list[int] | None:
+        """What is behind the last special token that is no mark of reasoning: it ends the turn
+        before, or begins this one. ``None`` without such a token between turns."""
+        marks = self.opens + self.closes
+        special = tokenizer.special_tokens
+        for at in range(len(token_ids) - 1, 0, -1):  # The first one of a prompt begins the chat.
+            text = special.get(token_ids[at])
+            if text is not None and text not in marks:
+                return token_ids[at + 1 :]
+        return None
 
 
 HARMONY = Frame(

@@ -153,7 +153,8 @@ class Tokenizer:
                 files.writestr(zipfile.ZipInfo(name), text, compress_type=zipfile.ZIP_DEFLATED)
         return archive.getvalue()
 
-    def special_tokens(self) -> dict[int, str]:
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
         """The texts of the tokens that `decode` leaves out."""
         added = self._backend.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
@@ -212,7 +213,7 @@ class Tokenizer:
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `decode` leaves out."""
-        return frozenset(self.special_tokens())
+        return frozenset(self.special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The token ids of a chat, up to where the assistant's next turn begins.
