@@ -364,6 +364,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 ),
                 clock=clock,
             )
+            stack.callback(gateway.close)
             groups = {group.name: group for group in started}
             cluster = Cluster(model, groups, table, connections, gateway, clock)
             await _serve(cluster, stack, keys)

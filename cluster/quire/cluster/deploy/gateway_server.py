@@ -137,6 +137,7 @@ class GatewayServer:
             await self._listen(config)
         except BaseException:
             await self.groups.close()
+            self.gateway.close()
             raise
         _log.info(
             "gateway of %s listens: gRPC %s, HTTP %s, metrics of its own %s",
@@ -171,6 +172,7 @@ class GatewayServer:
             self._tls_task.cancel()
             await asyncio.gather(self._tls_task, return_exceptions=True)
         await self.groups.close()
+        self.gateway.close()
         _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
 
     async def _stop_grpc(self, drain_timeout_s: float) -> None:

@@ -89,6 +89,10 @@ class Constraints:
         """Groups found that they do not serve it to ``tenant``."""
         self._known.put(tenant, constraint, reason)
 
+    def close(self) -> None:
+        """Ends the threads, each with its process. What waits is never compiled."""
+        self._threads.close()
+
     def _compile(self, constraint: Constraint, tenant: str, vocab_size: int) -> str:
         """In a thread."""
         refusal = self._known.get(tenant, constraint)

@@ -85,6 +85,12 @@ class Prompts:
             gauge = Gauge(f"quire_tokenizing_bytes_{name}", help_text, registry=registry)
             gauge.set_function(value)
 
+    def close(self) -> None:
+        """Ends the thread and the process of the chat template."""
+        if self._template is not None:
+            self._renders.shutdown(wait=False, cancel_futures=True)
+            self._template.close()
+
     async def tokenize(
         self,
         prompt: Prompt,

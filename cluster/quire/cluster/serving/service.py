@@ -163,6 +163,11 @@ class ModelService:
         self.groups.begin_drain()
         self._notify()
 
+    def close(self) -> None:
+        """Ends the threads and processes that prepare requests, once none is prepared any more."""
+        self.prompts.close()
+        self._constraints.close()
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` when `is_ready` may have changed."""
         self._watchers.append(on_change)
