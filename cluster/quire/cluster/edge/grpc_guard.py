@@ -125,7 +125,7 @@ class GrpcGuard:
         self._descriptors = range(0)
         self._descriptors_due_s = 0.0
         self._others: dict[int, Cookie] = {}
-        self._listeners: dict[int, Cookie] = {}
+        self._is_to_be_told = False  # Whether the kernel knows others than `_shut_out`.
         self._shut_out: dict[str, float] = {}  # By host, as are the next: until when;
         self._floods: dict[str, tuple[float, int]] = {}  # when the last one was, and how many;
         self._let_in: dict[str, float] = {}  # when one of its clients was there last.
@@ -199,8 +199,6 @@ class GrpcGuard:
         found = connection_of(fd)
         if found is None or found.local_port != self._port:
             self._others[fd] = cookie
-            if listening_port(fd) == self._port:
-                self._listeners[fd] = cookie
             return
         host, port = found.host, found.port
         peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
@@ -211,7 +209,6 @@ class GrpcGuard:
         if connection is not None:
             self._accounts.pop(connection.peer, None)
         self._others.pop(fd, None)
-        self._listeners.pop(fd, None)
 
     def _allowed_bytes(self, connection: _Connection, acked: int, now_s: float) -> float:
         account = connection.account
@@ -232,30 +229,36 @@ class GrpcGuard:
             self._shut_out_host(host, until_s=now_s + self._limits.shut_out_s)
 
     def _shut_out_host(self, host: str, *, until_s: float) -> None:
-        for fd, each in list(self._connections.items()):
-            if each.host == host and each.account.is_stranger:
-                self._end(fd, each, "flood")
         if host not in self._shut_out:
             _log.warning("%s floods gRPC: shut out for %g s", host, self._limits.shut_out_s)
         self._shut_out[host] = until_s
         while len(self._shut_out) > _MAX_SHUT_OUT:
             del self._shut_out[min(self._shut_out, key=self._shut_out.__getitem__)]
-        self._tell_kernel()
+        self._tell_kernel()  # Before they could come back.
+        for fd, each in list(self._connections.items()):
+            if each.host == host and each.account.is_stranger:
+                self._end(fd, each, "flood")
 
     def _forgive(self, now_s: float) -> None:
         over = [host for host, until_s in self._shut_out.items() if until_s < now_s]
         for host in over:
             del self._shut_out[host]
-        if over:
+        if over or self._is_to_be_told:
             self._tell_kernel()
 
     def _tell_kernel(self) -> None:
-        for fd, cookie in self._listeners.items():
+        """Each socket that listens has a filter; those that it lets pass are ended as they come."""
+        self._is_to_be_told = False
+        for fd in descriptors():
+            cookie = cookie_of(fd)
+            if cookie is None or listening_port(fd) != self._port:
+                continue
             try:
                 with borrowed(fd, cookie) as listener:
                     shut_out(listener, self._shut_out)
-            except OSError as error:  # They are then ended again as they come.
+            except OSError as error:
                 _log.warning("the kernel shuts out no address: %s", error)
+                self._is_to_be_told = True  # At the next look.
 
     def _bound(self) -> None:
         """Ends connections that are too many: the newest of an address, the oldest strangers."""
