@@ -14,6 +14,7 @@ from tests.dialects import (
     marked_tokenizer,
     parse,
     required,
+    tool,
     walk,
     written,
 )
@@ -83,3 +84,24 @@ def test_whatever_a_required_call_says_fits_its_schema(
         jsonschema.validate(arguments, schemas[name])
     for pieces in cuts(text, in_two=False):
         assert parse(form, pieces, use.tools, has_form=True) == events, pieces
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_annotations_of_arguments_are_ignored(
+    form: str, marked: Tokenizer, grammars: Grammars
+) -> None:
+    said = {
+        "$comment": "x",
+        "default": "a",
+        "examples": ["b"],
+        "deprecated": True,
+        "readOnly": True,
+    }
+    said |= {"x-order": 3, "contentEncoding": "base64", "format": "phone"}
+    inner = {"type": "object", "properties": {"b": {"type": "string", **said}}, **said}
+    texts = {"a": {"type": "string", **said}, "c": {"enum": ["a", "b"], **said}}
+    use = required([tool("f", {**texts, "d": inner})])
+    dialect = choose_dialect(marked, tool_call_parser=form)
+    constraint = constrain(dialect, use, None, reasons=False)
+    assert constraint is not None
+    grammars.check(constraint)

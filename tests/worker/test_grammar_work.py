@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
     ),
     "bounds": (
         json_constraint(
-            {"properties": {f"{n}": {"minimum": -n / 7, "maximum": n / 9} for n in range(400)}}
+            {"properties": {f"{n}": {"minimum": -n / 8, "maximum": n / 16} for n in range(400)}}
         ),
         "400 m[ai][nx]imum",
     ),

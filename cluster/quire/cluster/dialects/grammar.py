@@ -29,10 +29,9 @@ from quire.cluster.dialects.tools import Tool, ToolUse
 from quire.cluster.dialects.values import kinds_of, resolved
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
+from quire.worker.text.json_schema import is_annotation
 from quire.worker.text.lark import ANYTHING, Lark
 
-_FREE_TEXT = {"type", "description", "title", "default", "examples"}
-"""Keywords of a string's schema that any text fits."""
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _MAX_DEPTH = 8
 
@@ -345,7 +344,11 @@ def _constants(schema: Mapping[str, Any]) -> Sequence[str]:
 def _check_free(
     tool: Tool, name: str, schema: Mapping[str, Any], *, also: Collection[str] = ()
 ) -> None:
-    bound = sorted(schema.keys() - _FREE_TEXT - {"$defs", "definitions", *also})
+    bound = sorted(
+        key
+        for key, value in schema.items()
+        if key not in ("type", *also) and not is_annotation(key, value)
+    )
     if bound:
         raise InvalidRequest(
             f"tools: {bound[0]}, of the argument {name!r} of {tool.name!r}, is not supported in "

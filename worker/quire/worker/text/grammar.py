@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.worker.api.errors import CheckpointError, ConstraintRefused
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
-from quire.worker.text.json_schema import check_schema, place_of
+from quire.worker.text.json_schema import checked, place_of
 from quire.worker.text.kept import Kept
 from quire.worker.text.lark import WHITESPACE, Lark
 from quire.worker.text.lark_work import check_lark
@@ -165,9 +165,8 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     if constraint.kind == "json_schema":
-        check_schema(constraint.text)
         return LLMatcher.grammar_from_json_schema(
-            constraint.text,
+            checked(constraint.text),
             defaults={"whitespace_pattern": WHITESPACE},
             overrides={"lenient": False},  # What is not supported is refused.
         )

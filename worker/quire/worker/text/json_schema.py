@@ -4,7 +4,8 @@ What each keyword takes llguidance was measured with 1.9.1: an object's properti
 and 0.06 µs for each pair of them, a ``multipleOf`` 3 µs for each unit of its digits, and patterns
 that must hold together many times as long for each more. It reads some fractions of 16 or more
 digits one unit in the last place off, and writes the digits of integers above 2**53 that a float
-has.
+has. Bounds are floats as well, integers between them have 64 bits, and whose least and greatest are
+-2**63 end the process. An ``lcm`` of ``multipleOf`` wraps at 32 bits.
 """
 
 import json
@@ -33,8 +34,13 @@ _NAMED = re.compile(
 _SAID_ONLY = frozenset(
     {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description"}
     | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"contentMediaType", "contentEncoding"}
 )
 """Keywords that do not change what is valid."""
+_FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+)
+"""The formats that llguidance keeps. It refuses others, which are annotations."""
 _UNITS = {
     "properties": 1,
     "required": 1,
@@ -58,6 +64,12 @@ _DIGITS_A_UNIT = 8
 _MAX_MULTIPLE = 16_000
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
 """Of a number that is read exactly: greater powers of ten are no floats, 19 digits fit 64 bits."""
+_UPPER = frozenset({"maximum", "exclusiveMaximum"})
+_EXCLUSIVE = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
+_BOUNDS = _UPPER | _EXCLUSIVE | {"minimum"}
+_MAX_INTEGER = 2**63 - 1
+_MAX_COMMON_MULTIPLE = 2**16 - 1
+"""Times itself it fits 32 bits."""
 _MAX_PATTERNS_TOGETHER = 8
 _MAX_MERGED = 5_000
 _MAX_REFERENCES = 8
@@ -104,17 +116,44 @@ def _number(text: str) -> float:
 DECODER = json.JSONDecoder(parse_float=_number)
 
 
-def check_schema(schema: str) -> None:
-    """Raises ValueError: a JSON text is no schema that is compiled soon and as it is meant."""
+def checked(text: str) -> str:
+    """A schema as llguidance is to get it. Raises ValueError: a JSON text is no schema that is
+    compiled soon and as it is meant."""
+    given = DECODER.decode(text)
+    schema = without_unknown_formats(given)
+    if schema is not given:
+        text = json.dumps(schema)
+        schema = DECODER.decode(text)  # Its numbers may be written in another way.
     work = Work()
-    add_schema(DECODER.decode(schema), work)
-    work.check(len(schema.encode()))
+    add_schema(schema, work)
+    work.check(len(text.encode()))
+    return text
+
+
+def is_annotation(key: str, value: Any) -> bool:
+    """Whether a keyword with this value leaves open what is valid."""
+    is_unknown_format = key == "format" and isinstance(value, str) and value not in _FORMATS
+    return is_unknown_format or key in _SAID_ONLY or key.startswith("x-")
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """``schema`` itself, or a copy where it has formats that are annotations."""
+
+    def unknown(schema: Any) -> list[dict[str, Any]]:
+        found = (each for _, each in _schemas(schema) if "format" in each)
+        return [each for each in found if is_annotation("format", each["format"])]
+
+    if unknown(schema):
+        schema = json.loads(json.dumps(schema))
+        for each in unknown(schema):
+            del each["format"]
+    return schema
 
 
 def add_schema(schema: Any, work: Work) -> None:
     """Adds what compiling ``schema`` takes to ``work``. Raises ValueError: it is not compiled as it
     is meant, or takes long beyond any measure of work."""
-    multiples: list[int] = []
+    multiples: set[float] = set()
     num_properties: list[int] = []
     together = _Together()
     references: list[tuple[str, str]] = []
@@ -130,13 +169,17 @@ def add_schema(schema: Any, work: Work) -> None:
             units = _UNITS[key]
             number = len(value) if isinstance(value, list | dict) else 1
             work.add(_CAUSES.get(key, key), units * number, number=number)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{path}/{key}: {value} is too great for a number, or none")
+        if key in _BOUNDS:
+            _check_bound(path, key, value)
         if key == "properties" and isinstance(value, dict):
             num_properties.append(len(value))
         elif key == "patternProperties" and isinstance(value, dict):
             _add_patterns(value, work)
-        elif key == "multipleOf" and isinstance(value, int | float) and math.isfinite(value):
-            multiples.append(_digits(value))
-            work.add(f"multipleOf={value}", multiples[-1] / _DIGITS_A_UNIT, number=0)
+        elif key == "multipleOf" and _is_number(value):
+            multiples.add(value)
+            work.add(f"multipleOf={value}", _digits(value) / _DIGITS_A_UNIT, number=0)
         elif key == "pattern":
             together.add_pattern(path)
             _add_patterns([value], work)
@@ -154,11 +197,13 @@ def add_schema(schema: Any, work: Work) -> None:
     most = together.most() if is_merged else 0
     if most > _MAX_PATTERNS_TOGETHER:
         raise ValueError(f"{most} patterns for one text, by allOf or $ref: {TOO_LONG}")
-    if is_merged and math.lcm(*filter(None, multiples)) > _MAX_MULTIPLE:
-        raise ValueError(f"multipleOf of allOf or $ref have too large a multiple: {TOO_LONG}")
+    if is_merged:
+        _check_multiples(multiples)
     total = sum(num_properties)
     pairs = total**2 if is_merged else sum(number**2 for number in num_properties)
     work.add(_CAUSES["properties"], pairs / _PAIRS_OF_A_PROPERTY, number=0)
+    for _, target in references:
+        _check_target(target)
     _check_references(paths, references)
     merging -= {path for path in alone if num_keys[path] == 1}
     merged = [
@@ -167,6 +212,36 @@ def add_schema(schema: Any, work: Work) -> None:
         if num_keys[path] > 1 or any(outer in merging for outer in _outward(path))
     ]
     _check_merged(merged)
+
+
+def _check_bound(path: str, key: str, value: Any) -> None:
+    """Raises ValueError: what llguidance makes of it would not hold."""
+    if not _is_number(value):
+        return
+    is_exclusive = key in _EXCLUSIVE
+    if key in _UPPER and value >= _MAX_INTEGER + is_exclusive:
+        return  # No integer that is written is greater, and other numbers are refused.
+    is_exact = abs(value) <= _MAX_WHOLE - is_exclusive
+    if not is_exact and not is_exclusive and abs(value) < _MAX_INTEGER:
+        read = float(value)
+        is_exact = read == value == int(Decimal(repr(read)))
+    if not is_exact or isinstance(value, _Misread):
+        raise ValueError(f"{path}/{key}: {value!r} would not be kept exactly: 15 digits are")
+
+
+def _check_multiples(multiples: Iterable[float]) -> None:
+    """``multiples``: those that may have to hold together. Raises ValueError: they cannot."""
+    numbers = [Decimal(repr(each)) for each in multiples if each]
+    if math.lcm(*map(_digits, filter(None, multiples))) > _MAX_MULTIPLE:
+        raise ValueError(f"multipleOf of allOf or $ref have too large a multiple: {TOO_LONG}")
+    unit = Decimal(10) ** min((int(each.as_tuple().exponent) for each in numbers), default=0)
+    if len(numbers) > 1 and math.lcm(*(int(each / unit) for each in numbers)) > (
+        _MAX_COMMON_MULTIPLE
+    ):
+        raise ValueError(
+            f"multipleOf of allOf or $ref: {min(numbers)} and {max(numbers)} would not be kept "
+            "together exactly"
+        )
 
 
 def _check_merged(references: Sequence[tuple[str, str]]) -> None:
@@ -188,6 +263,15 @@ def _check_merged(references: Sequence[tuple[str, str]]) -> None:
 
     if max(map(number, sorted(targets))) > _MAX_MERGED:
         raise ValueError(f"references are merged more than {_MAX_MERGED} times: {TOO_LONG}")
+
+
+def _check_target(target: str) -> None:
+    """Raises ValueError: a reference leads into a value, which is not read as a schema here."""
+    is_name = False
+    for step in target.rpartition("#")[2].split("/")[1:]:
+        if not is_name and step in _VALUES:
+            raise ValueError(f"$ref to {target!r}: {step} holds no schema")
+        is_name = not is_name and step in _NAMES
 
 
 def _check_references(paths: Iterable[str], references: Sequence[tuple[str, str]]) -> None:
@@ -280,6 +364,10 @@ def _check_values(path: str, value: Any) -> int:
     return max(0, num_nested) * 3
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _digits(value: float) -> int:
     """A number's digits as an integer: 25 for 0.25."""
     return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
@@ -287,13 +375,19 @@ def _digits(value: float) -> int:
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     """Every keyword and its value, behind the pointer to its schema."""
+    for path, each in _schemas(schema):
+        yield from ((path, key, value) for key, value in each.items())
+
+
+def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema that is an object, behind the pointer to it."""
     waiting = [("", schema)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, list):
             waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)][::-1]
         elif isinstance(value, dict):
-            yield from ((path, key, each) for key, each in value.items())
+            yield path, value
             for key, each in reversed(value.items()):
                 if key in _NAMES and isinstance(each, dict):
                     waiting += [

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.worker.text.json_schema import without_unknown_formats
+
 ANYTHING = r"(.|\n)*"
 WHITESPACE = r"[ \n\t]{0,40}"
 """Between two tokens of JSON. Without a bound some models write spaces for ever."""
@@ -49,6 +51,7 @@ class Lark:
         )
 
     def json(self, schema: Any) -> str:
+        schema = without_unknown_formats(schema)
         if isinstance(schema, dict):
             given = schema.get("x-guidance")
             options = {
