@@ -159,6 +159,7 @@ def test_no_text_is_lost_that_only_looks_like_a_call(form: str, data: st.DataObj
     markers = [
         *FORMATS[form].opens,
         *FORMATS[form].shapes[0].end,
+        FORMATS[form].implied,
         '{"name": "x"',
         "<think>",
         "a",

@@ -75,6 +75,8 @@ class Braces:
 class Number:
     """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
 
+    is_optional: bool = False
+
 
 @dataclass(frozen=True)
 class Given:
@@ -128,7 +130,8 @@ class ToolFormat:
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
 _MISTRAL_ARGS = Shape(
-    call=(Name(), Given("[CALL_ID]"), Literal("[ARGS]"), Arguments()), between="[TOOL_CALLS]"
+    call=(Name(), Given("[CALL_ID]"), Literal("[ARGS]", is_optional=True), Arguments()),
+    between="[TOOL_CALLS]",
 )
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
@@ -155,6 +158,7 @@ TOOL_FORMATS = (
                 end="<｜tool▁calls▁end｜>",
             ),
         ),
+        implied=_DEEPSEEK[1],
         signs=((_DEEPSEEK[0], "```json"),),
     ),
     ToolFormat(
@@ -173,6 +177,7 @@ TOOL_FORMATS = (
                 end="<｜tool▁calls▁end｜>",
             ),
         ),
+        implied=_DEEPSEEK[1],
         signs=((_DEEPSEEK[0],),),
     ),
     ToolFormat(
@@ -234,8 +239,8 @@ TOOL_FORMATS = (
                     Literal("<|tool_call_begin|>"),
                     Literal("functions.", is_optional=True),
                     Name(),
-                    Literal(":"),
-                    Number(),
+                    Literal(":", is_optional=True),
+                    Number(is_optional=True),
                     Literal("<|tool_call_argument_begin|>"),
                     Arguments(),
                     Literal("<|tool_call_end|>"),
@@ -244,6 +249,7 @@ TOOL_FORMATS = (
                 end="<|tool_calls_section_end|>",
             ),
         ),
+        implied="<|tool_call_begin|>",
         signs=(("<|tool_calls_section_begin|>",),),
     ),
     ToolFormat(
@@ -260,7 +266,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         name="granite",  # Granite 3, Phi-4-mini.
-        opens=("<|tool_call|>",),
+        opens=("<|tool_call|>", "<tool_call>"),
         shapes=(Shape(begin="[", call=(CallObject("arguments"),), between=", ", end="]"),),
         closes=("<|/tool_call|>",),
         signs=(("<|tool_call|>",),),

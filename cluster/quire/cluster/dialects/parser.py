@@ -27,20 +27,15 @@ from quire.cluster.dialects.formats import (
     ToolFormat,
 )
 from quire.cluster.dialects.reader import Reader, Reading
+from quire.cluster.dialects.strict_json import StrictJson, written
 from quire.cluster.dialects.tools import MAX_NAME_CHARS, NAME_CHARS, Tool
-from quire.cluster.dialects.values import (
-    StrictStrings,
-    kinds_of,
-    python_as_json,
-    tagged_as_json,
-    written,
-)
+from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_json
 from quire.worker.text.reasoning import Frame, ReasoningFormat
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")
 _PLAIN_NAME = re.compile(r'[^\s:,{}\[\]"<]*')
-_SCALAR = re.compile(r"[^\s,{}\[\]]*")
+_SCALAR = re.compile(r"[^,{}\[\]]*")
 _ID = re.compile(r"[\w.:-]*")
 _NUMBER = re.compile(r"[0-9]*")
 _HEADER = re.compile(r"[^<]*")
@@ -116,7 +111,7 @@ class OutputParser:
         self._number = ""
         self._given_id = ""
         self._arguments: list[str] = []
-        self._strings = StrictStrings()
+        self._json = StrictJson()
         self._unended: tuple[str, ...] = ()  # What may still end the reasoning.
         self._is_begun = False  # The call that is being read.
         self._is_bare = False  # It stands without a marker.
@@ -164,8 +159,7 @@ class OutputParser:
             return
         if calls.is_bare:
             yield from self._read_calls(calls, marker="")
-        implied = (calls.implied,) if calls.implied else ()
-        markers = (*calls.opens, *implied, *calls.closes, *self._unended)
+        markers = (*self._opens(calls), *calls.closes, *self._unended)
         while marker := (yield from reader.until(markers, self._say)):
             if marker in self._unended:
                 continue
@@ -176,6 +170,12 @@ class OutputParser:
                 yield from self._read_calls(calls, marker=marker)
         if not self._num_calls:
             self._flush_spaces()
+
+    def _opens(self, calls: ToolFormat) -> tuple[str, ...]:
+        """What may begin a call: only what the grammar writes, where there is one."""
+        if self._has_form:
+            return calls.opens[:1]
+        return (*calls.opens, calls.implied) if calls.implied else calls.opens
 
     def _read_messages(self, frame: Frame) -> Reading[None]:
         reader = self._reader
@@ -237,7 +237,7 @@ class OutputParser:
         reader.forget()
         yield from reader.spaces()
         calls = self._format
-        opens = calls.opens if calls is not None else ()
+        opens = self._opens(calls) if calls is not None else ()
         while marker := (yield from reader.until((reasoning.closes, *opens), self._reason)):
             if marker == reasoning.closes:
                 break
@@ -270,7 +270,9 @@ class OutputParser:
                 break
         unread = reader.recorded()
         if self._num_calls == num_before:
-            if marker == calls.implied:
+            if marker == calls.implied and not unread:
+                yield from reader.literal(marker)  # No part of it was read.
+            elif marker == calls.implied:
                 unread = unread.removeprefix(marker)
             self._say(marker, of=of)
         if len(unread) > _MAX_REREAD_CHARS:
@@ -290,26 +292,35 @@ class OutputParser:
             if shape.between is None:
                 return
             separator = shape.between.strip()
-            if separator and not (yield from reader.literal(separator)):
-                return
+            is_apart = not separator or (yield from reader.literal(separator))
+            if not is_apart and not isinstance(shape.call[0], CallObject):
+                return  # Else text could look like another call.
             yield from reader.spaces()
 
     def _read_call(self, shape: Shape) -> Reading[bool]:
-        """Whether a call was read to its end. What is read of it is recorded until it begins."""
+        """Whether a call was read to its end. What is read of it is recorded until it begins.
+        Behind arguments that are none, what closes the call ends it."""
         self._name, self._number, self._given_id, self._is_begun = "", "", "", False
-        parts = shape.call
-        whole = True
-        for number, part in enumerate(parts):
-            later = (each for each in parts[number + 1 :] if not isinstance(each, Spaces))
-            follow = next(later, Literal(shape.end))
-            if not (yield from self._read_part(part, follow)):
-                whole = False
+        is_whole = is_closed = True
+        end = shape.end.strip()
+        for number, part in enumerate(shape.call):
+            ends = [each.text for each in shape.call[number + 1 :] if isinstance(each, Literal)][:1]
+            marks = (each.strip() for each in (*ends, end, shape.between or ""))
+            if (yield from self._read_part(part, tuple(filter(None, marks)))):
+                is_closed = is_whole or (isinstance(part, Literal) and bool(part.text.strip()))
+                continue
+            if not self._is_begun or not is_whole:
+                is_closed = False
                 break
+            is_whole = is_closed = False
         if self._is_begun:
-            self._end_call(is_whole=whole)
-        return whole
+            if not is_closed and end:
+                is_closed = yield from self._reader.literal(end, take=False)
+            self._end_call(is_whole=is_closed)
+        return is_closed
 
-    def _read_part(self, part: Part, follow: Part) -> Reading[bool]:
+    def _read_part(self, part: Part, ends: tuple[str, ...]) -> Reading[bool]:
+        """``ends``: the marks that may follow."""
         yield from self._reader.spaces()
         match part:
             case Literal(text, is_optional):
@@ -319,16 +330,17 @@ class OutputParser:
             case Name():
                 self._name = yield from self._reader.run(_NAME, max_chars=MAX_NAME_CHARS)
                 return 0 < len(self._name) <= MAX_NAME_CHARS
-            case Number():
+            case Number(is_optional):
                 self._number = yield from self._reader.run(_NUMBER, max_chars=_MAX_NUMBER_CHARS)
-                return 0 < len(self._number) <= _MAX_NUMBER_CHARS
+                is_there = is_optional or bool(self._number)
+                return is_there and len(self._number) <= _MAX_NUMBER_CHARS
             case Given(mark):
                 if mark and not (yield from self._reader.literal(mark)):
                     return True
                 self._given_id = yield from self._reader.run(_ID, max_chars=MAX_NAME_CHARS)
                 return 0 < len(self._given_id) <= MAX_NAME_CHARS
             case Arguments():
-                return (yield from self._read_arguments())
+                return (yield from self._read_arguments(ends))
             case CallObject():
                 return (yield from self._read_object(part))
             case Keywords():
@@ -336,10 +348,9 @@ class OutputParser:
             case Braces(quote):
                 if (yield from self._reader.peek()) != "{" or not self._begin():
                     return False
-                return (yield from self._read_braced(quote, _MAX_DEPTH))
+                return (yield from self._read_braced(quote, _MAX_DEPTH, kinds=None))
             case Fields():
-                assert isinstance(follow, Literal)
-                return (yield from self._read_fields(part, follow.text.strip()))
+                return (yield from self._read_fields(part, ends))
 
     def _begin(self) -> bool:
         """Tells of the call, unless it is of no tool of the request."""
@@ -349,24 +360,25 @@ class OutputParser:
         self._spaces.clear()
         self._is_begun = True
         self._arguments.clear()
-        self._strings = StrictStrings()
+        self._json = StrictJson()
         self._num_calls += 1
         given_id = f"functions.{self._name}:{self._number}" if self._number else ""
         self._tell(CallBegun(self._num_calls - 1, self._name, self._given_id or given_id))
         return True
 
-    def _read_arguments(self) -> Reading[bool]:
+    def _read_arguments(self, ends: tuple[str, ...] = ()) -> Reading[bool]:
+        for end in ends:
+            if (yield from self._reader.literal(end, take=False)):
+                return self._begin() and self._argue("{}")
+        if (yield from self._reader.literal("null")):
+            return self._begin() and self._argue("{}")
         first = yield from self._reader.peek()
-        if first not in ("{", "[", '"', "n") or not self._begin():
+        if first not in ("{", "[", '"') or not self._begin():
             return False
         if first == '"':  # JSON in a string of JSON.
             text = yield from self._reader.json_string()
             self._argue_json((text or "").strip() or "{}")
             return text is not None
-        if first == "n":
-            yield from self._reader.json_value(lambda _: None)
-            self._argue("{}")
-            return True
         return (yield from self._reader.json_value(self._argue_json))
 
     def _read_object(self, part: CallObject) -> Reading[bool]:
@@ -415,8 +427,8 @@ class OutputParser:
             self._argue("{}")
         return True
 
-    def _read_fields(self, part: Fields, follow: str) -> Reading[bool]:
-        """Arguments between tags, up to ``follow``."""
+    def _read_fields(self, part: Fields, ends: tuple[str, ...]) -> Reading[bool]:
+        """Arguments between tags, up to one of ``ends``."""
         reader = self._reader
         num_fields = 0
         while True:
@@ -438,42 +450,54 @@ class OutputParser:
                 return False
             name = "".join(key).strip()
             self._argue(f'{", " if num_fields else "{"}"{written(name)}": ')
-            if not (yield from self._read_field(part, name, "".join(attribute))):
+            if not (yield from self._read_field(part, name, "".join(attribute), ends)):
                 return False
             num_fields += 1
-        if not (yield from reader.literal(follow, take=False)):
+        for end in ends:
+            if (yield from reader.literal(end, take=False)):
+                break
+        else:
             return False
         if not self._is_begun and not self._begin():
             return False
         self._argue("}" if num_fields else "{}")
         return True
 
-    def _read_field(self, part: Fields, name: str, attribute: str) -> Reading[bool]:
+    def _read_field(
+        self, part: Fields, name: str, attribute: str, follow: tuple[str, ...]
+    ) -> Reading[bool]:
         reader = self._reader
         ends: tuple[str, ...] = (part.value[1],)
         if part.newline:
             yield from reader.literal("\n")
             ends = (f"\n{part.value[1]}", part.value[1])
+            if not self._has_form:  # Some answers lack the mark that ends a value.
+                ends += tuple(f"\n{mark}" for mark in (part.key[0], *follow))
         tool = self._schemas.get(self._name)
         kinds = kinds_of(name, tool.parameters if tool is not None else {})
         if part.attribute is not None and attribute == part.attribute["string"]:
             kinds = frozenset({"string"})
         if kinds == frozenset({"string"}):
             self._argue('"')
-            if (yield from reader.until(ends, lambda text: self._argue(written(text)))) is None:
-                return False
-            self._argue('"')
-            return True
+            end = yield from reader.until(ends, lambda text: self._argue(written(text)))
+            self._put_back(part, end)
+            return end is not None and self._argue('"')
         value: list[str] = []
         # A text within JSON may have the mark that ends the value. Where the value may be no JSON,
         # the first mark ends it.
         is_json = self._has_form and kinds is not None and "string" not in kinds
         if is_json and (yield from reader.peek()) in ("{", "["):
             yield from reader.json_value(value.append)
-        is_whole = (yield from reader.until(ends, value.append)) is not None
+        end = yield from reader.until(ends, value.append)
+        self._put_back(part, end)
         text = "".join(value)
-        self._argue(tagged_as_json(text, kinds) if is_whole else text)
-        return is_whole
+        self._argue(tagged_as_json(text, kinds) if end is not None else text)
+        return end is not None
+
+    def _put_back(self, part: Fields, end: str | None) -> None:
+        """What ended a value, unless it is the value's own mark."""
+        if end is not None and part.value[1] not in end:
+            self._reader.put_back(end)
 
     def _read_keywords(self) -> Reading[bool]:
         reader = self._reader
@@ -504,27 +528,35 @@ class OutputParser:
                 return False
             num_keywords += 1
 
-    def _read_braced(self, quote: str, depth_left: int) -> Reading[bool]:
-        """A value of `Braces`."""
+    def _read_braced(
+        self, quote: str, depth_left: int, *, kinds: frozenset[str] | None
+    ) -> Reading[bool]:
+        """A value of `Braces`. ``kinds`` are those that it may have, where they are known."""
         reader = self._reader
+        is_text = kinds == frozenset({"string"})
         if (yield from reader.literal(quote)):
+            if kinds is not None and "string" not in kinds:
+                return (yield from self._read_marked(quote, kinds))
             self._argue('"')
             if (yield from reader.until((quote,), lambda text: self._argue(written(text)))) is None:
                 return False
-            self._argue('"')
-            return True
+            return self._argue('"')
         first = yield from reader.peek()
         if first == '"':
-            return (yield from reader.json_value(self._argue))
+            value: list[str] = []
+            is_whole = yield from reader.json_value(value.append)
+            return self._argue(python_as_json("".join(value)) if is_whole else "") and is_whole
         if first not in ("{", "["):
             text = yield from reader.run(_SCALAR)
             is_whole = bool((yield from reader.peek()))
-            self._argue(tagged_as_json(text, None) if is_whole else text)
+            text = text.strip()
+            self._argue(tagged_as_json(text, kinds if is_text else None) if is_whole else text)
             return is_whole
         close = "}" if first == "{" else "]"
         yield from reader.literal(first)
         self._argue(first)
         num_values = 0
+        name: str | None = None
         while True:
             yield from reader.spaces()
             if num_values and (yield from reader.literal(",")):
@@ -544,9 +576,20 @@ class OutputParser:
                 yield from reader.spaces()
             else:
                 self._argue(comma)
-            if not depth_left or not (yield from self._read_braced(quote, depth_left - 1)):
+            tool = self._schemas.get(self._name) if name and depth_left == _MAX_DEPTH else None
+            kinds = kinds_of(name, tool.parameters) if name and tool is not None else None
+            if not depth_left:
+                return False
+            if not (yield from self._read_braced(quote, depth_left - 1, kinds=kinds)):
                 return False
             num_values += 1
+
+    def _read_marked(self, quote: str, kinds: frozenset[str]) -> Reading[bool]:
+        """What is no text, between two ``quote`` all the same."""
+        value: list[str] = []
+        if (yield from self._reader.until((quote,), value.append)) is None:
+            return False
+        return self._argue(tagged_as_json("".join(value), kinds))
 
     def _read_braced_name(self, quote: str) -> Reading[str | None]:
         reader = self._reader
@@ -578,7 +621,7 @@ class OutputParser:
 
     def _argue_json(self, text: str) -> None:
         """Arguments as the model writes them, in JSON of its own."""
-        self._argue(self._strings.strict(text))
+        self._argue(self._json.strict(text))
 
     def _end_call(self, *, is_whole: bool) -> None:
         try:
@@ -587,10 +630,11 @@ class OutputParser:
             is_whole = False
         self._tell(CallEnded(self._num_calls - 1, is_whole))
 
-    def _argue(self, text: str) -> None:
+    def _argue(self, text: str) -> bool:
         if text:
             self._arguments.append(text)
             self._tell(CallArguments(self._num_calls - 1, text))
+        return True
 
     def _tell_of(self, kind: type[Content | Reasoning], text: str) -> None:
         self._tell(kind(text))

@@ -18,11 +18,9 @@ Reading = Generator[None, None, T]
 Sink = Callable[[str], object]
 
 _SPACES = re.compile(r"\s*")
-_OUTSIDE = {
-    '"': re.compile(r'["{}\[\]]'),
-    "\"'": re.compile(r"[\"'(){}\[\],]"),
-}
-"""What matters of a value outside its strings, by the quotes of strings: JSON's and Python's."""
+_JSON = re.compile(r"[\"'{}\[\]<`]")
+_PYTHON = re.compile(r"[\"'(){}\[\],]")
+"""What matters of a value outside its strings. Marks of formats that end JSON begin with < or `."""
 _INSIDE = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _SCALAR = re.compile(r"[^\s,}\]]*")
 
@@ -120,7 +118,7 @@ class Reader:
         """Reads one JSON value as it is written; whether it was whole."""
         first = yield from self.peek()
         if first in '{["' and first:
-            return (yield from self._balanced(sink, quotes='"'))
+            return (yield from self._balanced(sink, _JSON))
         text = yield from self.run(_SCALAR)
         sink(text)
         return bool(text) and bool((yield from self.peek()))
@@ -130,7 +128,7 @@ class Reader:
         if (yield from self.peek()) != '"':
             return None
         raw: list[str] = []
-        yield from self._balanced(raw.append, quotes='"')
+        yield from self._balanced(raw.append, _JSON)
         try:
             text = str(json.loads("".join(raw), strict=False))
         except ValueError:
@@ -139,32 +137,32 @@ class Reader:
 
     def python_value(self, sink: Sink) -> Reading[bool]:
         """Reads up to the comma or parenthesis that ends a Python argument; whether one did."""
-        return (yield from self._balanced(sink, quotes="\"'"))
+        return (yield from self._balanced(sink, _PYTHON))
 
-    def _balanced(self, sink: Sink, *, quotes: str) -> Reading[bool]:
+    def _balanced(self, sink: Sink, outside: re.Pattern[str]) -> Reading[bool]:
         """Of JSON, a list, an object or a string to its end; of Python, all before a comma or a
-        closing bracket that is in none of its own brackets."""
+        closing bracket that is in none of its own brackets. Models write single quotes in either.
+        """
         depth, quote, is_escaped = 0, "", False
-        is_json = quotes == '"'
         while True:
             at = self._at
             if is_escaped and at < len(self._text):
                 at, is_escaped = at + 1, False
-            while found := (_INSIDE[quote] if quote else _OUTSIDE[quotes]).search(self._text, at):
+            while found := (_INSIDE[quote] if quote else outside).search(self._text, at):
                 at, char = found.end(), found[0]
                 if char == "\\":
                     is_escaped = at == len(self._text)
                     at += not is_escaped
-                elif char in quotes:
+                elif char in "\"'":
                     quote = "" if quote else char
                 elif char in "([{":
                     depth += 1
-                elif depth == 0:  # Of Python: JSON begins with a bracket or a quote.
+                elif char in "<`" or depth == 0:  # JSON begins with a bracket or a quote.
                     sink(self._take(at - 1))
-                    return True
+                    return outside is _PYTHON
                 elif char != ",":
                     depth -= 1
-                if is_json and depth == 0 and not quote and char != "\\":
+                if outside is _JSON and depth == 0 and not quote and char != "\\":
                     sink(self._take(at))
                     return True
             if self._at < len(self._text):

@@ -1,12 +1,12 @@
-"""Arguments that are not written as JSON, as JSON: those between tags, and Python's."""
+"""Arguments that stand between tags or are Python's, as JSON."""
 
 import ast
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+from quire.cluster.dialects.strict_json import CONSTANTS, StrictJson, written
+
 _MAX_REFERENCES = 8
 _KINDS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (bool, ("boolean",)),  # Before int, which it is too.
@@ -43,70 +43,40 @@ def is_sendable(text: str) -> bool:
     return True
 
 
-def written(text: str) -> str:
-    """A part of a string's text as it stands in JSON, without quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-class StrictStrings:
-    """JSON in pieces, in which models write what JSON does not allow in a string: line breaks and
-    other control characters as they are, and escapes that there are not."""
-
-    def __init__(self) -> None:
-        self._is_inside = False
-        self._held = ""  # A backslash at the end of a piece.
-
-    def strict(self, text: str) -> str:
-        """The next piece, as JSON has it."""
-        text, self._held = self._held + text, ""
-        if text.endswith("\\") and (len(text) - len(text.rstrip("\\"))) % 2:
-            text, self._held = text[:-1], "\\"
-        return _SPECIAL.sub(self._special, text)
-
-    def _special(self, found: re.Match[str]) -> str:
-        mark = found[0]
-        if mark == '"':
-            self._is_inside = not self._is_inside
-        elif self._is_inside and mark < " ":
-            return written(mark)
-        elif self._is_inside and mark[0] == "\\" and mark[1:] not in _ESCAPES:
-            return mark[1:] if mark == "\\'" else f"\\{mark}"
-        return mark
-
-
-_SPECIAL = re.compile(r'["\x00-\x1f]|\\.', re.DOTALL)
-_ESCAPES = set('"\\/bfnrtu')
-
-
 def tagged_as_json(text: str, kinds: frozenset[str] | None) -> str:
     """An argument that stands between tags: as it is where it is JSON that the schema may mean,
     else a string."""
     given = text.strip()
-    for candidate in (given, _CONSTANTS.get(given, given)):
+    is_text = kinds is not None and "string" in kinds
+    named = given if kinds is None or is_text else given.capitalize()
+    for candidate in (given, CONSTANTS.get(named, given)):
         try:
             value = json.loads(candidate, parse_constant=_no_number)
         except (ValueError, RecursionError):
             continue
-        if kinds is None or "string" not in kinds or not kinds.isdisjoint(_kinds_of_value(value)):
+        if not is_text or not (kinds or set()).isdisjoint(_kinds_of_value(value)):
             return candidate
-    if kinds is not None and "string" not in kinds and given[:1] in ("[", "{", "("):
+    if kinds is not None and not is_text and given[:1] in ("[", "{", "("):
         return python_as_json(given)  # As a template writes it that has no `tojson`.
     return f'"{written(text)}"'
 
 
 def python_as_json(text: str) -> str:
     """A Python literal, or JSON, as JSON; what is neither is a string."""
+    text = text.strip()
     try:
         json.loads(text, parse_constant=_no_number)
-        return text.strip()
+        return text
     except (ValueError, RecursionError):
         pass
     try:
-        value = ast.literal_eval(text.strip())
+        value = ast.literal_eval(text)
         shown = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return shown if is_sendable(shown) else json.dumps(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return f'"{written(text.strip())}"'
+        strict = StrictJson()
+        shown = strict.strict(f"{text}\n").strip()
+        return shown if strict.is_whole else f'"{written(text)}"'
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], num_left: int) -> frozenset[str] | None:
