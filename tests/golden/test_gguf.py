@@ -40,7 +40,7 @@ def llama3_quotients(size: int) -> np.ndarray[Any, Any]:
 
 class Case(NamedTuple):
     name: str
-    """Of transformers' classes."""
+    """The prefix of the model's classes in transformers."""
     architecture: str
     fields: dict[str, Any] = {}  # noqa: RUF012 - It is not written to.
     metadata: dict[str, Any] = {}  # noqa: RUF012

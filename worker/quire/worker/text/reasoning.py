@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # The command line reads the names of formats, and needs no N
 _TAIL_TOKENS = 8
 """Of a prompt, in which a template that begins the reasoning has done so."""
 _MAX_TURN_TOKENS = 32_768
-"""Of a turn that the prompt has begun, in which its marks are looked for."""
+"""How many of the last tokens of a prompt are searched for the marks of reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)

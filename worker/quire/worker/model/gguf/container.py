@@ -264,7 +264,7 @@ class _Cursor:
             raise CheckpointError(f"{self.file}: a text in it is no UTF-8; {_GET_AGAIN}") from error
 
     def value(self, kind: int) -> Any:
-        """Of the metadata."""
+        """Reads one value of the metadata, whose type GGUF numbers ``kind``."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:

@@ -234,7 +234,7 @@ def _merges(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str
 
 
 _MOST_CHARS = 1000
-"""Of a token that is merged: the work grows with the square of its length."""
+"""The longest token whose merges are derived: the work grows with the square of its length."""
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
