@@ -21,7 +21,7 @@ from quire.worker.model.through.dry_run import dry_run
 
 _ENDING, _QUANT_ENDING = "_config.json", "_hf_quant_config.json"
 _MOST_POSITIONS = 4096
-"""How many positions a second dry run has. The first, shorter one fails where a window is longer."""
+"""Positions of a second dry run. The first, shorter one fails where a window is longer."""
 
 
 def what_it_gets(folder: Path) -> tuple[str, str]:

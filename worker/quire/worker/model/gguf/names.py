@@ -79,7 +79,7 @@ class PlacedTensor(TensorInfo):
     offset: float = 0.0
     """Added to the stored values."""
     part: Literal["values", "codes", "scales"] = "values"
-    """What is read of a tensor: decoded values; or, of blocks of 4 bits, codes (0 to 15) or scales."""
+    """What is read: decoded values; or, of blocks of 4 bits, codes (0 to 15) or scales."""
     expert: int = 0
     """Which of the matrices that are stored as one tensor."""
 
