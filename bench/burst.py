@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 
 import httpx
@@ -27,11 +28,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=340)
     parser.add_argument("--max-tokens", type=int, default=64)
     arguments = parser.parse_args()
-    with serving(arguments.model) as url:
+    with serving(arguments.model) as addresses:
         for size in arguments.sizes:
             asyncio.run(
                 burst(
-                    url,
+                    addresses.http,
                     size=size,
                     prompt_tokens=arguments.prompt_tokens,
                     max_tokens=arguments.max_tokens,
@@ -39,26 +40,30 @@ def main() -> None:
             )
 
 
+@dataclass(frozen=True)
+class Addresses:
+    http: str
+    """With its scheme."""
+    grpc: str
+    pid: int
+    """Of ``quire serve``."""
+
+
 @contextmanager
-def serving(model: str) -> Iterator[str]:
-    """The server's URL, from its start to its stop."""
-    command = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        model,
-        "--grpc-port",
-        "0",
-        "--http-port",
-        "0",
-    ]
+def serving(*arguments: str) -> Iterator[Addresses]:
+    """``quire serve`` with these arguments, from its start to its stop."""
+    ports = ("--grpc-port", "0", "--http-port", "0")
+    command = [sys.executable, "-m", "quire", "serve", *arguments, *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as server:
         assert server.stdout is not None
         try:
+            said = ""
             for line in server.stdout:
-                if found := re.search(r"HTTP\s+(http://[^/\s]+)/", line):
-                    yield found[1]
+                said += line
+                http = re.search(r"HTTP\s+(http://[^/\s]+)/", said)
+                grpc = re.search(r"gRPC\s+(\S+:\d+)", said)
+                if http and grpc:
+                    yield Addresses(http[1], grpc[1], server.pid)
                     break
             else:
                 raise SystemExit("quire serve ended")

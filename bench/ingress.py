@@ -157,11 +157,7 @@ class _Watch:
 
     def memory_mb(self) -> float:
         """Resident memory of the process and its children."""
-        total = 0
-        for pid in [self._pid, *_descendants(self._pid)]:
-            with contextlib.suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return total * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return sum(map(resident_mb, [self._pid, *descendants(self._pid)]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[_Seen]:
@@ -214,12 +210,24 @@ class _Watch:
         return most
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def resident_mb(pid: int) -> float:
+    """0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 1e6
+        )
+    return 0.0
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Its children, theirs, and so on."""
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
                 yield int(child)
-                yield from _descendants(int(child))
+                yield from descendants(int(child))
 
 
 def _ask(address: str, attack: Attack, *, method: str = "POST") -> tuple[str, float]:

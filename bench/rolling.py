@@ -1,9 +1,12 @@
 """Streams under a rolling upgrade and under autoscaling, on a real cluster: does a client notice?
 
-    python -m bench.rolling [--part upgrade scale] [--streams N] [--start-first] [--drain-s S]
+    python -m bench.rolling [--part upgrade numerics scale] [--streams N] [--requests N]
+        [--start-first] [--drain-s S]
 
 *upgrade*: two groups behind two gateways on one port. N streams run and restart when they end while
-the application is deployed again, so that Serve replaces every group and every gateway.
+the application is deployed again, so that Serve replaces every group and every gateway; and again
+until so many requests were answered.
+*numerics*: the same, from float32 to bfloat16: an answer is exact if it is that of either, whole.
 *scale*: one group. A burst of N long prompts requires a second group; then follows too little work
 for two. The report has the time from the burst until Serve starts a group.
 
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,67 +51,71 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    parts = {"upgrade": upgrade, "scale": scale}
+    parts = {
+        "upgrade": partial(upgrade, changes=[{"max_num_seqs": 24}, {"max_num_seqs": 32}]),
+        "numerics": partial(upgrade, changes=[{"dtype": "bfloat16"}, {"dtype": "float32"}]),
+        "scale": scale,
+    }
     add("--part", nargs="+", choices=parts, default=list(parts))
     add("--streams", type=int, default=20)
+    add("--tokens", type=int, default=MAX_TOKENS, help="of each stream")
+    add("--requests", type=int, default=1, help="upgrade again until so many are answered")
     add("--start-first", action="store_true", help="start each replacement before the old one goes")
     add("--drain-s", type=float, default=20, help="what is cut off after it is handed over")
     add("--output", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
     figures = {}
     for part in arguments.part:
-        figures[part] = parts[part](
-            arguments.streams, start_first=arguments.start_first, drain_s=arguments.drain_s
-        )
+        figures[part] = parts[part](arguments)
         for name, value in figures[part].items():
             print(f"{part:8} {name:24} {value}", flush=True)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def upgrade(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, Any]:
+def upgrade(arguments: argparse.Namespace, *, changes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Deploys each of the changes to the engine's settings in turn, in a circle."""
     from ray import serve
 
     with _ports() as ports:
         config = _config(
+            arguments,
             num_groups=2,
             num_gateways=2,
-            start_first=start_first,
-            drain_timeout_s=drain_s,
             # Admission is not the question here.
             max_queue_wait_s=600,
             **ports,
         )
+        durations_s = []
         with (
             running_cluster(config, name=APP_NAME) as endpoints,
-            _load(endpoints, num_streams) as load,
+            _load(endpoints, arguments) as load,
         ):
             time.sleep(SETTLE_S)
-            begin_s = time.monotonic()
-            changed = replace(config, engine=replace(config.engine, max_num_seqs=24))
-            serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
-            duration_s = time.monotonic() - begin_s
-            time.sleep(SETTLE_S)
-    return {"upgrade_s": round(duration_s, 1), **load.figures()}
+            for change in itertools.cycle(changes):
+                begin_s = time.monotonic()
+                changed = replace(config, engine=replace(config.engine, **change))
+                serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
+                durations_s.append(round(time.monotonic() - begin_s, 1))
+                time.sleep(SETTLE_S)
+                if len(durations_s) <= len(changes):
+                    load.learn(num_seeds=3)
+                if len(load.answers) >= arguments.requests:
+                    break
+    return {"upgrades_s": durations_s, **load.figures()}
 
 
-def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, Any]:
+def scale(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = AutoscalingSettings(
         min_groups=1, max_groups=2, target_ttft_s=0.5, down_delay_s=10, down_step_s=1
     )
-    config = _config(
-        autoscaling=settings,
-        start_first=start_first,
-        drain_timeout_s=drain_s,
-        grpc_port=0,
-        http_port=0,
-    )
+    config = _config(arguments, autoscaling=settings, grpc_port=0, http_port=0)
     with (
         running_cluster(config, name=APP_NAME) as endpoints,
-        _load(endpoints, num_streams // 2) as load,
+        _load(endpoints, arguments, arguments.streams // 2) as load,
     ):
         time.sleep(SETTLE_S)
-        burst = _Burst(endpoints, num_streams)
+        burst = _Burst(endpoints, arguments.streams)
         begin_s = time.monotonic()
         burst.start()
         _wait_for(2)
@@ -128,10 +136,13 @@ def scale(num_streams: int, *, start_first: bool, drain_s: float) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _load(endpoints: Endpoints, num_streams: int) -> Iterator[Load]:
-    load = Load(grpc=endpoints.grpc, http=endpoints.http, max_tokens=MAX_TOKENS)
+def _load(
+    endpoints: Endpoints, arguments: argparse.Namespace, num_streams: int | None = None
+) -> Iterator[Load]:
+    load = Load(grpc=endpoints.grpc, http=endpoints.http, max_tokens=arguments.tokens)
     load.learn(num_seeds=3)
-    threads = [threading.Thread(target=load.run, args=(number,)) for number in range(num_streams)]
+    users = range(num_streams or arguments.streams)
+    threads = [threading.Thread(target=load.run, args=(number,)) for number in users]
     for thread in threads:
         thread.start()
     try:
@@ -186,7 +197,7 @@ def _wait_for(num_groups: int, *, state: str | None = None) -> None:
     raise SystemExit(f"there never were {num_groups} groups: {states}")
 
 
-def _config(**given: Any) -> ClusterConfig:
+def _config(arguments: argparse.Namespace, **given: Any) -> ClusterConfig:
     engine = EngineConfig(
         model=demo_model.PATH,
         dtype="float32",
@@ -196,7 +207,13 @@ def _config(**given: Any) -> ClusterConfig:
         max_num_batched_tokens=256,
         num_threads=1,
     )
-    return ClusterConfig(engine=engine, served_model_name="demo", **given)
+    return ClusterConfig(
+        engine=engine,
+        served_model_name="demo",
+        start_first=arguments.start_first,
+        drain_timeout_s=arguments.drain_s,
+        **given,
+    )
 
 
 @contextlib.contextmanager

@@ -47,9 +47,10 @@ class Load:
     grpc: str
     http: str
     max_tokens: int
-    expected: dict[Ask, list[int]] = field(default_factory=dict)
-    num_complete: Counter[str] = field(default_factory=Counter)
-    inexact: list[str] = field(default_factory=list)
+    expected: dict[Ask, list[list[int]]] = field(default_factory=dict)
+    """The right answers: one for each numerics that was asked."""
+    answers: list[tuple[str, Ask, list[int]]] = field(default_factory=list)
+    """Of streams that finished, with their client."""
     broken: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -57,11 +58,12 @@ class Load:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def learn(self, num_seeds: int) -> None:
-        """Asks for every answer once, alone."""
+        """Asks for every answer once, alone. May be called again where numerics changed."""
         client = _OverGrpc(self.grpc)
         for prompt, seed in itertools.product(PROMPTS, range(num_seeds)):
             ask = Ask(prompt, seed, self.max_tokens)
-            self.expected[ask] = [id for ids, _ in client.stream(ask) for id in ids]
+            answer = [id for ids, _ in client.stream(ask) for id in ids]
+            self.expected.setdefault(ask, []).append(answer)
         client.close()
 
     def run(self, number: int) -> None:
@@ -99,10 +101,8 @@ class Load:
             is_finished, error = False, str(failure)
         with self._lock:
             self.gaps_s.append(gap_s)
-            if is_finished and token_ids == self.expected[ask]:
-                self.num_complete[name] += 1
-            elif is_finished:
-                self.inexact.append(f"{name}: {ask.prompt!r}, seed {ask.seed}")
+            if is_finished:
+                self.answers.append((name, ask, token_ids))
             else:
                 (self.broken if token_ids else self.refused).append(f"{name}: {error}")
         if not is_finished:
@@ -110,14 +110,20 @@ class Load:
         return is_finished
 
     def figures(self) -> dict[str, Any]:
+        exact = Counter(name for name, ask, ids in self.answers if ids in self.expected[ask])
+        inexact = [
+            f"{name}: {ask.prompt!r}, seed {ask.seed}"
+            for name, ask, ids in self.answers
+            if ids not in self.expected[ask]
+        ]
         return {
-            "complete": self.num_complete.total(),
-            "complete_by_client": dict(self.num_complete),
+            "complete": exact.total(),
+            "complete_by_client": dict(exact),
             "broken": len(self.broken),
             "refused": len(self.refused),
-            "inexact": len(self.inexact),
+            "inexact": len(inexact),
             "largest_gap_s": round(max(self.gaps_s, default=0.0), 2),
-            "errors": sorted({*self.broken, *self.refused, *self.inexact})[:8],
+            "errors": Counter([*self.broken, *self.refused, *inexact]).most_common(8),
         }
 
 

@@ -140,6 +140,7 @@ def all_groups_killed(stage: Stage) -> Outcome:
     at_s = now_s()
     _signal([life.pid for life in lives.values()], signal.SIGKILL)
     late = cluster.clients.load(stage.salted(f"late {now_s()}"), cluster.gateways)
+    late.wait_begun()
     streams = load.wait() + late.wait()
     resumed = cluster.total("quire_resumes_total") - resumes
     outcome.seen.append(f"{len(lives)} groups killed, {resumed:.0f} resumed")

@@ -164,6 +164,9 @@ def _options(limits: ConnectionLimits, max_inflight: int) -> list[tuple[str, int
         # Past the first, more and more are refused; past the second, all.
         ("grpc.max_metadata_size", 8 * 2**10),
         ("grpc.absolute_max_metadata_size", 16 * 2**10),
+        # Little may be read of a flood until the guard's next look.
+        ("grpc.tcp_receive_buffer_size", 128 * 2**10),
+        ("grpc.experimental.tcp_max_read_chunk_size", 16 * 2**10),
         # A client that vanished without a word is noticed, and its streams end.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

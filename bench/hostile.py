@@ -1,0 +1,383 @@
+"""What others feel beside hostile clients: ambiguous grammars over HTTP, HTTP/2 floods over gRPC.
+
+    python -m bench.hostile grammars [--clients 4] [--n 1 64] [--seconds 20]
+    python -m bench.hostile floods [--connections 8 32] [--seconds 12] [--same-address]
+
+``quire serve`` with the demo model, one group. Four victims have one stream after the other. Shown
+are their longest gap between two tokens, their tokens per second and, beside floods, their p99 of
+four tokens and the gateway's memory: alone, beside attackers that only burn CPU, and beside each
+attack. Attackers run at niceness 10. Those of floods have no key, connect again as soon as they are
+cut off, and come from addresses of their own unless told otherwise.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import quantiles
+
+import grpc.aio
+import httpx
+from bench.burst import serving
+from bench.ingress import descendants, resident_mb
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc
+
+NUM_VICTIMS = 4
+KEY = "sk-a-victim-of-the-bench"
+HEADERS, PRIORITY, RST, SETTINGS, WINDOW_UPDATE, CONTINUATION = 1, 2, 3, 4, 8, 9
+END_HEADERS = 4
+
+
+@dataclass
+class Felt:
+    """What the victims felt, in seconds."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    """Of a whole stream."""
+    gaps_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def stream(self, times_s: Sequence[float], begin_s: float) -> None:
+        self.num_tokens += len(times_s)
+        self.gaps_s += [later - earlier for earlier, later in pairwise(times_s)]
+        if times_s:
+            self.latencies_s.append(times_s[-1] - begin_s)
+
+    def p99_ms(self) -> float:
+        return quantiles(self.latencies_s, n=100)[-1] * 1e3 if len(self.latencies_s) > 1 else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(required=True)
+    command = kinds.add_parser("grammars")
+    command.set_defaults(run=beside_grammars)
+    command.add_argument("--clients", type=int, default=4)
+    command.add_argument("--n", type=int, nargs="+", default=[1, 64], help="choices of a request")
+    command.add_argument("--seconds", type=float, default=20)
+    command = kinds.add_parser("floods")
+    command.set_defaults(run=beside_floods)
+    command.add_argument("--connections", type=int, nargs="+", default=[8, 32])
+    command.add_argument("--seconds", type=float, default=12)
+    command.add_argument("--same-address", action="store_true", help="as the victims'")
+    command.add_argument("--only", nargs="+", choices=FLOODS, default=list(FLOODS))
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+# Grammars
+
+
+def beside_grammars(arguments: argparse.Namespace) -> None:
+    with serving("--num-gateways", "1") as addresses:
+        alone = asyncio.run(_victims_over_http(addresses.http, arguments.seconds))
+        print(_described("alone", alone), flush=True)
+        for name, attack in (("CPU burnt elsewhere", _burn), *_grammar_attacks(arguments)):
+            with _attackers(attack, [(addresses.http,)] * arguments.clients) as answers:
+                felt = asyncio.run(_victims_over_http(addresses.http, arguments.seconds))
+            share = felt.num_tokens / alone.num_tokens
+            print(f"{_described(name, felt)}, {share:.2f} of alone; attackers: {answers()}")
+
+
+def _described(name: str, felt: Felt) -> str:
+    return (
+        f"{name}: longest gaps {[round(gap_s * 1e3) for gap_s in sorted(felt.gaps_s)[:-6:-1]]} ms, "
+        f"{felt.num_tokens} tokens, "
+        f"errors {dict(felt.errors)}"
+    )
+
+
+def _grammar_attacks(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[str, Callable[..., None]]]:
+    for n in arguments.n:
+        attack = _Grammars(n)
+        yield f"{arguments.clients} clients, ambiguous grammars, n={n}", attack
+
+
+@dataclass(frozen=True)
+class _Grammars:
+    """One request after the other, each with a grammar that no one has seen."""
+
+    n: int
+
+    def __call__(self, results: "multiprocessing.Queue[str]", url: str) -> None:
+        with httpx.Client(timeout=300) as client:
+            for number in itertools.count():
+                body = {
+                    "prompt": [5, 6 + number % 1000],
+                    "max_tokens": 300,
+                    "temperature": 1.0,
+                    "n": self.n,
+                    "structured_outputs": {"grammar": ambiguous(f"r{os.getpid()}_{number}_")},
+                }
+                answer = client.post(f"{url}/v1/completions", json=body)
+                results.put(f"{answer.status_code} {answer.text[:160] if answer.is_error else ''}")
+
+
+def ambiguous(prefix: str, *, num_rules: int = 20, num_pairs: int = 2) -> str:
+    """Lark. Each rule is a letter or one of some pairs of other rules: a mask takes some 30 ms."""
+    rules = [f"start: {prefix}0+"]
+    for rule in range(num_rules):
+        pairs = [
+            f"{prefix}{(rule + 1 + k) % num_rules} {prefix}{(rule + 1 + 3 * k) % num_rules}"
+            for k in range(num_pairs)
+        ]
+        rules.append(f"{prefix}{rule}: /[a-z ]/ | " + " | ".join(pairs))
+    return "\n".join(rules)
+
+
+async def _victims_over_http(url: str, seconds: float) -> Felt:
+    felt, end_s = Felt(), time.monotonic() + seconds
+
+    async def victim(client: httpx.AsyncClient, number: int) -> None:
+        for turn in itertools.count():
+            begin_s, times_s = time.monotonic(), []
+            if begin_s > end_s:
+                return
+            body = {
+                "prompt": [10 + number, 10 + turn, *range(20, 38)],
+                "max_tokens": 200,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "return_token_ids": True,  # A token whose text waits is a token.
+            }
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {") and json.loads(line[6:]).get("choices"):
+                        times_s.append(time.monotonic())
+                    elif line == "data: [DONE]":
+                        break
+                else:
+                    felt.errors[str(answer.status_code)] += 1
+            felt.stream([at for at in times_s if at < end_s], begin_s)
+
+    async with httpx.AsyncClient(timeout=120) as client:
+        await asyncio.gather(*(victim(client, number) for number in range(NUM_VICTIMS)))
+    return felt
+
+
+# Floods
+
+
+def beside_floods(arguments: argparse.Namespace) -> None:
+    with tempfile.NamedTemporaryFile("w") as keys:
+        keys.write(f"{KEY} victims\n")
+        keys.flush()
+        with serving("--num-gateways", "1", "--api-keys-file", keys.name) as addresses:
+            gateway = _gateway(addresses.pid)
+            attacks = [("alone", None, 0), *_flood_attacks(arguments)]
+            for name, flood, num in attacks:
+                hosts = ["127.0.0.1" if arguments.same_address else None] * num
+                work = [
+                    (addresses.grpc, host or f"127.0.{1 + number // 200}.{1 + number % 200}")
+                    for number, host in enumerate(hosts)
+                ]
+                before = resident_mb(gateway)
+                with _attackers(flood or _burn, work) as answers, _peak(gateway) as peak:
+                    felt = asyncio.run(_victims_over_grpc(addresses.grpc, arguments.seconds))
+                print(
+                    f"{name}: p99 {felt.p99_ms():.0f} ms, {len(felt.latencies_s)} answers, memory "
+                    f"{before:.0f} MB, at most {peak() - before:+.0f} MB, "
+                    f"errors {dict(felt.errors)}; connections of attackers: {answers()}",
+                    flush=True,
+                )
+
+
+def _flood_attacks(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[str, Callable[..., None], int]]:
+    for num in arguments.connections:
+        yield f"CPU burnt elsewhere, {num}", _burn, num
+        for name in arguments.only:
+            yield f"{name}, {num}", _Flood(name), num
+
+
+@dataclass(frozen=True)
+class _Flood:
+    name: str
+
+    def __call__(self, results: "multiprocessing.Queue[str]", address: str, host: str) -> None:
+        hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0)
+        target, port = address.rsplit(":", 1)
+        while True:
+            try:
+                with socket.socket() as client:
+                    client.bind((host, 0))
+                    client.connect((target, int(port)))
+                    client.sendall(hello)
+                    for frames in FLOODS[self.name]():
+                        client.sendall(frames)
+            except OSError as error:
+                results.put(type(error).__name__)
+
+
+def _frame(kind: int, stream: int, data: bytes = b"", *, flags: int = 0) -> bytes:
+    return struct.pack(">I", len(data))[1:] + struct.pack(">BBI", kind, flags, stream) + data
+
+
+def _header(name: str, value: str) -> bytes:
+    """As HPACK writes one that is in no table."""
+    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+_HEAD = b"".join(
+    _header(*each)
+    for each in (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/quire.v1.Inference/Generate"),
+        (":authority", "here"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+    )
+)
+
+
+def _endless_head() -> Iterator[bytes]:
+    yield _frame(HEADERS, 1, _HEAD)
+    yield from itertools.repeat(_frame(CONTINUATION, 1, _header("x", "aaa") * 1500) * 20)
+
+
+def _streams(*, is_reset: bool) -> Iterator[bytes]:
+    for stream in range(1, 2**31, 2):
+        reset = _frame(RST, stream, struct.pack(">I", 8)) if is_reset else b""
+        yield _frame(HEADERS, stream, _HEAD, flags=END_HEADERS) + reset
+
+
+FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "continuation": _endless_head,
+    "window-update": lambda: itertools.repeat(
+        _frame(WINDOW_UPDATE, 0, struct.pack(">I", 1)) * 1000
+    ),
+    "priority": lambda: itertools.repeat(_frame(PRIORITY, 1, b"\0\0\0\0\0") * 1000),
+    "half-open": lambda: _streams(is_reset=False),
+    "reset": lambda: _streams(is_reset=True),
+}
+
+
+async def _victims_over_grpc(address: str, seconds: float) -> Felt:
+    felt, end_s = Felt(), time.monotonic() + seconds
+
+    async def victim(number: int) -> None:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[5, 6, 7 + number]),
+            sampling=pb.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+        )
+        key = (("authorization", f"Bearer {KEY}"),)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            while (begin_s := time.monotonic()) < end_s:
+                try:
+                    answer = stub.Generate(request, timeout=30, metadata=key)
+                    times_s = [time.monotonic() async for _ in answer]
+                    felt.stream(times_s, begin_s)
+                except grpc.aio.AioRpcError as error:
+                    felt.errors[error.code().name] += 1
+                await asyncio.sleep(0.05)
+
+    await asyncio.gather(*map(victim, range(NUM_VICTIMS)))
+    return felt
+
+
+def _gateway(server: int) -> int:
+    """Its process ID."""
+    (pid,) = (
+        pid
+        for pid in descendants(server)
+        if _command(pid).startswith("ray::Serve") and "Gateway" in _command(pid)
+    )
+    return pid
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+@contextlib.contextmanager
+def _peak(pid: int) -> Iterator[Callable[[], float]]:
+    """The largest resident memory of a process so far, in MB."""
+    most, ended = [resident_mb(pid)], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            most[0] = max(most[0], resident_mb(pid))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: most[0]
+    finally:
+        ended.set()
+        thread.join()
+
+
+# Attackers
+
+
+def _burn(results: "multiprocessing.Queue[str]", *_: str) -> None:
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def _attackers(
+    attack: Callable[..., None], work: Sequence[tuple[str, ...]]
+) -> Iterator[Callable[[], dict[str, int]]]:
+    """A process for each of the work's arguments; after the block, how its attempts ended."""
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[str] = context.Queue()
+    processes: list[BaseProcess] = [
+        context.Process(target=_attacker, args=(attack, results, *each), daemon=True)
+        for each in work
+    ]
+    seen: Counter[str] = Counter()
+    for process in processes:
+        process.start()
+    if processes:
+        time.sleep(2)
+    try:
+        yield lambda: dict(seen)
+    finally:
+        for process in processes:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        with contextlib.suppress(Exception):
+            while True:
+                seen[results.get(timeout=0.2)] += 1
+
+
+def _attacker(
+    attack: Callable[..., None], results: "multiprocessing.Queue[str]", *arguments: str
+) -> None:
+    os.nice(10)
+    attack(results, *arguments)
+
+
+if __name__ == "__main__":
+    main()
