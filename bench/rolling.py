@@ -23,7 +23,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    parts = {
+    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "upgrade": partial(upgrade, changes=[{"max_num_seqs": 24}, {"max_num_seqs": 32}]),
         "numerics": partial(upgrade, changes=[{"dtype": "bfloat16"}, {"dtype": "float32"}]),
         "scale": scale,
