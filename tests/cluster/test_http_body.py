@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from quire.cluster.edge import body
-from quire.cluster.edge.http_errors import BodyTooLarge, BodyTooSlow, NotJson
+from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.byte_budget import ByteBudget
 from quire.worker.api.errors import InvalidRequest

@@ -326,7 +326,9 @@ def _as_ids(token_ids: Any) -> TokenIds:
     try:
         return as_token_ids(token_ids)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"prompt_token_ids must be integers, 0 or more: {error}") from None
+        raise InvalidRequest(
+            f"prompt_token_ids must be integers, 0 or more: {error}", param="prompt_token_ids"
+        ) from None
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

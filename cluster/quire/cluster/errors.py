@@ -86,6 +86,8 @@ class Quarantined(QuireError):
 class Overloaded(QueueFull):
     """The request is refused so that those that were taken keep their latency."""
 
+    retry_after_s: float
+
     def __init__(self, message: str, *, reason: RefusalReason, retry_after_s: float) -> None:
         super().__init__(message)
         self.reason = reason
@@ -98,3 +100,5 @@ class DeadlineExceeded(QuireError):
 
 class Unavailable(QuireError):
     """No replica group can take the request now."""
+
+    retry_after_s = 1.0

@@ -6,17 +6,23 @@ renew or to steal from a disk.
 
 import asyncio
 import datetime
+import logging
 import ssl
+import time
 from pathlib import Path
 
 import grpc
 
 from quire.worker.api.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 CERTIFICATE_NAME = "group.quire"
 """Whom a group's own certificate is for, wherever the group is."""
 
 _LOOK_EVERY_S = 30.0
+_MAX_UNREAD_S = 60.0
+"""For how long renewed files may not fit each other, before that is logged."""
 _CLOCK_SKEW = datetime.timedelta(days=1)
 _LIFETIME = datetime.timedelta(days=36500)
 """Lifetime of a group's own certificate: it is only used until the group's process ends."""
@@ -31,6 +37,7 @@ class ServerTls:
 
     def __init__(self, *, certificate: Path, key: Path) -> None:
         self._certificate, self._key = certificate, key
+        self._unread_since_s: float | None = None
         self.http_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         """For an HTTP server; new connections get the certificate that `follow` has read last."""
         try:
@@ -56,9 +63,15 @@ class ServerTls:
         try:
             if self._changed_s() != self._loaded_s:
                 self._load()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             # Between the writing of the one file and of the other they do not match.
-            return
+            if self._unread_since_s is None:
+                self._unread_since_s = time.monotonic()
+            elif time.monotonic() - self._unread_since_s > _MAX_UNREAD_S:
+                _log.error("the renewed certificate cannot be used, the former one is: %s", error)
+                self._unread_since_s = time.monotonic()
+        else:
+            self._unread_since_s = None
 
     def _load(self) -> None:
         changed_s = self._changed_s()

@@ -103,7 +103,10 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, pb.Constraint):
         kind = value.WhichOneof("kind")
         if kind is None:
-            raise InvalidRequest("structured_outputs is empty: leave it out, or set one field")
+            raise InvalidRequest(
+                "structured_outputs is empty: leave it out, or set one field",
+                param="structured_outputs",
+            )
         return Constraint(kind, getattr(value, kind))
     if isinstance(value, MutableSequence):
         return [each.ids if isinstance(each, pb.TokenIds) else each for each in value]

@@ -269,7 +269,8 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequest(
                 f"request_id {request.request_id!r} is in use: abort that request first, or take "
-                "another id"
+                "another id",
+                param="request_id",
             )
         return check_request(
             request.prompt_token_ids,

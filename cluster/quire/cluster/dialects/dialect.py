@@ -50,7 +50,8 @@ class Dialect:
         if self.calls is None and (self.parses_calls or use.has_form):
             raise InvalidRequest(
                 "tools are not supported: the model's chat template shows none of the known "
-                "formats of calls, serve it with --tool-call-parser"
+                "formats of calls, serve it with --tool-call-parser",
+                param="tools",
             )
 
     def shown_token_ids(self, *, with_calls: bool) -> frozenset[int]:

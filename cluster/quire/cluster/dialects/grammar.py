@@ -53,7 +53,8 @@ def constrain(
         if use.has_form:
             raise InvalidRequest(
                 f"a {form.kind} as the form of the output cannot be had with tool_choice "
-                "'required' or a named function, or with strict tools: leave one of them out"
+                "'required' or a named function, or with strict tools: leave one of them out",
+                param="structured_outputs",
             )
         return form  # Written for the whole answer.
     may_call = bool(use.tools) and dialect.calls is not None
@@ -62,7 +63,8 @@ def constrain(
         if use.has_form:
             raise InvalidRequest(
                 "response_format cannot be had with strict tools of this model, whose calls are "
-                "JSON without a mark: leave one of them out"
+                "JSON without a mark: leave one of them out",
+                param="response_format",
             )
         may_call = False
     if form is not None and not may_call and (dialect.reasoning is None or reasons is False):
@@ -352,5 +354,6 @@ def _check_free(
     if bound:
         raise InvalidRequest(
             f"tools: {bound[0]}, of the argument {name!r} of {tool.name!r}, is not supported in "
-            "the format in which this model writes calls: leave it out"
+            "the format in which this model writes calls: leave it out",
+            param="tools",
         )

@@ -53,7 +53,7 @@ def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolU
     if choice == "none":
         return ToolUse()
     if not offered:
-        raise InvalidRequest("tool_choice is only allowed with tools")
+        raise InvalidRequest("tool_choice is only allowed with tools", param="tool_choice")
     if choice == "required":
         return ToolUse(tools=offered, is_required=True, is_parallel=is_parallel)
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -64,13 +64,15 @@ def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolU
     ):
         raise InvalidRequest(
             f"tool_choice={reprlib.repr(choice)}: must be 'auto', 'none', 'required' or "
-            '{"type": "function", "function": {"name": …}}'
+            '{"type": "function", "function": {"name": …}}',
+            param="tool_choice",
         )
     named = tuple(tool for tool in offered if tool.name == function.get("name"))
     if not named:
         raise InvalidRequest(
             f"tool_choice names the function {reprlib.repr(function.get('name'))}: it is not in "
-            "tools"
+            "tools",
+            param="tool_choice",
         )
     # As in OpenAI's API, it is one call.
     return ToolUse(tools=named, is_required=True, is_parallel=False)
@@ -79,34 +81,41 @@ def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolU
 def check_tools(given: object) -> tuple[Tool, ...]:
     """The tools of a request. Raises InvalidRequest."""
     if not isinstance(given, list):
-        raise InvalidRequest(f"tools={reprlib.repr(given)}: must be a list")
+        raise InvalidRequest(f"tools={reprlib.repr(given)}: must be a list", param="tools")
     if len(given) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(given)}: at most {MAX_TOOLS}")
+        raise InvalidRequest(f"tools has {len(given)}: at most {MAX_TOOLS}", param="tools")
     tools = tuple(_tool(f"tools[{index}]", each) for index, each in enumerate(given))
     names = [tool.name for tool in tools]
     twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
-        raise InvalidRequest(f"tools: two have the name {twice!r}")
+        raise InvalidRequest(f"tools: two have the name {twice!r}", param="tools")
     return tools
 
 
 def _tool(place: str, given: object) -> Tool:
     kind = given.get("type") if isinstance(given, dict) else given
     if not isinstance(given, dict) or kind != "function":
-        raise InvalidRequest(f"{place}: type={reprlib.repr(kind)} is not supported: functions are")
+        raise InvalidRequest(
+            f"{place}: type={reprlib.repr(kind)} is not supported: functions are", param=place
+        )
     function = given.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{place}: function={reprlib.repr(function)} must be an object")
+        raise InvalidRequest(
+            f"{place}: function={reprlib.repr(function)} must be an object", param=place
+        )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(
             f"{place}: function.name={reprlib.repr(name)}: must be 1 to {MAX_NAME_CHARS} letters, "
-            "digits, '_', '-' and '.'"
+            "digits, '_', '-' and '.'",
+            param=place,
         )
     for key, kinds in (("description", str), ("parameters", dict), ("strict", bool)):
         value = function.get(key)
         if value is not None and not isinstance(value, kinds):
-            raise InvalidRequest(f"{place}: function.{key}={reprlib.repr(value)}: {_WANTED[key]}")
+            raise InvalidRequest(
+                f"{place}: function.{key}={reprlib.repr(value)}: {_WANTED[key]}", param=place
+            )
     shown = {key: value for key, value in function.items() if value is not None and key != "strict"}
     return Tool(
         name=name,

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from quire.cluster.edge.http_errors import BodyTooLarge, BodyTooSlow, NotJson
+from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.openai_schema import Body
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.byte_budget import ByteBudget, Hold

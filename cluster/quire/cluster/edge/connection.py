@@ -23,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from quire.cluster.edge.http_errors import HeadTooLarge, error_response
+from quire.cluster.edge.error_kinds import HeadTooLarge
+from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
 from quire.worker.api.errors import InvalidRequest, QuireError
 

@@ -56,4 +56,6 @@ def check_lists(sampling: Message) -> None:
     for field, value in sampling.ListFields():
         is_list = isinstance(value, Collection) and not isinstance(value, str)
         if is_list and len(value) > _MAX_ITEMS:
-            raise InvalidRequest(f"{field.name} has {len(value)}: at most {_MAX_ITEMS}")
+            raise InvalidRequest(
+                f"{field.name} has {len(value)}: at most {_MAX_ITEMS}", param=field.name
+            )

@@ -11,13 +11,12 @@ with that number, without details.
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -26,16 +25,9 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from quire.cluster.errors import (
-    DeadlineExceeded,
-    ModelNotFound,
-    NotAnOperator,
-    Overloaded,
-    Quarantined,
-    Unavailable,
-)
-from quire.router.errors import UnknownDecision
-from quire.worker.api.errors import BrokenLogits, ContextExceeded, InvalidRequest, QueueFull
+from quire.cluster.edge.error_kinds import INTERNAL, kind_of
+from quire.cluster.errors import Overloaded
+from quire.worker.api.errors import InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 
@@ -43,33 +35,10 @@ _log = logging.getLogger(__name__)
 # and in base64 within the details. Clients refuse trailers above 8 KB, and with them the status.
 _MAX_MESSAGE_BYTES = 1500
 _MAX_DESCRIPTION_BYTES = 300
-_RETRY_S = 1.0
-_NAMED = re.compile(r"(?:token id \d+ at position \d+ of the )?([a-z_]+)")
-"""The field that a message is about: it begins with the name, but about token ids."""
 _MAX_DEPTH = 4
 
 Descriptor = Any  # A class of its own for each of protobuf's implementations.
 Context = grpc.aio.ServicerContext[object, object]
-
-
-class _Kind(NamedTuple):
-    code: grpc.StatusCode
-    reason: str
-
-
-_KINDS: dict[type[Exception], _Kind] = {
-    ContextExceeded: _Kind(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
-    InvalidRequest: _Kind(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
-    NotAnOperator: _Kind(grpc.StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR"),
-    ModelNotFound: _Kind(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
-    UnknownDecision: _Kind(grpc.StatusCode.NOT_FOUND, "DECISION_NOT_FOUND"),
-    Overloaded: _Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
-    QueueFull: _Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-    BrokenLogits: _Kind(grpc.StatusCode.INTERNAL, "BROKEN_LOGITS"),
-    Quarantined: _Kind(grpc.StatusCode.ABORTED, "QUARANTINED"),
-    DeadlineExceeded: _Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    Unavailable: _Kind(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
-}
 
 
 @asynccontextmanager
@@ -88,11 +57,13 @@ async def statuses(
     except grpc.aio.InternalError as error:  # Of gRPC's core, where a call's connection is gone.
         raise asyncio.CancelledError from error
     except Exception as error:
-        for type_, kind in _KINDS.items():
-            if isinstance(error, type_):
-                details = list(_details(error, request, aliases or {}))
-                metadata = _retry_metadata(error)
-                await refuse(context, *kind, str(error), details=details, metadata=metadata)
+        kind = kind_of(error)
+        if kind is not INTERNAL:
+            details = list(_details(error, request, aliases or {}))
+            metadata = _retry_metadata(error)
+            await refuse(
+                context, kind.grpc_code, kind.reason, str(error), details=details, metadata=metadata
+            )
         incident = secrets.token_hex(4)
         _log.exception("incident %s", incident)
         await refuse(
@@ -128,18 +99,15 @@ async def refuse(
 
 def _details(error: Exception, request: Message, aliases: Mapping[str, str]) -> Iterator[Message]:
     if isinstance(error, InvalidRequest):
-        message = str(error)
-        match = _NAMED.match(message)
-        name = match[1] if match else ""
+        name = (error.param or "").partition("[")[0]
         path = _paths(request.DESCRIPTOR).get(aliases.get(name, name))
         if path is not None:
-            description = _cut(message, _MAX_DESCRIPTION_BYTES)
+            description = _cut(str(error), _MAX_DESCRIPTION_BYTES)
             violation = BadRequest.FieldViolation(field=path, description=description)
             yield BadRequest(field_violations=[violation])
-    retry_after_s = _retry_after_s(error)
-    if retry_after_s is not None:
+    if isinstance(error, QuireError) and error.retry_after_s is not None:
         retry = RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(retry_after_s * 1000))
+        retry.retry_delay.FromMilliseconds(round(error.retry_after_s * 1000))
         yield retry
 
 
@@ -163,14 +131,8 @@ def _paths(message: Descriptor) -> dict[str, str]:
     return found
 
 
-def _retry_after_s(error: Exception) -> float | None:
-    if isinstance(error, Overloaded):
-        return error.retry_after_s
-    return _RETRY_S if isinstance(error, QueueFull | Unavailable) else None
-
-
 def _retry_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
-    """When to try again: for those who read HTTP's header, and for gRPC's own retries (A6)."""
+    """When to try again: for those who read HTTP's header, and for gRPC's own retries."""
     if not isinstance(error, Overloaded):
         return ()
     pushback_ms = round(error.retry_after_s * 1000)

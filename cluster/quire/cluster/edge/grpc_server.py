@@ -220,7 +220,7 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("prompt is missing: set text, token_ids or chat")
+        raise InvalidRequest("prompt is missing: set text, token_ids or chat", param="prompt")
     if kind == "chat":
         return (_chat(request.chat),)
     if isinstance(request, pb.TokenizeRequest):
@@ -230,7 +230,9 @@ def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
 
 def _chat(chat: pb.Chat) -> Chat:
     if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"chat has {len(chat.messages)} messages: at most {MAX_MESSAGES}")
+        raise InvalidRequest(
+            f"chat has {len(chat.messages)} messages: at most {MAX_MESSAGES}", param="chat"
+        )
     tools = check_tools(_json("tools_json", chat.tools_json or "[]", max_chars=_MAX_TOOLS_CHARS))
     return Chat(
         [_message(turn) for turn in chat.messages],
@@ -249,14 +251,14 @@ def _message(turn: pb.ChatMessage) -> dict[str, object]:
 def _object(name: str, given: str) -> dict[str, Any]:
     value = _json(name, given or "{}", max_chars=_MAX_JSON_CHARS)
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be a JSON object")
+        raise InvalidRequest(f"{name} must be a JSON object", param=name)
     return value
 
 
 def _json(name: str, given: str, *, max_chars: int) -> Any:
     if len(given) > max_chars:
-        raise InvalidRequest(f"{name} has {len(given)} characters: at most {max_chars}")
+        raise InvalidRequest(f"{name} has {len(given)} characters: at most {max_chars}", param=name)
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not JSON: {error}") from error
+        raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from error

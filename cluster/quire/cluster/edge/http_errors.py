@@ -4,12 +4,11 @@ An unexpected exception is logged under an incident number and reaches the clien
 """
 
 import logging
-import re
 import reprlib
 import secrets
 from collections.abc import Mapping
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -17,24 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.error_kinds import INTERNAL, INVALID, Kind, kind_of
 from quire.cluster.edge.streams import UnreadResponse
-from quire.cluster.errors import (
-    DeadlineExceeded,
-    ModelNotFound,
-    NotAnOperator,
-    Overloaded,
-    Quarantined,
-    Unauthenticated,
-    Unavailable,
-)
-from quire.router.errors import UnknownDecision
-from quire.worker.api.errors import (
-    BrokenLogits,
-    ContextExceeded,
-    InvalidRequest,
-    QueueFull,
-    QuireError,
-)
+from quire.worker.api.errors import ContextExceeded, InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 
@@ -44,53 +28,14 @@ _MAX_CHARS = 2000
 """Longest error message."""
 
 
-class BodyTooLarge(QuireError):
-    """The request's body is longer than the server reads."""
-
-
-class HeadTooLarge(QuireError):
-    """The request's first line and headers are more than the server reads."""
-
-
-class BodyTooSlow(QuireError):
-    """The request's body is large and does not come."""
-
-
-class NotJson(QuireError):
-    """The request's body is of another type than JSON."""
-
-
-class _Kind(NamedTuple):
-    status: int
-    type: str
-    code: str | None = None
-
-
-_KINDS: Mapping[type[Exception], _Kind] = {
-    ContextExceeded: _Kind(400, "invalid_request_error", "context_length_exceeded"),
-    InvalidRequest: _Kind(400, "invalid_request_error"),
-    Unauthenticated: _Kind(401, "authentication_error", "invalid_api_key"),
-    NotAnOperator: _Kind(403, "permission_error", "not_an_operator"),
-    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
-    UnknownDecision: _Kind(404, "invalid_request_error", "decision_not_found"),
-    BodyTooSlow: _Kind(408, "invalid_request_error"),
-    BodyTooLarge: _Kind(413, "invalid_request_error"),
-    HeadTooLarge: _Kind(431, "invalid_request_error"),
-    NotJson: _Kind(415, "invalid_request_error"),
-    Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
-    QueueFull: _Kind(429, "rate_limit_error", "queue_full"),
-    BrokenLogits: _Kind(500, "server_error", "broken_logits"),
-    Quarantined: _Kind(500, "server_error", "quarantined"),
-    DeadlineExceeded: _Kind(504, "timeout_error", "deadline_exceeded"),
-    Unavailable: _Kind(503, "service_unavailable_error", "unavailable"),
-}
 _UNIONS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts such as {'type': 'text', 'text': '…'}",
 }
 """The kinds that a union field may have."""
-_INTERNAL = _Kind(500, "server_error", "internal_error")
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
+"""What the prompt is called there."""
 
 _ANTHROPIC_PATHS = "/v1/messages"
 _ANTHROPIC_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
@@ -114,7 +59,7 @@ def error_response(error: Exception) -> Response:
     return JSONResponse(body, status_code=kind.status, headers=error_headers(error))
 
 
-def error_body(error: Exception) -> dict[str, object]:
+def error_body(error: Exception) -> dict[str, dict[str, object]]:
     """``{"error": …}`` for ``error``."""
     return _describe(error)[1]
 
@@ -127,7 +72,7 @@ def anthropic_error(body: Mapping[str, Any], *, status: int = 0) -> dict[str, ob
     return {"type": "error", "error": said}
 
 
-def worded_for(path: str, body: dict[str, object], *, status: int) -> dict[str, object]:
+def worded_for(path: str, body: Mapping[str, Any], *, status: int) -> Mapping[str, Any]:
     """``body``, an error's, as clients of ``path`` know errors."""
     is_anthropic = path == _ANTHROPIC_PATHS or path.startswith(f"{_ANTHROPIC_PATHS}/")
     return anthropic_error(body, status=status) if is_anthropic else body
@@ -135,20 +80,22 @@ def worded_for(path: str, body: dict[str, object], *, status: int) -> dict[str, 
 
 def error_headers(error: Exception) -> dict[str, str]:
     """Whether and when to try again. OpenAI's clients do after each 429 and 5xx, unless told."""
-    if isinstance(error, (BrokenLogits, Quarantined, DeadlineExceeded)):
-        return {"x-should-retry": "false"}
-    if isinstance(error, (QueueFull, Unavailable)):
-        retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1
-        return {"Retry-After": str(ceil(retry_after_s))}
-    return {}
+    if not isinstance(error, QuireError):
+        return {}
+    if error.retry_after_s is not None:
+        return {"Retry-After": str(ceil(error.retry_after_s))}
+    return {"x-should-retry": "false"} if kind_of(error).status >= 500 else {}
 
 
 async def _handle(request: Request, error: Exception) -> Response:
     kind, body = _describe(error)
     is_unread = getattr(request.state, "body_is_unread", False)
     response_type = UnreadResponse if is_unread else JSONResponse
-    body = worded_for(request.url.path, body, status=kind.status)
-    return response_type(body, status_code=kind.status, headers=error_headers(error))
+    path = request.url.path
+    if isinstance(error, InvalidRequest) and error.param == "prompt":
+        body["error"]["param"] = _PROMPTS.get(path, error.param)
+    said = worded_for(path, body, status=kind.status)
+    return response_type(said, status_code=kind.status, headers=error_headers(error))
 
 
 async def _handle_http(request: Request, error: HTTPException) -> Response:
@@ -159,24 +106,25 @@ async def _handle_http(request: Request, error: HTTPException) -> Response:
         message += f"; there are {', '.join(paths)}"
     elif error.headers and "Allow" in error.headers:
         message += f"; use {error.headers['Allow']}"
-    body = _body(message, _Kind(error.status_code, "invalid_request_error"))
-    body = worded_for(request.url.path, body, status=error.status_code)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    body = _body(message, INVALID)
+    said = worded_for(request.url.path, body, status=error.status_code)
+    return JSONResponse(said, status_code=error.status_code, headers=error.headers)
 
 
 async def _handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-def _describe(error: Exception) -> tuple[_Kind, dict[str, object]]:
+def _describe(error: Exception) -> tuple[Kind, dict[str, dict[str, object]]]:
     if isinstance(error, ValidationError):
-        return _KINDS[InvalidRequest], _validation_body(error)
-    for type_, kind in _KINDS.items():
-        if isinstance(error, type_):
-            return kind, _body(_message(error), kind, param=_param(error))
+        return INVALID, _validation_body(error)
+    kind = kind_of(error)
+    if kind is not INTERNAL:
+        param = error.param if isinstance(error, InvalidRequest) else None
+        return kind, _body(_message(error), kind, param=param)
     incident = secrets.token_hex(4)
     _log.error("incident %s", incident, exc_info=error)
-    return _INTERNAL, _body(f"internal error, incident {incident}", _INTERNAL)
+    return kind, _body(f"internal error, incident {incident}", kind)
 
 
 def _message(error: Exception) -> str:
@@ -187,24 +135,24 @@ def _message(error: Exception) -> str:
     return message if len(message) <= _MAX_CHARS else f"{message[:_MAX_CHARS]}…"
 
 
-def _validation_body(error: ValidationError) -> dict[str, object]:
+def _validation_body(error: ValidationError) -> dict[str, dict[str, object]]:
     """The first of the errors; a union reports one for each of its members, of which the one that
     found a list too long is the right one."""
     errors = error.errors(include_url=False, include_context=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
-    kind = _KINDS[InvalidRequest]
     param = str(first["loc"][0]) if first["loc"] else None
     for field, kinds in _UNIONS.items():
         # Behind its name, a union's error has the member that refused, which nobody has asked for.
         if first["type"] != "too_long" and field in first["loc"][:-1]:
             location = first["loc"][: first["loc"].index(field) + 1]
             # The first member, a string, was given all of it.
-            return _body(f"{_shown(location, first['input'])}: must be {kinds}", kind, param=param)
+            message = f"{_shown(location, first['input'])}: must be {kinds}"
+            return _body(message, INVALID, param=param)
     if first["type"] in ("missing", "too_long"):
         message = f"{_join(first['loc'])}: {first['msg']}"
     else:
         message = f"{_shown(first['loc'], first['input'])}: {first['msg']}"
-    return _body(message, kind, param=param)
+    return _body(message, INVALID, param=param)
 
 
 def _shown(location: tuple[str | int, ...], value: object) -> str:
@@ -215,11 +163,5 @@ def _join(location: tuple[str | int, ...]) -> str:
     return ".".join(map(str, location))
 
 
-def _param(error: Exception) -> str | None:
-    """The field that a message begins with: ``top_p=7 is out of range``."""
-    match = re.match(r"([a-z_.]+)=", str(error)) if isinstance(error, InvalidRequest) else None
-    return match[1] if match else None
-
-
-def _body(message: str, kind: _Kind, *, param: str | None = None) -> dict[str, object]:
+def _body(message: str, kind: Kind, *, param: str | None = None) -> dict[str, dict[str, object]]:
     return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}

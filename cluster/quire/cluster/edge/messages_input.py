@@ -78,7 +78,10 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
     for index, turn in enumerate(turns):
         place = f"messages[{index}]"
         if turn.role not in _TYPES:
-            raise InvalidRequest(f"{place}.role={turn.role[:64]!r}: must be {', '.join(_TYPES)}")
+            raise InvalidRequest(
+                f"{place}.role={turn.role[:64]!r}: must be {', '.join(_TYPES)}",
+                param=f"{place}.role",
+            )
         for name, value in (turn.model_extra or {}).items():
             raise _unknown(place, name, value)
         for number, block in enumerate(turn.content):
@@ -89,10 +92,11 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
             add = _assistant if turn.role == "assistant" else _user
             messages += add(turn.content, place)
     if len(messages) == num_before:
-        raise InvalidRequest("messages is empty: send a list of messages")
+        raise InvalidRequest("messages is empty: send a list of messages", param="messages")
     if messages[-1].get("tool_calls"):
         raise InvalidRequest(
-            "messages: the last one has a tool_use: send its tool_result behind it"
+            "messages: the last one has a tool_use: send its tool_result behind it",
+            param="messages",
         )
     return [ChatTurn(**message) for message in messages]
 
@@ -151,12 +155,16 @@ def _check(block: Block, place: str, types: tuple[str, ...]) -> None:
     if block.type not in types:
         raise InvalidRequest(
             f"{place}: a block of type {block.type[:64]!r} is not supported: "
-            f"send {', '.join(types)}"
+            f"send {', '.join(types)}",
+            param=place,
         )
     needed, ignored = _FIELDS[block.type]
     for name in needed:
         if getattr(block, name) is None:
-            raise InvalidRequest(f"{place}.{name}: a block of type {block.type!r} must have it")
+            raise InvalidRequest(
+                f"{place}.{name}: a block of type {block.type!r} must have it",
+                param=f"{place}.{name}",
+            )
     given = {name: getattr(block, name) for name in block.model_fields_set}
     for name, value in given.items():
         if name not in ("type", *needed, *ignored) and value not in (None, []):
@@ -165,4 +173,4 @@ def _check(block: Block, place: str, types: tuple[str, ...]) -> None:
 
 def _unknown(place: str, name: str, value: object) -> InvalidRequest:
     shown = f"{name[:64]}={reprlib.repr(value)}"
-    return InvalidRequest(f"{place}: {shown} is not supported: leave it out")
+    return InvalidRequest(f"{place}: {shown} is not supported: leave it out", param=place)

@@ -155,14 +155,16 @@ def _is_hosted(tool: object) -> bool:
 def _tool(place: str, tool: object) -> object:
     """``tool`` as chats have it. Raises InvalidRequest: it is none of the client's own."""
     if not isinstance(tool, dict):
-        raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object")
+        raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object", param=place)
     for name, value in tool.items():
         if name not in (*_TOOL_FIELDS, *_TOOL_HINTS) and value not in (None, False, []):
             shown = f"{name[:64]}={reprlib.repr(value)}"
-            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out")
+            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out", param=place)
     if not isinstance(tool.get("input_schema"), dict):
         shown = reprlib.repr(tool.get("input_schema"))
-        raise InvalidRequest(f"{place}: input_schema={shown}: must be a JSON schema, an object")
+        raise InvalidRequest(
+            f"{place}: input_schema={shown}: must be a JSON schema, an object", param=place
+        )
     function = {ours: tool[theirs] for theirs, ours in _TOOL_FIELDS.items() if theirs in tool}
     return {"type": "function", "function": function}
 
@@ -176,14 +178,16 @@ def _choice(given: object) -> tuple[object, bool]:
     if not isinstance(given, dict) or (kind not in _CHOICES and (kind != "tool" or not has_name)):
         raise InvalidRequest(
             f"tool_choice={reprlib.repr(given)}: must be an object of type 'auto', 'any', 'none', "
-            "or 'tool' with a name"
+            "or 'tool' with a name",
+            param="tool_choice",
         )
     single = given.get("disable_parallel_tool_use") or False
     unknown = next((name for name in given if name not in _CHOICE_FIELDS), None)
     if unknown is not None or not isinstance(single, bool):
         raise InvalidRequest(
             f"tool_choice={reprlib.repr(given)}: has the fields type, name and "
-            "disable_parallel_tool_use, which is true or false"
+            "disable_parallel_tool_use, which is true or false",
+            param="tool_choice",
         )
     choice = {"type": "function", "function": {"name": given["name"]}} if kind == "tool" else None
     return choice or _CHOICES[str(kind)], not single

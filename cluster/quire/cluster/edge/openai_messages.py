@@ -52,6 +52,7 @@ class ChatTurn(BaseModel):
             if part.type != "text" or part.text is None:
                 raise InvalidRequest(
                     f"messages: a content part of type {part.type!r} is not supported: this "
-                    "model reads text, send parts of type 'text'"
+                    "model reads text, send parts of type 'text'",
+                    param="messages",
                 )
         return "".join(part.text or "" for part in self.content)

@@ -82,13 +82,15 @@ class Body(BaseModel):
             near = difflib.get_close_matches(unknown[:_MAX_NAME], sorted(known), n=1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out"
             shown = f"{unknown[:_MAX_NAME]}={reprlib.repr(given[unknown])}"
-            raise InvalidRequest(f"{shown} is no field of this request: {remedy}")
+            raise InvalidRequest(
+                f"{shown} is no field of this request: {remedy}", param=unknown[:_MAX_NAME]
+            )
         for name, allowed in cls.neutral.items():
             value = given.get(name)
             if value is not None and value not in allowed:
                 shown = reprlib.repr(value)
                 remedy = cls.remedies.get(name, "leave it out")
-                raise InvalidRequest(f"{name}={shown} is not supported: {remedy}")
+                raise InvalidRequest(f"{name}={shown} is not supported: {remedy}", param=name)
 
 
 @cache
@@ -163,9 +165,13 @@ class GenerationBody(Body):
     def check(self) -> None:
         super().check()
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed when stream is true")
+            raise InvalidRequest(
+                "stream_options is only allowed when stream is true", param="stream_options"
+            )
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs is only allowed when stream is false")
+            raise InvalidRequest(
+                "prompt_logprobs is only allowed when stream is false", param="prompt_logprobs"
+            )
 
     @property
     def forms(self) -> dict[str, Any]:
@@ -250,14 +256,18 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.echo and self.stream and self.logprobs is not None:
-            raise InvalidRequest("echo with logprobs is only allowed when stream is false")
+            raise InvalidRequest(
+                "echo with logprobs is only allowed when stream is false", param="echo"
+            )
 
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt: text or token ids."""
         if isinstance(self.prompt, str):
             return [(Text(self.prompt),)]
         if not self.prompt:
-            raise InvalidRequest("prompt is empty: send a text or a list of token ids")
+            raise InvalidRequest(
+                "prompt is empty: send a text or a list of token ids", param="prompt"
+            )
         if isinstance(self.prompt[0], int):
             return [(Tokens([token for token in self.prompt if isinstance(token, int)]),)]
         return [
@@ -299,7 +309,8 @@ class ChatFields(Body):
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message are both true: the text ends "
-                "either behind the last message or within it"
+                "either behind the last message or within it",
+                param="continue_final_message",
             )
 
     def chat(self, messages: list[ChatTurn]) -> Chat:
@@ -324,7 +335,8 @@ class ChatFields(Body):
         effort = self.effort
         if effort is not None and effort not in _EFFORTS:
             raise InvalidRequest(
-                f"reasoning_effort={reprlib.repr(effort)}: must be one of {', '.join(_EFFORTS)}"
+                f"reasoning_effort={reprlib.repr(effort)}: must be one of {', '.join(_EFFORTS)}",
+                param="reasoning_effort",
             )
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":
@@ -359,7 +371,9 @@ class ChatBody(ChatFields, GenerationBody):
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs is only allowed when logprobs is true")
+            raise InvalidRequest(
+                "top_logprobs is only allowed when logprobs is true", param="top_logprobs"
+            )
         PARAMETERS["logprobs"].kept("top_logprobs", self.top_logprobs)
 
     def prompts(self) -> list[Prompt]:
@@ -381,9 +395,9 @@ def sent_as(ours: str, theirs: str, *, unless: bool = False) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        if unless or not str(error).startswith(f"{ours}="):
+        if unless or error.param != ours:
             raise
-        raise InvalidRequest(theirs + str(error).removeprefix(ours)) from error
+        raise error.renamed(theirs) from error
 
 
 class TokenizeBody(ChatFields):
@@ -398,7 +412,7 @@ class TokenizeBody(ChatFields):
     def check(self) -> None:
         super().check()
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("send either prompt, a text, or messages, a chat")
+            raise InvalidRequest("send either prompt, a text, or messages, a chat", param="prompt")
 
     def spans(self) -> Prompt:
         if self.messages is not None:

@@ -53,7 +53,7 @@ def turns_of(instructions: str | None, items: Iterable[InputItem]) -> list[ChatT
     for index, item in enumerate(items):
         _add(turns, item, f"input[{index}]")
     if not turns:
-        raise InvalidRequest("input is empty: send a text or a list of items")
+        raise InvalidRequest("input is empty: send a text or a list of items", param="input")
     return [ChatTurn(**turn) for turn in turns]
 
 
@@ -68,7 +68,9 @@ def _add(turns: list[dict[str, Any]], item: InputItem, place: str) -> None:
             _assistant(turns, unless=("content", "tool_calls"))["content"] = text
     elif item.type == "reasoning":
         if item.encrypted_content is not None:
-            raise InvalidRequest(f"{place}: encrypted_content cannot be read here: leave it out")
+            raise InvalidRequest(
+                f"{place}: encrypted_content cannot be read here: leave it out", param=place
+            )
         if item.content:
             turn = _assistant(turns, unless=("reasoning_content", "content", "tool_calls"))
             turn["reasoning_content"] = _text(item, "content", place, kinds=("reasoning_text",))
@@ -83,7 +85,9 @@ def _add(turns: list[dict[str, Any]], item: InputItem, place: str) -> None:
         remedy = _REMEDIES.get(
             item.type, "send message, function_call, function_call_output and reasoning"
         )
-        raise InvalidRequest(f"{place}: an item of type {item.type!r} is not supported: {remedy}")
+        raise InvalidRequest(
+            f"{place}: an item of type {item.type!r} is not supported: {remedy}", param=place
+        )
 
 
 def _assistant(turns: list[dict[str, Any]], *, unless: Iterable[str] = ()) -> dict[str, Any]:
@@ -96,7 +100,9 @@ def _assistant(turns: list[dict[str, Any]], *, unless: Iterable[str] = ()) -> di
 def _given(item: InputItem, name: str, place: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise InvalidRequest(f"{place}.{name}: an item of type {item.type!r} must have it")
+        raise InvalidRequest(
+            f"{place}.{name}: an item of type {item.type!r} must have it", param=f"{place}.{name}"
+        )
     return str(value)
 
 
@@ -108,6 +114,7 @@ def _text(item: InputItem, name: str, place: str, *, kinds: tuple[str, ...] = _T
         if part.type not in kinds or part.text is None:
             raise InvalidRequest(
                 f"{place}.{name}: a part of type {part.type!r} is not supported: this model reads "
-                f"text, send parts of type {kinds[0]!r}"
+                f"text, send parts of type {kinds[0]!r}",
+                param=f"{place}.{name}",
             )
     return "".join(part.text or "" for part in value)

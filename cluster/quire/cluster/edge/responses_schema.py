@@ -109,7 +109,8 @@ class ResponsesBody(ChatFields, GenerationBody):
         ):
             raise InvalidRequest(
                 f"metadata={reprlib.repr(metadata)}: at most {_MAX_METADATA} keys of at most "
-                f"{most_key} characters, with values of at most {most_value}"
+                f"{most_key} characters, with values of at most {most_value}",
+                param="metadata",
             )
 
     @property
@@ -177,7 +178,7 @@ def _nested_tool(place: str, tool: object) -> object:
     for name, value in tool.items():
         if name not in ("type", *_TOOL_FIELDS) and value not in (None, False):
             shown = f"{name[:64]}={reprlib.repr(value)}"
-            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out")
+            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out", param=place)
     function = {name: tool[name] for name in _TOOL_FIELDS if name in tool}
     return {"type": "function", "function": function}
 
@@ -189,6 +190,7 @@ def _nested_choice(choice: object) -> object:
     if not is_named or not isinstance(choice, dict) or not isinstance(choice.get("name"), str):
         raise InvalidRequest(
             f"tool_choice={reprlib.repr(choice)}: must be 'auto', 'none', 'required' or "
-            '{"type": "function", "name": …}'
+            '{"type": "function", "name": …}',
+            param="tool_choice",
         )
     return {"type": "function", "function": {"name": choice["name"]}}

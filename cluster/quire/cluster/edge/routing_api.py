@@ -56,9 +56,11 @@ def _parse(query: QueryParams) -> pb.ExplainRoutingRequest:
         raise InvalidRequest(f"{', '.join(unknown)}: unknown; there are {', '.join(_PARAMETERS)}")
     request_id, limit = query.get("request_id"), query.get("limit")
     if request_id == "":
-        raise InvalidRequest("request_id='' is empty: give an id, or leave it out")
+        raise InvalidRequest(
+            "request_id='' is empty: give an id, or leave it out", param="request_id"
+        )
     if limit is not None and not (
         limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= MAX_LIMIT
     ):
-        raise InvalidRequest(f"limit={limit!r} is out of range: 1 to {MAX_LIMIT}")
+        raise InvalidRequest(f"limit={limit!r} is out of range: 1 to {MAX_LIMIT}", param="limit")
     return pb.ExplainRoutingRequest(request_id=request_id or "", limit=int(limit or 0))

@@ -21,11 +21,10 @@ def told_of(given: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        rest = str(error).removeprefix("structured_outputs=")
         asked = [name for name, value in given.items() if value is not None]
-        if rest == str(error) or not asked:
+        if error.param != "structured_outputs" or not asked:
             raise
-        raise InvalidRequest(f"{asked[-1]}={rest}") from None
+        raise error.renamed(asked[-1]) from None
 
 
 def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
@@ -40,7 +39,10 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
         if value is not None and (constraint := FIELDS[name](value)) is not None
     }
     if len(asked) > 1:
-        raise InvalidRequest(f"{' and '.join(asked)} are both given: one form of output at a time")
+        raise InvalidRequest(
+            f"{' and '.join(asked)} are both given: one form of output at a time",
+            param=next(iter(asked)),
+        )
     return next(iter(asked.values()), None)
 
 
@@ -68,14 +70,16 @@ def _of_response_format(
     if kind != "json_schema":
         raise InvalidRequest(
             f"{name}={reprlib.repr(dict(shown or value))}: its type must be text, json_object, "
-            "json_schema or structural_tag"
+            "json_schema or structural_tag",
+            param=name,
         )
     form = value.get("json_schema")
     schema = form.get("schema") if isinstance(form, Mapping) else None
     if not isinstance(schema, Mapping):
         raise InvalidRequest(
             f"{name}={reprlib.repr(dict(shown or value))}: json_schema must be an object with a "
-            "JSON schema as its schema"
+            "JSON schema as its schema",
+            param=name,
         )
     return json_constraint(schema)
 
@@ -86,7 +90,8 @@ def _of_structured_outputs(value: Mapping[str, Any]) -> Constraint:
         if name not in known and entry not in (None, False):
             raise InvalidRequest(
                 f"structured_outputs={reprlib.repr(dict(value))}: {name} is not supported: leave "
-                "it out"
+                "it out",
+                param="structured_outputs",
             )
     return StructuredOutputsParams(**{k: v for k, v in value.items() if k in known}).constraint
 

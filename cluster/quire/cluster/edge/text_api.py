@@ -31,7 +31,9 @@ def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
             card = await gateway.card()
             token_ids = await gateway.prompts.tokenize(body.spans())
         if len(token_ids) > MAX_TOKEN_IDS:
-            raise InvalidRequest(f"prompt has {len(token_ids)} tokens: at most {MAX_TOKEN_IDS}")
+            raise InvalidRequest(
+                f"prompt has {len(token_ids)} tokens: at most {MAX_TOKEN_IDS}", param="prompt"
+            )
         texts: list[str] | None = None
         if body.return_token_strs:
             text_of = gateway.tokenizer.token_text

@@ -45,11 +45,12 @@ def prompt_of(request: vllm.GenerateRequest) -> Prompt:
     for field, value in request.ListFields():
         if field.name in _REFUSED and value != 0:
             raise InvalidRequest(
-                f"{field.name} is not supported: leave it out, {_REFUSED[field.name]}"
+                f"{field.name} is not supported: leave it out, {_REFUSED[field.name]}",
+                param=field.name,
             )
     kind = request.WhichOneof("input")
     if kind is None:
-        raise InvalidRequest("input is missing: set tokenized or text")
+        raise InvalidRequest("input is missing: set tokenized or text", param="input")
     return (Text(request.text) if kind == "text" else Tokens(request.tokenized.input_ids),)
 
 

@@ -204,7 +204,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             check_operator(context, self._keys)
             if request.dp_rank:
                 raise InvalidRequest(
-                    f"dp_rank={request.dp_rank} is out of range: rank 0 is all replica groups"
+                    f"dp_rank={request.dp_rank} is out of range: rank 0 is all replica groups",
+                    param="dp_rank",
                 )
             response = vllm.GetLoadsResponse(
                 timestamp=datetime.now(UTC).isoformat(),

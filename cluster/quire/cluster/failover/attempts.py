@@ -183,7 +183,7 @@ class Attempts:
         if error.code == pb.GroupError.CONSTRAINT_REFUSED:
             return ConstraintRefused(error.message)
         if error.code == pb.GroupError.INVALID_REQUEST:
-            return InvalidRequest(error.message)
+            return InvalidRequest(error.message, param=error.param or None)
         if error.code == pb.GroupError.BROKEN_LOGITS:
             return BrokenLogits(error.message)
         if error.code == pb.GroupError.QUEUE_FULL:

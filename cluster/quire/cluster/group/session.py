@@ -171,7 +171,7 @@ class GatewaySession:
     def hand_back(self, message: str) -> None:
         """Ends every request here and asks the gateway to go on with it elsewhere."""
         for key in list(self._works):
-            self._end(key, pb.GroupError.DRAINING, message)
+            self._end(key, _draining(message))
 
     def close(self) -> None:
         for key in list(self._works):
@@ -182,24 +182,24 @@ class GatewaySession:
         self._num_submits += 1
         if self._door.phase != pb.StepFrame.SERVING:
             self._turned_away = True
-            self._refuse(key, pb.GroupError.DRAINING, "the group is draining")
+            self._refuse(key, _draining("the group is draining"))
             return
         if self._engine_loop.failed.done():
             # Not GROUP_FAILED: the request came after the failure and cannot have caused it.
-            self._refuse(key, pb.GroupError.DRAINING, self._failed_before())
+            self._refuse(key, self._failed_before())
             return
         if key in self._works:
             return  # A duplicate of a running request. A refusal would look like the end of that.
         if submit.probation_tokens and self._door.on_probation is not None:
             message = "another request is on probation"
-            self._refuse(key, pb.GroupError.PROBATION, message)
+            self._refuse(key, pb.GroupError(code=pb.GroupError.PROBATION, message=message))
             return
         # Numbered, so that late outputs of an aborted request are not attributed to this one.
         engine_id = f"{self._name}/{key[0]}/{key[1]}/{next(self._numbers)}"
         try:
             request = prepared_of(submit, request_id=engine_id)
         except InvalidRequest as error:
-            self._refuse(key, pb.GroupError.INVALID_REQUEST, str(error))
+            self._refuse(key, _group_error(error))
             return
         work = OutputBuffer(engine_id, submit.token_limit)
         if submit.probation_tokens:
@@ -219,7 +219,7 @@ class GatewaySession:
             return  # Aborted meanwhile.
         if self._engine_loop.failed.done():
             self._forget(key)
-            self._refuse(key, pb.GroupError.DRAINING, self._failed_before())
+            self._refuse(key, self._failed_before())
             return
         self._engine_loop.submit(submitted.request, lambda output: self._take(key, work, output))
         self._unshown.append((self._engine_loop.num_submitted, submitted.number))
@@ -231,8 +231,8 @@ class GatewaySession:
         unshown = (number for _, number in self._unshown)
         return min(itertools.chain(waiting, unshown), default=self._num_submits + 1) - 1
 
-    def _failed_before(self) -> str:
-        return f"the group had failed before: {self._engine_loop.failed.result()}"
+    def _failed_before(self) -> pb.GroupError:
+        return _draining(f"the group had failed before: {self._engine_loop.failed.result()}")
 
     def _extend(self, credit: pb.Credit) -> None:
         key = (credit.request_id, credit.attempt)
@@ -243,7 +243,7 @@ class GatewaySession:
 
     def _take(self, key: Key, work: OutputBuffer, output: TokenDelta | QuireError) -> None:
         if isinstance(output, QuireError):
-            self._end(key, _error_code(output), str(output))
+            self._end(key, _group_error(output))
             return
         work.add(key, output)
         self.num_unsent_tokens += len(output.token_ids)
@@ -254,7 +254,7 @@ class GatewaySession:
             self._sendable[key] = work
             self._changed.set()
 
-    def _end(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
+    def _end(self, key: Key, error: pb.GroupError) -> None:
         """Ends a request that the gateway has not ended, after sending the tokens within its
         credit.
 
@@ -267,7 +267,7 @@ class GatewaySession:
             self.num_unsent_tokens -= len(delta.token_ids)
             self._refusals.append(delta)
         self._forget(key)
-        self._refuse(key, code, message)
+        self._refuse(key, error)
 
     def _forget(self, key: Key) -> None:
         work = self._works.pop(key, None)
@@ -282,8 +282,7 @@ class GatewaySession:
         if self._door.on_probation is work:
             self._door.on_probation = None
 
-    def _refuse(self, key: Key, code: pb.GroupError.Code, message: str) -> None:
-        error = pb.GroupError(code=code, message=message)
+    def _refuse(self, key: Key, error: pb.GroupError) -> None:
         self._refusals.append(pb.TokenDelta(request_id=key[0], attempt=key[1], error=error))
         self._changed.set()
 
@@ -292,6 +291,15 @@ def _acknowledgement(submitted: _Submitted) -> pb.TokenDelta:
     request_id, attempt = submitted.key
     num_resumed = len(submitted.request.resumed_token_ids)
     return pb.TokenDelta(request_id=request_id, attempt=attempt, token_offset=num_resumed)
+
+
+def _draining(message: str) -> pb.GroupError:
+    return pb.GroupError(code=pb.GroupError.DRAINING, message=message)
+
+
+def _group_error(error: QuireError) -> pb.GroupError:
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return pb.GroupError(code=_error_code(error), message=str(error), param=param or "")
 
 
 def _error_code(error: QuireError) -> pb.GroupError.Code:

@@ -83,7 +83,7 @@ class Constraints:
             except TimeoutError:
                 raise late() from None
         if refusal:
-            raise InvalidRequest(refusal)
+            raise InvalidRequest(refusal, param="structured_outputs")
 
     def refuse(self, constraint: Constraint, reason: str, *, tenant: str) -> None:
         """Groups found that they do not serve it to ``tenant``."""

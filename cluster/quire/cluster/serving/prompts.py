@@ -277,7 +277,8 @@ def check_ids(name: str, token_ids: TokenIds, vocab_size: int) -> None:
     if len(foreign):
         raise InvalidRequest(
             f"{name}={token_ids[foreign[0]]} is not in the vocabulary: ids are 0 to "
-            f"{vocab_size - 1}"
+            f"{vocab_size - 1}",
+            param=name,
         )
 
 

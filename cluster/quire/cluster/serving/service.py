@@ -191,7 +191,7 @@ class ModelService:
         self.admission.check(request.priority)
         if all(isinstance(span, Text) and not span.text for span in request.prompt):
             # Though a tokenizer may put a begin token there.
-            raise InvalidRequest("prompt is empty: at least one token")
+            raise InvalidRequest("prompt is empty: at least one token", param="prompt")
         num_prompt_tokens = sum(map(rough_num_tokens, request.prompt))
         card = await self.card(num_prompt_tokens=num_prompt_tokens, deadline_s=deadline_s)
         limits = RequestLimits(
@@ -227,7 +227,7 @@ class ModelService:
                 )
             except InvalidRequest as error:
                 if tool_use is not None and tool_use.has_form:
-                    raise InvalidRequest(f"tools: {error}") from None
+                    raise InvalidRequest(f"tools: {error}", param="tools") from None
                 raise
         hashes = await off_loop(
             len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
@@ -253,7 +253,9 @@ class ModelService:
         """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or they
         are more than `MAX_TOKEN_IDS`."""
         if len(token_ids) > MAX_TOKEN_IDS:
-            raise InvalidRequest(f"token_ids has {len(token_ids)}: at most {MAX_TOKEN_IDS}")
+            raise InvalidRequest(
+                f"token_ids has {len(token_ids)}: at most {MAX_TOKEN_IDS}", param="token_ids"
+            )
         card = await self.card()
         ids = await as_ids(token_ids)
         check_ids("token_ids", ids, card.vocab_size)
@@ -278,7 +280,8 @@ class ModelService:
         if num_completions > self.config.max_completions:
             raise InvalidRequest(
                 f"prompts × n is {num_completions}, at most {self.config.max_completions} are "
-                "allowed in one request: send several"
+                "allowed in one request: send several",
+                param="n",
             )
 
     async def card(self, *, num_prompt_tokens: int = 0, deadline_s: float = inf) -> ModelCard:

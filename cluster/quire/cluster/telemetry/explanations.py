@@ -95,10 +95,13 @@ def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
 
 def _check(request: pb.ExplainRoutingRequest) -> None:
     if request.limit > MAX_LIMIT:
-        raise InvalidRequest(f"limit={request.limit} is out of range: 1 to {MAX_LIMIT}")
+        raise InvalidRequest(
+            f"limit={request.limit} is out of range: 1 to {MAX_LIMIT}", param="limit"
+        )
     if request.limit and request.request_id:
         raise InvalidRequest(
-            f"limit={request.limit} does not go with request_id: ask for one of the two"
+            f"limit={request.limit} does not go with request_id: ask for one of the two",
+            param="limit",
         )
 
 

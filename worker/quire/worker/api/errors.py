@@ -17,21 +17,40 @@ QuireError
 class QuireError(Exception):
     """The root of every exception that Quire raises on purpose."""
 
+    retry_after_s: float | None = None
+    """After what time another attempt may succeed; ``None``: it would fail again."""
+
 
 class InvalidRequest(QuireError, ValueError):
     """The request cannot be served as it is. Nothing was started."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """``param``: the field that it is about, such as ``top_p`` or ``tools[0].function``. The
+        message names it too."""
+        super().__init__(message)
+        self.param = param
+
+    def renamed(self, param: str) -> "InvalidRequest":
+        """The same about the field that the client sent as ``param``."""
+        message = str(self)
+        if self.param is not None:
+            message = message.replace(self.param, param, 1)
+        return InvalidRequest(message, param=param)
 
 
 class ConstraintRefused(InvalidRequest):
     """The request's constraint means nothing, is not supported or takes too much work, whatever
     the output."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="structured_outputs")
+
 
 class ContextExceeded(InvalidRequest):
     """Prompt and output are longer together than the context. Nothing was started."""
 
-    def __init__(self, message: str, *, max_model_len: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str, max_model_len: int) -> None:
+        super().__init__(message, param=param)
         self.max_model_len = max_model_len
 
 
@@ -64,6 +83,8 @@ class NoFreeBlocks(QuireError):
 
 class QueueFull(QuireError):
     """The engine already holds as many requests as its configuration allows."""
+
+    retry_after_s: float | None = 1.0
 
 
 class RankFailure(QuireError):

@@ -71,7 +71,7 @@ def check_request(
     """
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
-        raise InvalidRequest("prompt is empty: at least one token")
+        raise InvalidRequest("prompt is empty: at least one token", param="prompt")
     _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     if resumed_token_ids is not None:
         _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
@@ -81,20 +81,23 @@ def check_request(
     check_spelled_out(sampling)
     if len({each[-1] for each in sampling.bad_words_token_ids or ()}) >= limits.vocab_size:
         raise InvalidRequest(
-            f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer"
+            f"bad_words_token_ids may ban all {limits.vocab_size} tokens: use fewer",
+            param="bad_words",
         )
     check_prompt_length(num_prompt, limits)
     if sampling.logprob_start_len > num_prompt:
         raise InvalidRequest(
             f"logprob_start_len={sampling.logprob_start_len} is out of range: the prompt has "
-            f"{num_prompt} tokens"
+            f"{num_prompt} tokens",
+            param="logprob_start_len",
         )
     num_scored = num_prompt - sampling.logprob_start_len
     num_scores = num_scored * (1 + (sampling.prompt_logprobs or 0))
     if sampling.prompt_logprobs is not None and num_scores > MAX_PROMPT_SCORES:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens with prompt_logprobs={sampling.prompt_logprobs} asks "
-            f"for {num_scores} log-probabilities: at most {MAX_PROMPT_SCORES} in one answer"
+            f"for {num_scores} log-probabilities: at most {MAX_PROMPT_SCORES} in one answer",
+            param="prompt_logprobs",
         )
     room = limits.max_model_len - num_prompt
     limit = f"max_model_len is {limits.max_model_len}, {limits.reason}"
@@ -104,6 +107,7 @@ def check_request(
             f"prompt of {num_prompt} tokens + max_tokens={max_tokens} is "
             f"{num_prompt + max_tokens} tokens and {limit}: lower max_tokens to {room} or "
             "shorten the prompt",
+            param="max_tokens",
             max_model_len=limits.max_model_len,
         )
     num_resumed = 0 if resumed_token_ids is None else len(resumed_token_ids)
@@ -125,6 +129,7 @@ def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str
             f"prompt has {known_as or f'{num_tokens} tokens'} and max_model_len is "
             f"{limits.max_model_len}, {limits.reason}: shorten the prompt to "
             f"{limits.max_model_len - 1} tokens or fewer, so that one of output fits behind it",
+            param="prompt",
             max_model_len=limits.max_model_len,
         )
 
@@ -141,5 +146,6 @@ def _check_token_ids(name: str, token_ids: npt.NDArray[Any], vocab_size: int) ->
         position = int(foreign[0])
         raise InvalidRequest(
             f"token id {token_ids[position]} at position {position} of the {name} is not in the "
-            f"vocabulary: ids are 0 to {vocab_size - 1}"
+            f"vocabulary: ids are 0 to {vocab_size - 1}",
+            param=name,
         )

@@ -94,7 +94,7 @@ def ids(most: int, *, over_http: bool = True) -> Rule:
         if not all(map(_is_id, listed)):
             raise _out_of_range(name, listed, _IDS)
         if len(listed) > most:
-            raise InvalidRequest(f"{name} has {len(listed)}: at most {most}")
+            raise InvalidRequest(f"{name} has {len(listed)}: at most {most}", param=name)
         return listed
 
     return Rule(convert=convert, none=(), token_ids=iter, over_http=over_http)
@@ -121,7 +121,7 @@ def biases(most: int, *, limit: float) -> Rule:
         if not isinstance(value, Mapping):
             raise _out_of_range(name, value, "token ids and their biases")
         if len(value) > most:
-            raise InvalidRequest(f"{name} has {len(value)} tokens: at most {most}")
+            raise InvalidRequest(f"{name} has {len(value)} tokens: at most {most}", param=name)
         for token, bias in value.items():
             is_id = token.isdecimal() if isinstance(token, str) else _is_id(token)
             if not is_id or int(token) >= 2**31:
@@ -134,7 +134,7 @@ def biases(most: int, *, limit: float) -> Rule:
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}={shown(value)} is out of range: {allowed}")
+    return InvalidRequest(f"{name}={shown(value)} is out of range: {allowed}", param=name)
 
 
 def shown(value: object) -> str:

@@ -95,13 +95,18 @@ class Request(Terms):
 
     def __post_init__(self) -> None:
         if not -(2**31) <= self.priority < 2**31:
-            raise InvalidRequest(f"priority={self.priority} is out of range: -2**31 to 2**31 - 1")
+            raise InvalidRequest(
+                f"priority={self.priority} is out of range: -2**31 to 2**31 - 1", param="priority"
+            )
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequest(
-                f"cache_salt has {len(self.cache_salt)} characters: at most {MAX_SALT_CHARS}"
+                f"cache_salt has {len(self.cache_salt)} characters: at most {MAX_SALT_CHARS}",
+                param="cache_salt",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidRequest(f"timeout={self.timeout_s!r} is out of range: above 0 seconds")
+            raise InvalidRequest(
+                f"timeout={self.timeout_s!r} is out of range: above 0 seconds", param="timeout"
+            )
 
     @property
     def salt(self) -> str:

@@ -107,14 +107,15 @@ class SamplingParams:
         longest = max(map(len, self.stop_strings), default=0)
         if longest > MAX_STOP_CHARS:
             raise InvalidRequest(
-                f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS}"
+                f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS}", param="stop"
             )
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             set_field(self, "structured_outputs", self.structured_outputs.constraint)
         elif not isinstance(self.structured_outputs, Constraint | None):
             raise InvalidRequest(
                 f"structured_outputs={shown(self.structured_outputs)} must be "
-                "StructuredOutputsParams, such as StructuredOutputsParams(json=…)"
+                "StructuredOutputsParams, such as StructuredOutputsParams(json=…)",
+                param="structured_outputs",
             )
 
     @property
@@ -161,7 +162,8 @@ def params_of_each(
     listed = [each for each in given if isinstance(each, SamplingParams)]
     if len(listed) < len(given):
         raise InvalidRequest(
-            f"sampling_params={params!r}: must be a SamplingParams, or one for each prompt"
+            f"sampling_params={params!r}: must be a SamplingParams, or one for each prompt",
+            param="sampling_params",
         )
     if len(listed) != num_prompts:
         raise InvalidRequest(

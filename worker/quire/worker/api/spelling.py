@@ -57,11 +57,16 @@ def check_spelled_out(params: SamplingParams) -> None:
     """Raises InvalidRequest: `spell_out` has not been called."""
     first = "call `spelling.spell_out` first"
     if params.bad_words:
-        raise InvalidRequest(f"bad_words are not tokens yet: {first}")
+        raise InvalidRequest(f"bad_words are not tokens yet: {first}", param="bad_words")
     if params.thinking_token_budget is not None and not params.thinking_token_ids:
-        raise InvalidRequest(f"thinking_token_budget is without thinking_token_ids: {first}")
+        raise InvalidRequest(
+            f"thinking_token_budget is without thinking_token_ids: {first}",
+            param="thinking_token_budget",
+        )
     if takes_any_length(params):
-        raise InvalidRequest(f"truncate_prompt_tokens is still to be done: {first}")
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is still to be done: {first}", param="truncate_prompt_tokens"
+        )
 
 
 def _spell_bad_words(params: SamplingParams, tokenizer: "Tokenizer") -> SamplingParams:
@@ -83,7 +88,8 @@ def _num_kept(asked: int, max_tokens: int | None, max_model_len: int) -> int:
     if asked > max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens={asked} is out of range: at most max_model_len, which is "
-            f"{max_model_len}"
+            f"{max_model_len}",
+            param="truncate_prompt_tokens",
         )
     # What has no room at all is refused with the whole request's numbers.
     return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
@@ -100,7 +106,8 @@ def _spell_thinking(
     if reasoning is None:
         raise InvalidRequest(
             f"{refused}: it is not known how this model marks its reasoning (its chat template "
-            "shows no known format), leave it out"
+            "shows no known format), leave it out",
+            param="thinking_token_budget",
         )
     has_begun = reasoning.begun(tokenizer, prompt_token_ids)
     if has_begun is False:
@@ -111,7 +118,8 @@ def _spell_thinking(
         token_id = tokenizer.token_id(mark)
         if token_id is None:
             raise InvalidRequest(
-                f"{refused}: {mark} is more than one token for this model, leave it out"
+                f"{refused}: {mark} is more than one token for this model, leave it out",
+                param="thinking_token_budget",
             )
         token_ids.append(token_id)
     return replace(params, thinking_token_ids=token_ids)

@@ -39,19 +39,27 @@ class Constraint:
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
             known = ", ".join(get_args(ConstraintKind))
-            raise InvalidRequest(f"structured_outputs: kind={self.kind!r} is not one of {known}")
+            raise InvalidRequest(
+                f"structured_outputs: kind={self.kind!r} is not one of {known}",
+                param="structured_outputs",
+            )
         if not isinstance(self.text, str) or not self.text:
-            raise InvalidRequest(f"structured_outputs={self.kind} is empty, or is not a text")
+            raise InvalidRequest(
+                f"structured_outputs={self.kind} is empty, or is not a text",
+                param="structured_outputs",
+            )
         try:
             num_bytes = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"structured_outputs={self.kind} is not valid Unicode: {error.reason}"
+                f"structured_outputs={self.kind} is not valid Unicode: {error.reason}",
+                param="structured_outputs",
             ) from None
         if num_bytes > MAX_CONSTRAINT_BYTES:
             raise InvalidRequest(
                 f"structured_outputs={self.kind} has {num_bytes} bytes: at most "
-                f"{MAX_CONSTRAINT_BYTES}"
+                f"{MAX_CONSTRAINT_BYTES}",
+                param="structured_outputs",
             )
 
 
@@ -82,12 +90,16 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise InvalidRequest(
                 f"structured_outputs has {', '.join(given) or 'nothing'}: give exactly one of "
-                f"{', '.join(named)}"
+                f"{', '.join(named)}",
+                param="structured_outputs",
             )
-        assert self.constraint  # A wrong value is to raise here.
+        self._made()  # A wrong value raises here.
 
     @property
     def constraint(self) -> Constraint:
+        return self._made()
+
+    def _made(self) -> Constraint:
         if self.json is not None:
             return json_constraint(self.json)
         if self.choice is not None:
@@ -121,13 +133,15 @@ def _as_json(given: str | Mapping[str, Any], *, name: str, what: str) -> str:
         return given
     if not isinstance(given, Mapping):
         raise InvalidRequest(
-            f"structured_outputs={name}: a {what} is an object, not {type(given).__name__}"
+            f"structured_outputs={name}: a {what} is an object, not {type(given).__name__}",
+            param="structured_outputs",
         )
     try:
         return json.dumps(given, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"structured_outputs={name}: the {what} cannot be written as JSON: {error}"
+            f"structured_outputs={name}: the {what} cannot be written as JSON: {error}",
+            param="structured_outputs",
         ) from None
 
 
@@ -139,6 +153,9 @@ def choice_constraint(choice: Sequence[str]) -> Constraint:
     """
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
     if not is_list or not choice or not all(isinstance(each, str) and each for each in choice):
-        raise InvalidRequest("structured_outputs=choice must be a list of texts, none empty")
+        raise InvalidRequest(
+            "structured_outputs=choice must be a list of texts, none empty",
+            param="structured_outputs",
+        )
     # As one terminal: each alternative of a rule would be an item of its own at the first token.
     return Constraint("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choice)))

@@ -156,7 +156,8 @@ class LockstepExecutor(ABC):
         while missing:
             for rank in self._wait(missing, deadline, START_TIMEOUT_S):
                 message = self._receive(rank)
-                assert isinstance(message, kind)
+                if not isinstance(message, kind):
+                    raise RankFailure(f"rank {rank.number} sent {message!r} at its start")
                 messages.append(message)
                 missing.remove(rank)
         return messages

@@ -76,7 +76,9 @@ class Compiling:
             return error
         # Whatever it is, it is that request's alone.
         _log.error("a constraint could not be compiled", exc_info=error)
-        return InvalidRequest(f"structured_outputs could not be compiled: {error!r}")
+        return InvalidRequest(
+            f"structured_outputs could not be compiled: {error!r}", param="structured_outputs"
+        )
 
 
 def cannot_go_on(seq: Sequence, reason: str) -> InvalidRequest:
@@ -88,5 +90,6 @@ def cannot_go_on(seq: Sequence, reason: str) -> InvalidRequest:
         return ConstraintRefused(f"structured_outputs={constraint.kind}: {reason}")
     return InvalidRequest(
         f"structured_outputs: the output cannot go on behind {seq.num_output_tokens} tokens: "
-        f"{reason}"
+        f"{reason}",
+        param="structured_outputs",
     )

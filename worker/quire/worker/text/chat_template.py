@@ -83,7 +83,10 @@ class ChatTemplate:
         plain = template.readable(_plain(messages))
         variables = dict(template_kwargs or {})
         for name in _RESERVED & (self.special_tokens | variables).keys():
-            raise InvalidRequest(f"chat_template_kwargs={{{name!r}: …}}: the name is taken")
+            raise InvalidRequest(
+                f"chat_template_kwargs={{{name!r}: …}}: the name is taken",
+                param="chat_template_kwargs",
+            )
         variables |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
         # None where there are none, as in transformers: templates ask for both.
         variables["tools"] = list(tools) if tools else None
@@ -107,7 +110,9 @@ class _OneTemplate:
             return self._template.render({**self._special_tokens, **variables})
         except Exception as error:  # A template is a program: it may divide by zero.
             reason = _reason(error)
-            raise InvalidRequest(f"the chat template refuses these messages: {reason}") from error
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {reason}", param="messages"
+            ) from error
 
     def readable(self, messages: "Sequence[Message]") -> "list[Message]":
         """The messages, in the forms that this template reads."""
@@ -173,7 +178,8 @@ def _up_to_the_end_of_the_last(messages: "list[Message]", render: Callable[[], s
     if len(behind) != 1:
         raise InvalidRequest(
             "continue_final_message=True: the last message has no text that the chat template "
-            "shows as it is: send one with content"
+            "shows as it is: send one with content",
+            param="continue_final_message",
         )
     return before if behind[0].startswith(_SPACE) else before.rstrip()
 
@@ -196,7 +202,8 @@ def _plain(messages: "Sequence[Message]") -> "list[Message]":
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequest(
-                f"messages: must be mappings with role and content, not {reprlib.repr(message)}"
+                f"messages: must be mappings with role and content, not {reprlib.repr(message)}",
+                param="messages",
             )
         fields = {name: value for name, value in message.items() if value is not None}
         call = fields.pop("function_call", None)
@@ -226,7 +233,8 @@ def _texts(content: Sequence[object]) -> Iterator[str]:
         if kind != "text" or not isinstance(text, str):
             raise InvalidRequest(
                 f"messages: a content part of type {reprlib.repr(kind)} is not supported: this "
-                "model reads text, send parts of type 'text'"
+                "model reads text, send parts of type 'text'",
+                param="messages",
             )
         yield text
 

@@ -40,9 +40,12 @@ class GrammarProcess:
             reason = "compiling it takes too much memory"
         else:
             if answer:
-                raise InvalidRequest(answer.decode())
+                raise InvalidRequest(answer.decode(), param="structured_outputs")
             return
-        raise InvalidRequest(f"structured_outputs={constraint.kind}: {reason}: make it simpler")
+        raise InvalidRequest(
+            f"structured_outputs={constraint.kind}: {reason}: make it simpler",
+            param="structured_outputs",
+        )
 
     def close(self) -> None:
         """Ends the process; a later `check` starts another."""

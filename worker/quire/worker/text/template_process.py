@@ -81,15 +81,17 @@ class TemplateProcess:
         except TimeoutError as error:
             raise InvalidRequest(
                 f"the chat template takes more than {timeout_s:g} s for these messages: "
-                "send fewer or shorter ones"
+                "send fewer or shorter ones",
+                param="messages",
             ) from error
         except OSError as error:
             raise InvalidRequest(
-                "the chat template refuses these messages: rendering them ended its process"
+                "the chat template refuses these messages: rendering them ended its process",
+                param="messages",
             ) from error
         text = answer[1:].decode()
         if answer[:1] == REFUSED:
-            raise InvalidRequest(text)
+            raise InvalidRequest(text, param="messages")
         return text
 
     def close(self) -> None:

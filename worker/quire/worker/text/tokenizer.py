@@ -231,10 +231,11 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template: send a plain prompt, or add a "
-                "chat_template.jinja to its directory"
+                "chat_template.jinja to its directory",
+                param="messages",
             )
         if not messages:
-            raise InvalidRequest("messages is empty: at least one message")
+            raise InvalidRequest("messages is empty: at least one message", param="messages")
         return self._template.render(messages, **options)
 
 
@@ -251,7 +252,8 @@ def encode(
             raise
         raise InvalidRequest(
             f"the tokenizer of {name} cannot encode the text: {error}: send another text, or token "
-            "ids"
+            "ids",
+            param="prompt",
         ) from None
     return encoded.ids
 

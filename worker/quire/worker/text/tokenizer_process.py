@@ -52,5 +52,5 @@ class TokenizerProcess:
         else:
             if answer[:1] == IDS:
                 return array("I", answer[1:]).tolist()
-            raise InvalidRequest(answer[1:].decode())
-        raise InvalidRequest(f"{reason}: send another text, or token ids")
+            raise InvalidRequest(answer[1:].decode(), param="prompt")
+        raise InvalidRequest(f"{reason}: send another text, or token ids", param="prompt")

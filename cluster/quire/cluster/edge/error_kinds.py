@@ -1,0 +1,97 @@
+"""What each error means to a client: one row for HTTP and gRPC."""
+
+from typing import NamedTuple
+
+from grpc import StatusCode
+
+from quire.cluster.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    NotAnOperator,
+    Overloaded,
+    Quarantined,
+    Unauthenticated,
+    Unavailable,
+)
+from quire.router.errors import UnknownDecision
+from quire.worker.api.errors import (
+    BrokenLogits,
+    ContextExceeded,
+    InvalidRequest,
+    QueueFull,
+    QuireError,
+)
+
+
+class BodyTooLarge(QuireError):
+    """The request's body is longer than the server reads."""
+
+
+class HeadTooLarge(QuireError):
+    """The request's first line and headers are more than the server reads."""
+
+
+class BodyTooSlow(QuireError):
+    """The request's body is large and does not come."""
+
+
+class NotJson(QuireError):
+    """The request's body is of another type than JSON."""
+
+
+class Kind(NamedTuple):
+    """One kind of error."""
+
+    status: int
+    """Of HTTP."""
+    type: str
+    """In OpenAI's API."""
+    code: str | None
+    """In OpenAI's API."""
+    grpc_code: StatusCode
+    reason: str
+    """In an ErrorInfo over gRPC."""
+
+
+INVALID = Kind(400, "invalid_request_error", None, StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+INTERNAL = Kind(500, "server_error", "internal_error", StatusCode.INTERNAL, "INTERNAL")
+
+
+def kind_of(error: Exception) -> Kind:
+    """`INTERNAL` for an error that no client should see."""
+    return next((kind for type_, kind in _KINDS.items() if isinstance(error, type_)), INTERNAL)
+
+
+def _kind(status: int, type_: str, code: str, grpc_code: StatusCode) -> Kind:
+    return Kind(status, type_, code, grpc_code, code.upper())
+
+
+def _unread(status: int) -> Kind:
+    return INVALID._replace(status=status)
+
+
+_KINDS: dict[type[Exception], Kind] = {
+    ContextExceeded: INVALID._replace(code="context_length_exceeded", reason="CONTEXT_EXCEEDED"),
+    InvalidRequest: INVALID,
+    Unauthenticated: _kind(
+        401, "authentication_error", "invalid_api_key", StatusCode.UNAUTHENTICATED
+    ),
+    NotAnOperator: _kind(403, "permission_error", "not_an_operator", StatusCode.PERMISSION_DENIED),
+    ModelNotFound: _kind(404, "invalid_request_error", "model_not_found", StatusCode.NOT_FOUND),
+    UnknownDecision: _kind(
+        404, "invalid_request_error", "decision_not_found", StatusCode.NOT_FOUND
+    ),
+    BodyTooSlow: _unread(408),
+    BodyTooLarge: _unread(413),
+    NotJson: _unread(415),
+    HeadTooLarge: _unread(431),
+    Overloaded: _kind(429, "rate_limit_error", "overloaded", StatusCode.RESOURCE_EXHAUSTED),
+    QueueFull: _kind(429, "rate_limit_error", "queue_full", StatusCode.RESOURCE_EXHAUSTED),
+    BrokenLogits: _kind(500, "server_error", "broken_logits", StatusCode.INTERNAL),
+    Quarantined: _kind(500, "server_error", "quarantined", StatusCode.ABORTED),
+    Unavailable: _kind(503, "service_unavailable_error", "unavailable", StatusCode.UNAVAILABLE),
+    DeadlineExceeded: _kind(
+        504, "timeout_error", "deadline_exceeded", StatusCode.DEADLINE_EXCEEDED
+    ),
+}
+"""A class before the classes that it is made from."""
