@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tests.prepared import prepared
 
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.links.group_stream import GroupStream
@@ -56,14 +57,14 @@ async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
         config=CompletionConfig(),
     )
     async with asyncio.timeout(120):
-        chunks: list[pb.GenerateResponse] = []
+        chunks: list[Chunk] = []
 
-        async def take(chunk: pb.GenerateResponse) -> None:
+        async def take(chunk: Chunk) -> None:
             chunks.append(chunk)
 
         await completion.run(take)
     await groups.close()
     assert [token for chunk in chunks for token in chunk.token_ids] == model.letters[:2]
-    assert chunks[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert chunks[-1].finish_reason == "length"
     assert telemetry.completions.labels("length")._value.get() == 1
     assert telemetry.resumes._value.get() == 1

@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -90,7 +91,7 @@ async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any
         prepared = await cluster.gateway.prepare(Request(prompt=(Tokens(PROMPT),), sampling=params))
         found: list[int] = []
 
-        async def take(chunk: pb.GenerateResponse) -> None:
+        async def take(chunk: Chunk) -> None:
             if not found:  # A first chunk, and no more for now.
                 await cluster.groups["g0"].settle()
                 await asyncio.sleep(2.5)

@@ -6,6 +6,7 @@ import grpc.aio
 import pytest
 from tests.prepared import prepared
 
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.resume import ResumeConfig, Resumes
@@ -142,7 +143,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
         found: list[int] = []
         has_begun, may_go_on = asyncio.Event(), asyncio.Event()
 
-        async def take(chunk: pb.GenerateResponse) -> None:
+        async def take(chunk: Chunk) -> None:
             found.extend(chunk.token_ids)
             has_begun.set()
             await may_go_on.wait()

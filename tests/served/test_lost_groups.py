@@ -20,6 +20,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
@@ -29,7 +30,6 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.request import Request, Text
 from quire.worker.api.sampling_params import SamplingParams
@@ -155,7 +155,7 @@ class Streams:
     async def _run(self, number: int, request: Request) -> None:
         prepared = await self._gateway.prepare(request)
 
-        async def take(chunk: pb.GenerateResponse) -> None:
+        async def take(chunk: Chunk) -> None:
             assert chunk.token_offset == len(self.token_ids[number])
             self.token_ids[number] += chunk.token_ids
 

@@ -4,7 +4,7 @@ Prompts and block hashes travel as raw bytes (little-endian uint32s, 32-byte has
 field would cost a Python object for each of them.
 """
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, MutableMapping, MutableSequence, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -23,12 +23,13 @@ from quire.worker.api.events import (
     EventBatch,
 )
 from quire.worker.api.hashing import BlockHashes, TokenIds
-from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.api.outputs import FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.api.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
+_DEFAULTS = SamplingParams()
 _KEPT_BACK = (
     "client_id",
     "explain_routing",
@@ -61,12 +62,24 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Leaves out what is ``None``, which means the same on the other side except for
     ``max_tokens``: the gateway has put a number there before it sends anything."""
-    return pb.SamplingParams(**{name: _encoded(getattr(params, name)) for name in _SAMPLING})
+    values = ((name, getattr(params, name)) for name in _SAMPLING)
+    return pb.SamplingParams(
+        **{name: _encoded(value) for name, value in values if value is not None and value != ()}
+    )
 
 
 def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest: a value is out of its range."""
-    return SamplingParams(**{field.name: _decoded(value) for field, value in message.ListFields()})
+    return SamplingParams(**_values(message))
+
+
+def _params_of(message: pb.SamplingParams) -> SamplingParams:
+    """What `params_to_proto` has sent, which was checked there."""
+    return _DEFAULTS.changed(**_values(message))
+
+
+def _values(message: pb.SamplingParams) -> dict[str, Any]:
+    return {field.name: _decoded(value) for field, value in message.ListFields()}
 
 
 def submit_of(request: Prepared, *, attempt: int, probation_tokens: int) -> group_pb.Submit:
@@ -81,8 +94,7 @@ def submit_of(request: Prepared, *, attempt: int, probation_tokens: int) -> grou
 def prepared_of(submit: group_pb.Submit, **known: Any) -> Prepared:
     """The request in ``submit``; ``known`` replaces fields.
 
-    Raises:
-        InvalidRequest: A value is out of its range, or is no list of token ids.
+    What a gateway has checked is not checked again.
     """
     return Prepared(**{name: _decoded(getattr(submit, name)) for name in _SENT} | known)
 
@@ -109,8 +121,30 @@ def _decoded(value: Any) -> Any:
             )
         return Constraint(kind, getattr(value, kind))
     if isinstance(value, MutableSequence):
-        return [each.ids if isinstance(each, pb.TokenIds) else each for each in value]
-    return params_from_proto(value) if isinstance(value, pb.SamplingParams) else value
+        return tuple(tuple(each.ids) if isinstance(each, pb.TokenIds) else each for each in value)
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    return _params_of(value) if isinstance(value, pb.SamplingParams) else value
+
+
+FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+FINISH_REASON_OF = {number: reason for reason, number in FINISH_REASONS.items()}
+
+
+def logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token_id=each.token_id,
+            logprob=each.logprob,
+            rank=each.rank,
+            top=tuple([(top.token_id, top.logprob) for top in each.top]),
+        )
+        for each in messages
+    )
 
 
 def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:

@@ -18,6 +18,7 @@ from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
+from quire.cluster.edge.grpc_format import response_of
 from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
@@ -69,7 +70,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
             request.Clear()  # The prompt is token ids now, and the call may last.
-            await self._gateway.run([prepared], context.write)
+            await self._gateway.run([prepared], lambda chunk: context.write(response_of(chunk)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()

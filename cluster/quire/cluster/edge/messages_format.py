@@ -14,9 +14,9 @@ from pydantic_core import from_json
 
 from quire.cluster.dialects.parser import CallArguments, CallBegun, Content, Reasoning
 from quire.cluster.edge.http_errors import anthropic_error
-from quire.cluster.edge.openai_format import Format, Json, finish_reason
+from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import StreamOptions
-from quire.v1 import inference_pb2 as pb
+from quire.cluster.failover.chunk import Chunk
 
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -35,7 +35,7 @@ class MessagesFormat(Format):
         self._is_begun = False
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
-    def take(self, chunk: pb.GenerateResponse) -> None:
+    def take(self, chunk: Chunk) -> None:
         self.stream(chunk, StreamOptions())
 
     def whole(self) -> Json:
@@ -45,7 +45,7 @@ class MessagesFormat(Format):
     def failed(self, error: Json) -> Json:
         return {**self.whole(), **anthropic_error(error)}
 
-    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+    def stream(self, chunk: Chunk, options: StreamOptions) -> list[Json]:
         self._count(chunk)
         told: list[Json] = []
         if not self._is_begun:
@@ -54,7 +54,7 @@ class MessagesFormat(Format):
             # It is told before there is any of it.
             message["usage"]["output_tokens"] = 0
             told.append({"type": "message_start", "message": message})
-        reason = finish_reason(chunk)
+        reason = chunk.finish_reason
         for event in self._answers[0].events(chunk.text, is_last=reason is not None):
             match event:
                 case Content(text):
@@ -98,13 +98,11 @@ class MessagesFormat(Format):
             "output_tokens": self._num_output,
         }
 
-    def _why(self, reason: str, chunk: pb.GenerateResponse) -> Json:
+    def _why(self, reason: str, chunk: Chunk) -> Json:
         if reason != "stop":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        kind = chunk.WhichOneof("stop_reason")
-        stop = getattr(chunk, kind) if kind else None
-        if isinstance(stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if isinstance(chunk.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
         why = "tool_use" if self._answers[0].has_calls else "end_turn"
         return {"stop_reason": why, "stop_sequence": None}
 

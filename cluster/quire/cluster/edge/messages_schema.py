@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
@@ -91,6 +92,7 @@ class MessagesFields(ChatFields):
         is_enabled = self.thinking is not None and self.thinking.type == "enabled"
         return ({"enable_thinking": True} if is_enabled else {}) | super()._template_kwargs()
 
+    @cached_property
     def tool_use(self) -> ToolUse:
         tools = [
             _tool(f"tools[{index}]", tool)

@@ -13,25 +13,20 @@ from typing import Any
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, StreamOptions
-from quire.v1 import inference_pb2 as pb
+from quire.cluster.failover.chunk import Chunk
 from quire.worker.api.hashing import TokenIds
+from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.api.request import Text
 from quire.worker.api.spelling import takes_any_length
 from quire.worker.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-_FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
-
 
 @dataclass
 class _Choice:
     texts: list[str] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -94,7 +89,7 @@ class Format(ABC):
         log-probabilities of prompts, which cannot be streamed. ``logprobs``: one for each choice,
         where they are shown. ``answers``: of a chat, one for each choice."""
         self._echo = echo
-        self._scores: dict[int, Sequence[pb.TokenLogprobs]] | None = {} if scores else None
+        self._scores: dict[int, Sequence[TokenLogprobs]] | None = {} if scores else None
         self._prompt_lens: dict[int, int] = {}
         self._header = {
             "id": reply_id,
@@ -116,7 +111,7 @@ class Format(ABC):
         return cls
 
     @abstractmethod
-    def take(self, chunk: pb.GenerateResponse) -> None:
+    def take(self, chunk: Chunk) -> None:
         """Adds a chunk to the whole answer."""
 
     @abstractmethod
@@ -124,7 +119,7 @@ class Format(ABC):
         """The answer to a request that does not stream."""
 
     @abstractmethod
-    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+    def stream(self, chunk: Chunk, options: StreamOptions) -> list[Json]:
         """The stream's events for one chunk; none if the chunk holds no text yet."""
 
     def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
@@ -146,10 +141,10 @@ class Format(ABC):
         num_scores = sum(len(scores) for scores in (self._scores or {}).values())
         return self._num_output * (100 if self._logprobs else 1) + 100 * num_scores
 
-    def _count(self, chunk: pb.GenerateResponse) -> None:
+    def _count(self, chunk: Chunk) -> None:
         if self._echo is None or not self._echo.is_all:
             self._num_output += len(chunk.token_ids)
-        if chunk.HasField("start") and chunk.index % self._num_per_prompt == 0:
+        if chunk.start is not None and chunk.index % self._num_per_prompt == 0:
             self._num_prompt += chunk.start.num_prompt_tokens
             self._num_cached += chunk.start.num_cached_tokens
 
@@ -160,9 +155,9 @@ class ChoicesFormat(Format):
     whole_object: str
     chunk_object: str
 
-    def take(self, chunk: pb.GenerateResponse) -> None:
+    def take(self, chunk: Chunk) -> None:
         self._count(chunk)
-        if self._scores is not None and chunk.HasField("start"):
+        if self._scores is not None and chunk.start is not None:
             prompt = chunk.index // self._num_per_prompt
             self._prompt_lens[prompt] = chunk.start.num_prompt_tokens
             if chunk.start.prompt_logprobs:
@@ -170,7 +165,7 @@ class ChoicesFormat(Format):
         choice = self._choices[chunk.index]
         choice.texts.append(chunk.text)
         choice.logprobs.extend(chunk.logprobs)
-        choice.finish_reason, choice.stop_reason = finish_reason(chunk), _stop_reason(chunk)
+        choice.finish_reason, choice.stop_reason = chunk.finish_reason, chunk.stop_reason
         if self._prompt_token_ids is not None:
             choice.token_ids.extend(chunk.token_ids)
 
@@ -195,8 +190,8 @@ class ChoicesFormat(Format):
         scores = [self._by_token(entry) for entry in self._scores.get(prompt, ())]
         return [None] * (self._prompt_lens[prompt] - len(scores)) + scores
 
-    def _by_token(self, entry: pb.TokenLogprobs) -> Json:
-        ranked = [(top.token_id, top.logprob, rank) for rank, top in enumerate(entry.top, 1)]
+    def _by_token(self, entry: TokenLogprobs) -> Json:
+        ranked = [(*top, rank) for rank, top in enumerate(entry.top, 1)]
         return {
             str(token_id): {
                 "logprob": logprob,
@@ -206,12 +201,12 @@ class ChoicesFormat(Format):
             for token_id, logprob, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
         }
 
-    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+    def stream(self, chunk: Chunk, options: StreamOptions) -> list[Json]:
         self._count(chunk)
         pieces = self._pieces(chunk)
         if pieces:
-            pieces[-1]["stop_reason"] = _stop_reason(chunk)
-            is_first = chunk.HasField("start")
+            pieces[-1]["stop_reason"] = chunk.stop_reason
+            is_first = chunk.start is not None
             pieces[-1] |= self._shown_ids(chunk.index, chunk.token_ids, is_first=is_first)
         usage: Json = {}
         if options.include_usage:
@@ -228,7 +223,7 @@ class ChoicesFormat(Format):
             shown["prompt_token_ids"] = prompt.tolist()
         return shown
 
-    def _shows_ids(self, chunk: pb.GenerateResponse) -> bool:
+    def _shows_ids(self, chunk: Chunk) -> bool:
         return self._prompt_token_ids is not None and len(chunk.token_ids) > 0
 
     def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
@@ -242,7 +237,7 @@ class ChoicesFormat(Format):
     def _whole_choice(self, index: int) -> Json: ...
 
     @abstractmethod
-    def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]: ...
+    def _pieces(self, chunk: Chunk) -> list[Json]: ...
 
     def _usage(self) -> Json:
         return {
@@ -291,11 +286,11 @@ class CompletionFormat(ChoicesFormat):
             return ""
         return self._echo.texts[index // self._num_per_prompt] or ""
 
-    def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
+    def _pieces(self, chunk: Chunk) -> list[Json]:
         text = chunk.text
         if self._echo is not None:
             text = "" if self._echo.is_all else text
-            text = (self._echoed(chunk.index) if chunk.HasField("start") else "") + text
+            text = (self._echoed(chunk.index) if chunk.start is not None else "") + text
         if not (text or chunk.logprobs or chunk.finish_reason or self._shows_ids(chunk)):
             return []  # Its text is held back yet: half a character, or perhaps a stop string.
         logprobs = None
@@ -305,7 +300,7 @@ class CompletionFormat(ChoicesFormat):
             "index": chunk.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(chunk),
+            "finish_reason": chunk.finish_reason,
         }
         return [piece]
 
@@ -330,11 +325,11 @@ class ChatFormat(ChoicesFormat):
             "finish_reason": self._reason(index, choice.finish_reason),
         }
 
-    def _pieces(self, chunk: pb.GenerateResponse) -> list[Json]:
+    def _pieces(self, chunk: Chunk) -> list[Json]:
         pieces = []
-        if chunk.HasField("start"):
+        if chunk.start is not None:
             pieces.append(_delta(chunk.index, {"role": "assistant", "content": ""}))
-        is_last = bool(chunk.finish_reason)
+        is_last = chunk.finish_reason is not None
         deltas = self._answers[chunk.index].deltas(chunk.text, is_last=is_last)
         pieces += [_delta(chunk.index, delta) for delta in deltas]
         if chunk.logprobs or is_last or self._shows_ids(chunk):
@@ -344,7 +339,7 @@ class ChatFormat(ChoicesFormat):
                 pieces.append(_delta(chunk.index, {}))
             pieces[-1] |= {
                 "logprobs": self._shown_logprobs(chunk.index, chunk.logprobs),
-                "finish_reason": self._reason(chunk.index, finish_reason(chunk)),
+                "finish_reason": self._reason(chunk.index, chunk.finish_reason),
             }
         return pieces
 
@@ -352,7 +347,7 @@ class ChatFormat(ChoicesFormat):
         has_calls = self._answers[index].has_calls
         return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
-    def _shown_logprobs(self, index: int, entries: Iterable[pb.TokenLogprobs]) -> Json | None:
+    def _shown_logprobs(self, index: int, entries: Iterable[TokenLogprobs]) -> Json | None:
         return self._logprobs[index].chat(entries) if self._logprobs else None
 
 
@@ -360,13 +355,3 @@ def _delta(
     index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None
 ) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _stop_reason(chunk: pb.GenerateResponse) -> str | int | None:
-    """The stop string, or the id of the stop token, that ended it."""
-    kind = chunk.WhichOneof("stop_reason")
-    return getattr(chunk, kind) if kind else None
-
-
-def finish_reason(chunk: pb.GenerateResponse) -> str | None:
-    return _FINISH_REASONS.get(chunk.finish_reason)

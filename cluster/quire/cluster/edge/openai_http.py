@@ -56,10 +56,10 @@ from quire.cluster.edge.streams import (
 from quire.cluster.edge.structured import told_of
 from quire.cluster.edge.text_api import text_routes
 from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
 from quire.cluster.serving.byte_budget import Hold
 from quire.cluster.serving.service import ModelService
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Prompt, Request
@@ -188,7 +188,7 @@ class _Api:
             async with self._bodies.in_turn(hold):
                 requests = self._requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
-            return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use()
+            return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
             ignored = ", ".join(body.ignored)
             forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
@@ -213,7 +213,7 @@ class _Api:
         params, prompts = body.params(), body.prompts()
         self._gateway.check_num_completions(len(prompts) * params.n)
         shown_token_ids: frozenset[int] = frozenset()
-        use = body.tool_use()
+        use = body.tool_use
         if use is not None:
             dialect = self._gateway.dialect
             dialect.check(use)
@@ -349,7 +349,7 @@ def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
 async def _collect(run: Run, shape: Format) -> Response:
     """The whole answer; where the deadline passed, an error with what there is of it."""
 
-    async def take(chunk: pb.GenerateResponse) -> None:
+    async def take(chunk: Chunk) -> None:
         shape.take(chunk)
 
     try:
@@ -373,7 +373,7 @@ async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) 
     """Writes the events of a stream. What fails once one was written is its last event."""
     is_begun = False
 
-    async def take(chunk: pb.GenerateResponse) -> None:
+    async def take(chunk: Chunk) -> None:
         nonlocal is_begun
         events = b"".join(map(_event, shape.stream(chunk, options)))
         if events or not is_begun:

@@ -9,7 +9,7 @@ shown by its name. A token that is no text by itself, such as half a character, 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quire.v1 import inference_pb2 as pb
+from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.text.detokenizer import Detokenizer, readable
 from quire.worker.text.tokenizer import Tokenizer
@@ -34,16 +34,16 @@ class Logprobs:
         )
         return cls(tokenizer, detokenizer)
 
-    def chat(self, entries: Iterable[pb.TokenLogprobs]) -> Json:
+    def chat(self, entries: Iterable[TokenLogprobs]) -> Json:
         content = []
         for entry in entries:
-            top = [self._chat_token(each.token_id, each.logprob) for each in entry.top]
+            top = [self._chat_token(token_id, logprob) for token_id, logprob in entry.top]
             chosen = self._chat_token(entry.token_id, entry.logprob)
             content.append(chosen | {"top_logprobs": top})
             self._text.push(entry.token_id)
         return {"content": content, "refusal": None}
 
-    def completion(self, entries: Iterable[pb.TokenLogprobs]) -> Json:
+    def completion(self, entries: Iterable[TokenLogprobs]) -> Json:
         shown = _no_completion()
         for entry in entries:
             self._add(shown, entry.token_id, entry)
@@ -51,11 +51,11 @@ class Logprobs:
 
     def completion_with_prompt(
         self,
-        entries: Iterable[pb.TokenLogprobs],
+        entries: Iterable[TokenLogprobs],
         *,
         prompt: Sequence[int],
         text: str,
-        scores: Sequence[pb.TokenLogprobs],
+        scores: Sequence[TokenLogprobs],
     ) -> Json:
         """Behind a prompt that is shown as ``text`` and whose last tokens have ``scores``."""
         before = Logprobs(self._tokenizer, self._tokenizer.detokenizer(skip_special_tokens=False))
@@ -71,7 +71,7 @@ class Logprobs:
             shown[name] += values
         return shown
 
-    def _add(self, shown: Json, token_id: int, entry: pb.TokenLogprobs | None) -> None:
+    def _add(self, shown: Json, token_id: int, entry: TokenLogprobs | None) -> None:
         name = self._name(token_id)
         shown["tokens"].append(name)
         shown["token_logprobs"].append(entry.logprob if entry else None)
@@ -79,13 +79,13 @@ class Logprobs:
         shown["text_offset"].append(max(0, self._offset))
         self._offset += len(self._text.push(token_id))
 
-    def _top(self, name: str, entry: pb.TokenLogprobs) -> Json:
+    def _top(self, name: str, entry: TokenLogprobs) -> Json:
         """By text, or as ``token_id:ID`` where another token has the same."""
         top: Json = {}
-        for each in entry.top:
-            key = self._name(each.token_id)
-            is_taken = key in top or (key == name and each.token_id != entry.token_id)
-            top[f"token_id:{each.token_id}" if is_taken else key] = each.logprob
+        for token_id, logprob in entry.top:
+            key = self._name(token_id)
+            is_taken = key in top or (key == name and token_id != entry.token_id)
+            top[f"token_id:{token_id}" if is_taken else key] = logprob
         # The chosen token is listed even where it is not among the most probable.
         return top | {name: entry.logprob}
 

@@ -10,7 +10,7 @@ import reprlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -182,6 +182,7 @@ class GenerationBody(Body):
     def prompts(self) -> list[Prompt]:
         """One entry for each prompt. Raises InvalidRequest: there is none."""
 
+    @cached_property
     def tool_use(self) -> ToolUse | None:
         """What a chat says about calls. Raises InvalidRequest."""
         return None
@@ -319,9 +320,10 @@ class ChatFields(Body):
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             template_kwargs=self._template_kwargs(),
-            tools=[tool.spec for tool in self.tool_use().tools],
+            tools=[tool.spec for tool in self.tool_use.tools],
         )
 
+    @cached_property
     def tool_use(self) -> ToolUse:
         return check_tool_use(
             self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False

@@ -24,10 +24,10 @@ from quire.cluster.dialects.parser import (
     Content,
     Reasoning,
 )
-from quire.cluster.edge.openai_format import Format, Json, finish_reason
+from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import GenerationBody, StreamOptions
 from quire.cluster.edge.responses_schema import ResponsesBody
-from quire.v1 import inference_pb2 as pb
+from quire.cluster.failover.chunk import Chunk
 
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -50,7 +50,7 @@ class ResponsesFormat(Format):
         assert isinstance(body, ResponsesBody)
         return partial(cls, asked=body.echoed())
 
-    def take(self, chunk: pb.GenerateResponse) -> None:
+    def take(self, chunk: Chunk) -> None:
         self.stream(chunk, StreamOptions())
 
     def whole(self) -> Json:
@@ -58,12 +58,12 @@ class ResponsesFormat(Format):
             self._fail()
         return self._response()
 
-    def stream(self, chunk: pb.GenerateResponse, options: StreamOptions) -> list[Json]:
+    def stream(self, chunk: Chunk, options: StreamOptions) -> list[Json]:
         self._count(chunk)
         told = []
         if not self._num_events:
             told = [self._said("created"), self._said("in_progress")]
-        reason = finish_reason(chunk)
+        reason = chunk.finish_reason
         for event in self._answers[0].events(chunk.text, is_last=reason is not None):
             match event:
                 case Content(text):

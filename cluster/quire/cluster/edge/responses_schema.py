@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -121,6 +122,7 @@ class ResponsesBody(ChatFields, GenerationBody):
     def forms(self) -> dict[str, Any]:
         return super().forms | {"text.format": self.text.format if self.text else None}
 
+    @cached_property
     def tool_use(self) -> ToolUse:
         tools = [
             _nested_tool(f"tools[{index}]", tool)

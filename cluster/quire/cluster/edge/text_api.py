@@ -59,7 +59,7 @@ def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
         with hold:
             gateway.check_model(body.model or "")
             await gateway.card()
-            gateway.dialect.check(body.tool_use())
+            gateway.dialect.check(body.tool_use)
             token_ids = await gateway.prompts.tokenize(body.spans())
         return JSONResponse({"input_tokens": len(token_ids)})
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from quire.v1 import inference_pb2 as pb
+from quire.cluster.failover.chunk import Chunk
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.api.request import Prepared, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 from quire.worker.api.structured import StructuredOutputsParams
@@ -26,11 +27,6 @@ _REFUSED = {
     "kv_transfer_params": "prefill and decode are not apart here",
     "kv_transfer_params_json": "prefill and decode are not apart here",
     "data_parallel_rank": "the gateway chooses the replica group",
-}
-_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
 }
 
 
@@ -86,7 +82,7 @@ class Answers:
         self._answers: dict[int, vllm.GenerateComplete] = defaultdict(vllm.GenerateComplete)
         """By index: all tokens so far, but in a stream those of the last chunk."""
 
-    def of(self, chunk: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
+    def of(self, chunk: Chunk) -> Iterator[vllm.GenerateResponse]:
         """What is to be sent now that ``chunk`` has come."""
         part = self._part(chunk)
         answer = self._answers[chunk.index]
@@ -97,13 +93,13 @@ class Answers:
         else:
             answer.MergeFrom(part)
             answer.completion_tokens = len(answer.output_ids)
-        if not chunk.finish_reason:
+        if chunk.finish_reason is None:
             return
-        answer.finish_reason = _REASONS[chunk.finish_reason]
-        if chunk.HasField("stop_token_id"):
-            answer.matched_token_id = chunk.stop_token_id
-        elif chunk.HasField("stop_string"):
-            answer.matched_stop_str = chunk.stop_string
+        answer.finish_reason = chunk.finish_reason
+        if isinstance(chunk.stop_reason, int):
+            answer.matched_token_id = chunk.stop_reason
+        elif chunk.stop_reason is not None:
+            answer.matched_stop_str = chunk.stop_reason
         if self._is_stream:
             yield vllm.GenerateResponse(complete=answer)
         elif self._num_ended() == self._sampling.n:
@@ -134,29 +130,27 @@ class Answers:
     def _num_ended(self) -> int:
         return sum(bool(answer.finish_reason) for answer in self._answers.values())
 
-    def _part(self, chunk: pb.GenerateResponse) -> vllm.GenerateComplete:
+    def _part(self, chunk: Chunk) -> vllm.GenerateComplete:
         part = vllm.GenerateComplete(
             output_ids=chunk.token_ids,
             prompt_tokens=len(self._prompt),
             completion_tokens=len(chunk.token_ids),
-            cached_tokens=chunk.start.num_cached_tokens,
+            cached_tokens=0 if chunk.start is None else chunk.start.num_cached_tokens,
             index=chunk.index,
         )
         if chunk.logprobs:
             self._add_scores(part.output_logprobs, chunk.logprobs)
-        if chunk.start.prompt_logprobs:
+        if chunk.start is not None and chunk.start.prompt_logprobs:
             self._add_prompt_scores(part.input_logprobs, chunk.start.prompt_logprobs)
         return part
 
-    def _add_scores(self, to: vllm.OutputLogProbs, scores: Sequence[pb.TokenLogprobs]) -> None:
+    def _add_scores(self, to: vllm.OutputLogProbs, scores: Sequence[TokenLogprobs]) -> None:
         to.token_ids.extend(score.token_id for score in scores)
         to.token_logprobs.extend(score.logprob for score in scores)
         if self._sampling.logprobs:
             to.top_logprobs.extend(map(_top, scores))
 
-    def _add_prompt_scores(
-        self, to: vllm.InputLogProbs, scores: Sequence[pb.TokenLogprobs]
-    ) -> None:
+    def _add_prompt_scores(self, to: vllm.InputLogProbs, scores: Sequence[TokenLogprobs]) -> None:
         to.token_ids.extend(self._prompt.tolist())
         # The first token has nothing before it.
         for _ in range(len(self._prompt) - len(scores)):
@@ -182,7 +176,7 @@ class Answers:
         return chunk
 
 
-def _top(score: pb.TokenLogprobs) -> vllm.TopLogProbs:
+def _top(score: TokenLogprobs) -> vllm.TopLogProbs:
     return vllm.TopLogProbs(
-        values=[each.logprob for each in score.top], token_ids=[each.token_id for each in score.top]
+        values=[logprob for _, logprob in score.top], token_ids=[each for each, _ in score.top]
     )

@@ -25,10 +25,10 @@ from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remainin
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Request
 
@@ -64,7 +64,7 @@ class _Run:
     ) -> None:
         """Hands what ``run`` brings to ``write_all`` until it ends or the request is aborted."""
 
-        async def take(chunk: pb.GenerateResponse) -> None:
+        async def take(chunk: Chunk) -> None:
             if self.is_aborted:
                 return
             # A message must be sent whole.
@@ -132,7 +132,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         answers = Answers(prepared, is_stream=request.stream)
         request.Clear()  # The prompt is token ids now, and the call may last.
 
-        async def write(chunk: pb.GenerateResponse) -> None:
+        async def write(chunk: Chunk) -> None:
             for message in answers.of(chunk):
                 await context.write(message)
 

@@ -12,30 +12,28 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
+from quire.cluster.failover.chunk import Chunk, Start, Usage
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, Resumes
 from quire.cluster.links.groups import Groups
-from quire.cluster.telemetry.explanations import routing_message
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.wire import FINISH_REASON_OF, logprobs_from_proto
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import BrokenLogits, QuireError
+from quire.worker.api.outputs import FinishReason
 from quire.worker.api.request import Prepared
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_OUTCOMES = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-}
+_ENDS: tuple[FinishReason, ...] = ("stop", "length")
 """How a group may end a completion."""
 
 
-Take = Callable[[pb.GenerateResponse], Awaitable[object]]
+Take = Callable[[Chunk], Awaitable[object]]
 """What a completion's chunks are handed to. The next one comes when it has returned."""
 
 
@@ -87,7 +85,7 @@ class Completion:
         self._error: QuireError | None = None
         self._num_cached_tokens: int | None = None
         self._first_token_s: float | None = None
-        self._finish_reason = pb.FINISH_REASON_UNSPECIFIED
+        self._finish_reason: FinishReason | None = None
 
     async def run(self, take: Take) -> None:
         """Hands chunks to ``take`` until one has a finish reason.
@@ -105,11 +103,11 @@ class Completion:
         """
         outcome, detail = "error", ""
         try:
-            while not self._finish_reason:
+            while self._finish_reason is None:
                 stream = await self._attempts.begin(self._token_ids)
                 self._is_started, self._error = False, None
                 try:
-                    while not self._finish_reason and self._error is None:
+                    while self._finish_reason is None and self._error is None:
                         chunk = self._take(await stream.next())
                         if chunk.token_ids or chunk.finish_reason:
                             self._telemetry.output_tokens.inc(len(chunk.token_ids))
@@ -120,7 +118,7 @@ class Completion:
                     self._attempts.end()
                 if self._error is not None:
                     self._attempts.lose(self._error)
-            outcome = _OUTCOMES[self._finish_reason]
+            outcome = self._finish_reason
         except asyncio.CancelledError:
             outcome, detail = self._ending.of_closed(now_s=self._clock(), lost=self._error)
             raise
@@ -139,32 +137,33 @@ class Completion:
             self._table.completed(self._request.request_id, outcome=told)
             self._telemetry.completions.labels(outcome).inc()
 
-    def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> pb.GenerateResponse:
+    def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> Chunk:
         """Makes one chunk of deltas; where one is an error, of those before it."""
-        chunk = pb.GenerateResponse(index=self._index, token_offset=len(self._token_ids))
+        chunk = Chunk(self._index, len(self._token_ids))
         for delta in deltas:
+            reason = FINISH_REASON_OF.get(delta.finish_reason)
             if delta.HasField("error"):
                 self._error = self._attempts.refusal(delta.error)
-            elif delta.finish_reason and delta.finish_reason not in _OUTCOMES:
+            elif delta.finish_reason and reason not in _ENDS:
                 # Nobody reads any more what this gateway has aborted.
-                reason = f"the group ended the request with finish_reason={delta.finish_reason}"
-                self._error = GroupLost(f"{reason}, which it was not asked to")
+                told = f"the group ended the request with finish_reason={delta.finish_reason}"
+                self._error = GroupLost(f"{told}, which it was not asked to")
             else:
                 assert delta.token_offset == len(self._token_ids), "the stream's promise"
-                self._add(delta, chunk)
-            if self._error is not None or self._finish_reason:
+                self._add(delta, reason, chunk)
+            if self._error is not None or self._finish_reason is not None:
                 break
         return chunk
 
-    def _add(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
+    def _add(self, delta: group_pb.TokenDelta, reason: FinishReason | None, chunk: Chunk) -> None:
         if not self._is_started:
             self._start(delta, chunk)
-        self._finish_reason = delta.finish_reason
+        self._finish_reason = reason
         token_ids = list(delta.token_ids)
         num_tokens = len(token_ids)
         # As in vLLM, the token that ends the text is not part of it.
         num_shown = num_tokens
-        if delta.finish_reason == pb.FINISH_REASON_STOP:
+        if reason == "stop":
             num_shown -= not self._request.sampling.include_stop_str_in_output
         shown = ""
         for position in range(num_shown):
@@ -172,23 +171,21 @@ class Completion:
             text, stopped = self._text.push(token_ids[position])
             shown += text
             if stopped:
-                self._finish_reason = pb.FINISH_REASON_STOP
+                self._finish_reason = "stop"
                 del token_ids[position + 1 :]
                 break
-        if shown:
-            chunk.text += shown
+        chunk.text += shown
         self._token_ids += token_ids
-        chunk.token_ids.extend(token_ids)
+        chunk.token_ids += token_ids
         if delta.logprobs:
-            chunk.logprobs.extend(delta.logprobs[: len(token_ids)])
+            chunk.logprobs += logprobs_from_proto(delta.logprobs[: len(token_ids)])
         if self._first_token_s is None and num_tokens:
             self._first_token_s = self._clock() - self._request.arrival_s
             self._telemetry.time_to_first_token.observe(self._first_token_s)
-        if self._finish_reason:
+        if self._finish_reason is not None:
             self._finish(chunk)
 
-    def _start(self, delta: group_pb.TokenDelta, chunk: pb.GenerateResponse) -> None:
-        decision = self._attempts.decision
+    def _start(self, delta: group_pb.TokenDelta, chunk: Chunk) -> None:
         self._is_started = True
         self._table.started(self._request.request_id, num_cached_tokens=delta.num_cached_tokens)
         if self._num_cached_tokens is not None:
@@ -196,38 +193,37 @@ class Completion:
         self._num_cached_tokens = delta.num_cached_tokens
         self._telemetry.prompt_tokens.inc(len(self._request.prompt_token_ids))
         self._telemetry.cached_tokens.inc(delta.num_cached_tokens)
-        assert self._request.model is not None
-        chunk.start.CopyFrom(
-            pb.Start(
-                request_id=self._request.request_id,
-                model=self._request.model.model,
-                num_prompt_tokens=len(self._request.prompt_token_ids),
-                num_cached_tokens=delta.num_cached_tokens,
-                routing=routing_message(decision, with_candidates=self._request.explain_routing),
-                seed=self._request.sampling.seed,
-                prompt_logprobs=delta.prompt_logprobs,
-            )
+        request = self._request
+        assert request.model is not None
+        assert request.sampling.seed is not None
+        chunk.start = Start(
+            request_id=request.request_id,
+            model=request.model.model,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=delta.num_cached_tokens,
+            decision=self._attempts.decision,
+            explains_routing=request.explain_routing,
+            seed=request.sampling.seed,
+            prompt_logprobs=logprobs_from_proto(delta.prompt_logprobs),
         )
 
-    def _finish(self, chunk: pb.GenerateResponse) -> None:
+    def _finish(self, chunk: Chunk) -> None:
         total_s = self._clock() - self._request.arrival_s
         first_token_s = total_s if self._first_token_s is None else self._first_token_s
         chunk.text += self._text.finish()
         chunk.finish_reason = self._finish_reason
         stop_token_ids = self._request.sampling.stop_token_ids or ()
         if self._text.stop_string is not None:
-            chunk.stop_string = self._text.stop_string
-        elif self._finish_reason == pb.FINISH_REASON_STOP and self._token_ids[-1] in stop_token_ids:
-            chunk.stop_token_id = self._token_ids[-1]
+            chunk.stop_reason = self._text.stop_string
+        elif self._finish_reason == "stop" and self._token_ids[-1] in stop_token_ids:
+            chunk.stop_reason = self._token_ids[-1]
         num_output = len(self._token_ids)
-        chunk.usage.CopyFrom(
-            pb.Usage(
-                num_prompt_tokens=len(self._request.prompt_token_ids),
-                num_cached_tokens=self._num_cached_tokens or 0,
-                num_output_tokens=num_output,
-                time_to_first_token_s=first_token_s,
-                total_time_s=total_s,
-            )
+        chunk.usage = Usage(
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens or 0,
+            num_output_tokens=num_output,
+            time_to_first_token_s=first_token_s,
+            total_time_s=total_s,
         )
         self._telemetry.total_time.observe(total_s)
         if num_output > 1:

@@ -1,16 +1,9 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
-from quire.cluster.wire import logprobs_to_proto
+from quire.cluster.wire import FINISH_REASONS, logprobs_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.v1 import inference_pb2
 from quire.worker.api.outputs import TokenDelta
-
-_FINISH_REASONS = {
-    "stop": inference_pb2.FINISH_REASON_STOP,
-    "length": inference_pb2.FINISH_REASON_LENGTH,
-    "abort": inference_pb2.FINISH_REASON_ABORT,
-}
 
 Key = tuple[str, int]
 """Request and attempt."""
@@ -60,7 +53,7 @@ class OutputBuffer:
         if output.prompt_logprobs:
             delta.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
         if output.finish_reason is not None:
-            delta.finish_reason = _FINISH_REASONS[output.finish_reason]
+            delta.finish_reason = FINISH_REASONS[output.finish_reason]
         num_output = output.token_offset + len(output.token_ids)
         self.is_proven = num_output >= self.proven_at or output.finish_reason is not None
 

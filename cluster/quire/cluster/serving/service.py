@@ -8,7 +8,7 @@ from the groups.
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -16,6 +16,7 @@ from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.errors import ModelNotFound
+from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion, Take
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
@@ -33,7 +34,6 @@ from quire.cluster.serving.together import together
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
 from quire.worker.api.limits import RequestLimits, check_request
@@ -216,7 +216,7 @@ class ModelService:
         if tool_use is not None:
             reasons = self.dialect.reasons(self.tokenizer, token_ids)
             form = constrain(self.dialect, tool_use, sampling.constraint, reasons=reasons)
-            sampling = replace(sampling, structured_outputs=form)
+            sampling = sampling.changed(structured_outputs=form)
         if sampling.constraint is not None:
             try:
                 await self._constraints.check(
@@ -232,8 +232,7 @@ class ModelService:
         hashes = await off_loop(
             len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
         )
-        sampling = replace(
-            sampling,
+        sampling = sampling.changed(
             seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
             max_tokens=max_tokens,
             top_k=min(sampling.top_k, card.vocab_size),
@@ -334,7 +333,7 @@ class ModelService:
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 
-                    async def pass_on(chunk: pb.GenerateResponse) -> None:
+                    async def pass_on(chunk: Chunk) -> None:
                         self.admission.took(ticket, num_tokens=len(chunk.token_ids))
                         if not deadline.is_set:
                             await take(chunk)

@@ -159,5 +159,5 @@ class Prepared(Terms):
             yield replace(
                 self,
                 request_id=f"{self.request_id}-{number}",
-                sampling=replace(self.sampling, n=1, seed=seed, prompt_logprobs=scores),
+                sampling=self.sampling.changed(n=1, seed=seed, prompt_logprobs=scores),
             )

@@ -1,9 +1,10 @@
 """How a request's tokens are chosen and when it ends. Names and meanings are vLLM's."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.parameter import biases, id_lists, ids, real, rules_of, shown, strings, whole
@@ -117,6 +118,13 @@ class SamplingParams:
                 "StructuredOutputsParams, such as StructuredOutputsParams(json=…)",
                 param="structured_outputs",
             )
+
+    def changed(self, **values: Any) -> "SamplingParams":
+        """A copy with other values, in the form that is kept. They are not checked."""
+        made = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

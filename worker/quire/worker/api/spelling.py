@@ -4,7 +4,6 @@ Gateways and the offline API do it before they check a request, and engines refu
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.worker.api.errors import InvalidRequest
@@ -36,7 +35,7 @@ def spell_out(
     if params.truncate_prompt_tokens is not None:
         num_kept = _num_kept(params.truncate_prompt_tokens, params.max_tokens, max_model_len)
         prompt_token_ids = prompt_token_ids[-num_kept:]
-        params = replace(params, truncate_prompt_tokens=None)
+        params = params.changed(truncate_prompt_tokens=None)
     if params.thinking_token_budget is not None and not params.thinking_token_ids:
         known = tokenizer()
         params = _spell_thinking(params, prompt_token_ids, known, reasoning(known))
@@ -81,7 +80,7 @@ def _spell_bad_words(params: SamplingParams, tokenizer: "Tokenizer") -> Sampling
         if behind[-len(bare) :] != bare:
             spaced.append(behind)
     ids = dict.fromkeys(tuple(each) for each in [*spelled, *spaced] if each)
-    return replace(params, bad_words=None, bad_words_token_ids=tuple(ids))
+    return params.changed(bad_words=(), bad_words_token_ids=tuple(ids))
 
 
 def _num_kept(asked: int, max_tokens: int | None, max_model_len: int) -> int:
@@ -111,7 +110,7 @@ def _spell_thinking(
         )
     has_begun = reasoning.begun(tokenizer, prompt_token_ids)
     if has_begun is False:
-        return replace(params, thinking_token_budget=None)
+        return params.changed(thinking_token_budget=None)
     token_ids = []
     opens = reasoning.opens_token or reasoning.opens
     for mark in [reasoning.closes] if has_begun else [opens, reasoning.closes]:
@@ -122,4 +121,4 @@ def _spell_thinking(
                 param="thinking_token_budget",
             )
         token_ids.append(token_id)
-    return replace(params, thinking_token_ids=token_ids)
+    return params.changed(thinking_token_ids=tuple(token_ids))
