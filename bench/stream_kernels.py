@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tools.kernels.testing import paged_batch
 from torch import Tensor
 
 from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.testing import paged_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from quire.kernels import reference, reference_sampling
-from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.backend import AttentionBackend, backend_for
-from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.testing import (
+from tools.kernels.testing import (
     PagedBatch,
     adjustments,
     assert_near_twin,
     paged_batch,
     shared_splits,
 )
+
+from quire.kernels import reference, reference_sampling
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.backend import AttentionBackend, backend_for
+from quire.kernels.launch import SPLIT_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -286,7 +286,8 @@ def test_adjusted_logits_have_the_bits_of_the_twin() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_run_at_the_same_time_all_get_the_sum(size: int, dtype: torch.dtype) -> None:
     """Streams of one GPU are the ranks: each waits for the others' words inside its kernel."""
-    from quire.kernels.testing_ranks import LocalRanks
+    from tools.kernels.ranks import LocalRanks
+
     from quire.kernels.triton_all_reduce import all_reduce
 
     # Compiled before any waits for another: loading code may wait for all kernels to end.

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire import native_build
 from quire.kernels import native, reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 SPLIT = 128  # kSplitTokens of native/attention_tile.h
 RAGGED = [

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tools.kernels.testing import paged_batch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from quire.kernels import reference
-from quire.kernels.testing import paged_batch
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])

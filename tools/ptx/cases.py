@@ -13,14 +13,14 @@ from typing import Protocol
 from unittest import mock
 
 import torch
+from tools.kernels.captured import Launch
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 from tools.ptx.emulate import Edit, emulated
 from torch import Tensor
 
 from quire.kernels import reference, triton_prefill
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.captured import Launch
 from quire.kernels.launch import SPLIT_TOKENS, capability_without_gpu
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_decode import merge
 from quire.kernels.triton_fp8 import converts_float8

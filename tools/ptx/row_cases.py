@@ -5,13 +5,13 @@ from functools import partial
 from unittest import mock
 
 import torch
+from tools.kernels.ranks import LocalRanks, RanksAtOnce
+from tools.kernels.testing import adjustments, assert_near_twin, grouped_weight
 from tools.ptx.cases import BACKEND, Case, Emulate
 from torch import Tensor
 
 from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
 from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
-from quire.kernels.testing import adjustments, assert_near_twin, grouped_weight
-from quire.kernels.testing_ranks import LocalRanks, RanksAtOnce
 from quire.kernels.triton_elementwise import silu_and_mul
 from quire.kernels.triton_experts import (
     ExpertWeights,

@@ -16,9 +16,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.testing import assert_near_twin
+
 from quire.kernels import reference
 from quire.kernels.launch import ACTIVATION_BLOCK, MAX_CHANNELS
-from quire.kernels.testing import assert_near_twin
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_elementwise import silu_and_mul
 

@@ -17,10 +17,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
+
 from quire.kernels import reference
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 from quire.kernels.triton_backend import TritonBackend
 
 TRITON = TritonBackend()
