@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.kernels import twins
 from tools.kernels.testing import assert_near_twin, paged_batch
 
 from quire.kernels import reference
@@ -94,7 +95,7 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
             block_size=block_size,
             dtype=dtype,
         )
-        expected = batch.stored_by(reference, int8=True).expected()
+        expected = batch.stored_by(twins, int8=True).expected()
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 
