@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+from bench.direct_executor import DirectExecutor
 
 from quire.worker.api.config import EngineConfig, SchedulingPolicy
 from quire.worker.api.hashing import TokenIds
@@ -21,7 +22,6 @@ from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.ranks.executor import DirectExecutor
 from quire.worker.step.messages import StepInput, StepOutput
 
 OWN, OUTPUT = 48, 64

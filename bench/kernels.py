@@ -22,11 +22,11 @@ from bench.stream_kernels import (
     sample_cases,
     stream_cases,
 )
+from tools.kernels.testing import PagedBatch, paged_batch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.kernels.backend import AttentionBackend, backend_for
-from quire.kernels.testing import PagedBatch, paged_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
@@ -18,9 +19,11 @@ run_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
 ECHO_RANK = f"""
+import sys
+sys.path.append({str(Path(__file__).resolve().parents[1])!r})
 from quire.worker.runner import model_runner
 from quire.worker.model import tensor_parallel
-from quire.worker.bench.echo_rank import EchoRunner
+from bench.echo_rank import EchoRunner
 model_runner.ModelRunner = EchoRunner
 tensor_parallel.join_over_network = lambda *, rank, **_: rank
 {RANK}

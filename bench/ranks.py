@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from bench.message_cost import time_messages
 from bench.namespaces import Host, Network
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
 from bench.rank_launcher import ECHO_RANK, Wrap, make_executor
@@ -32,8 +34,6 @@ from bench.rank_launcher import ECHO_RANK, Wrap, make_executor
 from quire import llm
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.config import EngineConfig
-from quire.worker.bench.message_cost import time_messages
-from quire.worker.bench.stopwatch import replaced
 from quire.worker.ranks.process_executor import ProcessExecutor
 from quire.worker.step.messages import Executor
 
@@ -93,7 +93,7 @@ def compare(name: str, *, ranks: int, repeats: int, nodes: Sequence[Host]) -> No
 
         llms = {label: start(**options) for label, options in settings.items()}
         for label, place in places.items():
-            with replaced(llm, "make_executor", partial(make_executor, nodes=place)):
+            with mock.patch.object(llm, "make_executor", partial(make_executor, nodes=place)):
                 llms[label] = start(**settings["ranks"])
         for workload, shape in WORKLOADS.items():
             times: dict[str, list[float]] = {label: [] for label in llms}

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tools.kernels import twins
+from tools.kernels.testing import paged_batch
 from torch import Tensor
 
 from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.testing import paged_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def stream_cases(
     yield StreamCase(
         name=f"rotate_and_write_kv {num_tokens}",
         kernel=rotate(triton_rotary.rotate_and_write_kv, caches[0], caches[1]),
-        twin=rotate(reference.rotate_and_write_kv, caches[2], caches[3]),
+        twin=rotate(twins.rotate_and_write_kv, caches[2], caches[3]),
         num_bytes=2 * qkv.nbytes + 2 * cos.nbytes + slots.nbytes,
     )
 
@@ -97,7 +98,7 @@ def decode_cases(
         device=device,
     )
     attend: Callable[..., Tensor] = TritonBackend().attend
-    twin: Callable[..., Tensor] = reference.paged_attention
+    twin: Callable[..., Tensor] = twins.paged_attention
     for name, options, cache_dtype in (
         ("float8", AttentionOptions(k_scale=0.02, v_scale=0.02), torch.float8_e4m3fn),
         ("window 1024", AttentionOptions(window=1024), torch.bfloat16),

@@ -9,11 +9,11 @@ from bench.gpu.lines import Lines
 from bench.gpu.shapes import SHAPES, Scale
 from bench.kernels import gpu_stream_cases
 from bench.stream_kernels import StreamCase
+from tools.kernels import twins
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
-from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.launch import DTYPES, HEAD_SIZES
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
 RAGGED = [(1, 1), (256, 1), (257, 1), (1500, 1), (5, 5), (300, 70), (333, 333)]
 NUM_DECODES = 4
@@ -129,7 +129,7 @@ def _check_write(batch: PagedBatch, backend: AttentionBackend) -> None:
     got = batch.k_cache.clone(), batch.v_cache.clone()
     want = batch.k_cache.clone(), batch.v_cache.clone()
     backend.write_kv(k, v, *got, slots)
-    reference.write_kv(k, v, *want, slots)
+    twins.write_kv(k, v, *want, slots)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)), "the caches differ"
 

@@ -12,10 +12,9 @@ from bench.gpu.lines import Lines, Timing
 from bench.gpu.shapes import Scale
 from bench.gpu.timings import case_timing
 from bench.kernels import Case, Ceilings, make_batch, sdpa_call, seconds
+from tools.kernels.testing import PagedBatch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from quire.kernels.testing import PagedBatch
 
 _SDPA = {
     "SDPA flash, dense": SDPBackend.FLASH_ATTENTION,

@@ -17,10 +17,10 @@ from bench.kernels import (
     seconds,
     write_kv_seconds,
 )
+from tools.kernels.testing import PagedBatch, shared_splits
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
-from quire.kernels.testing import PagedBatch, shared_splits
 
 
 def attention_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
@@ -152,7 +152,8 @@ def all_reduce_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterat
     """One rank whose peers' words are there already: the kernel without links and waiting."""
     if scale.device.type == "cpu":
         return
-    from quire.kernels.testing_ranks import LocalRanks
+    from tools.kernels.ranks import LocalRanks
+
     from quire.kernels.triton_all_reduce import all_reduce
 
     for size, num_tokens in itertools.product((2, 8), (1, 16)):

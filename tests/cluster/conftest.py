@@ -20,6 +20,7 @@ import grpc.aio
 import numpy as np
 import pytest
 import tokenizers
+from bench.direct_executor import DirectExecutor
 from openai import AsyncOpenAI
 from tests.steps import banned_ids, samples
 
@@ -43,7 +44,6 @@ from quire.worker.api.errors import RankFailure
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.ranks.executor import DirectExecutor
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 

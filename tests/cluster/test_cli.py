@@ -79,7 +79,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--drain-timeout-s", "inf"], "drain_timeout_s=inf: must be 0 or more, and fini"),
         (["serve", "--max-groups", "2", "--target-ttft-s", "nan"], "target_ttft_s=nan: must be"),
         (["generate", "hi", "--system", "a\udcff"], "system: is not UTF-8 at character 1"),
-        (["bench", "step", "--output", "/nowhere/x"], "no folder /nowhere: make it"),
+        (["bench", "prefix", "--output", "/nowhere/x"], "no folder /nowhere: make it"),
         (["simulate", "trace.jsonl", "--format", "foo"], "'foo' (choose from 'mooncake'"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_prompt_that_is_no_text_is_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["serve", "--sed", "1"], ["simulate"], ["bench", "step", "-x"]]
+    "arguments", [["serve", "--sed", "1"], ["simulate"], ["bench", "prefix", "-x"]]
 )
 def test_a_refusal_is_one_line_and_says_where_to_read_on(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

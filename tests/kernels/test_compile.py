@@ -12,8 +12,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         allow_module_level=True,
     )
 
-from quire.kernels.compile_cases import KernelCase, shipped_cases
-from quire.kernels.compile_check import all_cases, compile_all, compile_case
+from tools.kernels.compile_cases import KernelCase, shipped_cases
+from tools.kernels.compile_check import all_cases, compile_all, compile_case
+
 from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.kernels import twins
+from tools.kernels.testing import assert_near_twin, paged_batch
 
 from quire.kernels import reference
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.cpu import TILE, CpuBackend
-from quire.kernels.testing import assert_near_twin, paged_batch
 
 CPU = CpuBackend()
 RAGGED = [(1, 1), (300, 1), (TILE, 1), (TILE + 1, 1), (5, 5), (2 * TILE, 70), (333, 333)]
@@ -54,7 +55,7 @@ def test_the_cpu_backend_needs_no_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from quire.kernels import cpu, reference, testing\n"
+        "from quire.kernels import cpu, reference\n"
         "from quire.kernels.backend import backend_for\n"
         "assert backend_for(torch.device('cpu')).name in ('cpu', 'cpu-native')\n"
     )
@@ -94,7 +95,7 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
             block_size=block_size,
             dtype=dtype,
         )
-        expected = batch.stored_by(reference, int8=True).expected()
+        expected = batch.stored_by(twins, int8=True).expected()
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 

@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-
-from quire.kernels import reference, reference_sampling
-from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.backend import AttentionBackend, backend_for
-from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.testing import (
+from tools.kernels import twins
+from tools.kernels.testing import (
     PagedBatch,
     adjustments,
     assert_near_twin,
     paged_batch,
     shared_splits,
 )
+
+from quire.kernels import reference, reference_sampling
+from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.backend import AttentionBackend, backend_for
+from quire.kernels.launch import SPLIT_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +126,7 @@ def test_write_kv_does_what_the_twin_does(triton: AttentionBackend, dtype: torch
     v_cache = k_cache.clone()
     want_k, want_v = k_cache.clone(), k_cache.clone()
     triton.write_kv(fused[:, 8:10], fused[:, 10:], k_cache, v_cache, slots)
-    reference.write_kv(fused[:, 8:10], fused[:, 10:], want_k, want_v, slots)
+    twins.write_kv(fused[:, 8:10], fused[:, 10:], want_k, want_v, slots)
     assert torch.equal(k_cache, want_k)
     assert torch.equal(v_cache, want_v)
 
@@ -141,7 +142,7 @@ def test_rotating_and_writing_at_once_does_what_the_twin_does(
     got, want = torch.full((2, 2, 16, 8, 2, head_size), 7.0, dtype=dtype, device="cuda")
     arguments = (qkv, angles.cos(), angles.sin())
     q = triton.rotate_and_write_kv(*arguments, got[0], got[1], slots)
-    assert_near_twin(q, reference.rotate_and_write_kv(*arguments, want[0], want[1], slots))
+    assert_near_twin(q, twins.rotate_and_write_kv(*arguments, want[0], want[1], slots))
     assert_near_twin(got, want)
 
 
@@ -178,7 +179,7 @@ def test_a_float8_cache_is_written_and_read_as_the_twin_does(
         slots = table[token // 16].long() * 16 + token % 16
         triton.write_kv(k, v, k_cache, v_cache, slots, options=options)
         wanted = torch.zeros(shape[1:], device="cuda").to(torch.float8_e4m3fn)
-        reference.write_kv(k, v, wanted, wanted.clone(), slots, options=options)
+        twins.write_kv(k, v, wanted, wanted.clone(), slots, options=options)
         written = k_cache.flatten(0, 1).view(torch.uint8)[slots]
         assert torch.equal(written, wanted.flatten(0, 1).view(torch.uint8)[slots])
     quantized = replace(batch, k_cache=k_cache, v_cache=v_cache)
@@ -286,7 +287,8 @@ def test_adjusted_logits_have_the_bits_of_the_twin() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_run_at_the_same_time_all_get_the_sum(size: int, dtype: torch.dtype) -> None:
     """Streams of one GPU are the ranks: each waits for the others' words inside its kernel."""
-    from quire.kernels.testing_ranks import LocalRanks
+    from tools.kernels.ranks import LocalRanks
+
     from quire.kernels.triton_all_reduce import all_reduce
 
     # Compiled before any waits for another: loading code may wait for all kernels to end.
@@ -336,7 +338,7 @@ def test_slots_past_two_to_the_31_elements_are_found(triton: AttentionBackend) -
             max_seq_len=16,
             scale=0.1,
         )
-        want = reference.paged_attention(
+        want = twins.paged_attention(
             q[-num_queries:], k_cache, v_cache, **tables, query_starts_B1=starts, scale=0.1
         )
         assert_near_twin(got, want)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.kernels import twins
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire import native_build
 from quire.kernels import native, reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 SPLIT = 128  # kSplitTokens of native/attention_tile.h
 RAGGED = [
@@ -102,7 +103,7 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
             block_size=block_size,
             dtype=dtype,
         )
-        expected = batch.stored_by(reference, int8=True).expected()
+        expected = batch.stored_by(twins, int8=True).expected()
         assert_near_twin(batch.stored_by(any_isa, int8=True).attend(any_isa), expected)
 
 
@@ -221,7 +222,7 @@ def test_a_window_and_a_cap_are_those_of_the_twin(
         got = batch.stored_by(any_isa).attend(any_isa, options=options)
         assert_near_twin(got, batch.expected(options=options))
     got = batch.stored_by(any_isa, int8=True).attend(any_isa, options=options)
-    expected = batch.stored_by(reference, int8=True).expected(options=options)
+    expected = batch.stored_by(twins, int8=True).expected(options=options)
     assert_near_twin(got, expected)
 
 

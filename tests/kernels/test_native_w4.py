@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from tools.kernels import twins
 from torch import Tensor
 
 from quire.kernels import native_abi, reference
@@ -74,7 +75,7 @@ def test_a_layer_is_that_of_the_twin(
         assert linear.is_finite
         for rows in ROWS:
             x = _random(rows, num_in, dtype=dtype, seed=rows)
-            expected = reference.grouped_linear(x, weight)
+            expected = twins.grouped_linear(x, weight)
             _close(linear(x), expected if bias is None else expected + bias)
 
 
@@ -85,7 +86,7 @@ def test_a_gated_layer_is_that_of_the_twin(backend: NativeBackend, dtype: torch.
         x = 0.3 * _random(30, num_in, dtype=dtype, seed=2)
         linear = backend.pack_gated_linear(weight)
         assert isinstance(linear, PackedLinear)
-        exact = reference.silu_and_mul(reference.grouped_linear(x, weight).to(dtype))
+        exact = reference.silu_and_mul(twins.grouped_linear(x, weight).to(dtype))
         torch.testing.assert_close(linear(x), exact, atol=1e-2, rtol=2**-6)
 
 
@@ -119,7 +120,7 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     """A part of 16 inputs cuts groups of 64."""
     weight, x = _weight(50, 64, group, has_zeros=True), _random(7, 64, seed=1)
     whole = _into(library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
-    _close(whole, reference.grouped_linear(x, weight))
+    _close(whole, twins.grouped_linear(x, weight))
     size = 64 // num_ranks
     parts = [
         _into(
@@ -159,7 +160,7 @@ def test_nothing_is_written_beside_the_result(
     out = _into(library, x, weight, mode=mode, margin=3)
     assert (out[:, width:] == SENTINEL).all()
     assert (out[-3:] == SENTINEL).all()
-    expected = reference.grouped_linear(x, weight)
+    expected = twins.grouped_linear(x, weight)
     if mode == native_abi.GATED:
         expected = reference.silu_and_mul(expected.to(dtype))
     elif mode == native_abi.ADD:
@@ -172,12 +173,12 @@ def test_what_cannot_be_packed_in_groups_is_decoded(backend: NativeBackend) -> N
     cut = backend.pack_linear(weight, num_parts=2)  # 12 inputs in a part
     assert isinstance(cut, PackedLinear)
     assert cut.weights.group == 0
-    _close(cut(x), reference.grouped_linear(x, weight))
+    _close(cut(x), twins.grouped_linear(x, weight))
     half = _weight(6, 24, 8, dtype=torch.float16)
     assert isinstance(backend.pack_linear(half), PlainLinear)
     assert isinstance(CpuBackend().pack_gated_linear(weight), PlainGatedLinear)
     torch.testing.assert_close(
-        CpuBackend().pack_linear(weight)(x), reference.grouped_linear(x, weight), atol=1e-3, rtol=0
+        CpuBackend().pack_linear(weight)(x), twins.grouped_linear(x, weight), atol=1e-3, rtol=0
     )
 
 
@@ -242,7 +243,7 @@ def test_a_backend_in_w4_rounds_layers_and_has_its_lm_head_in_int8(
     assert isinstance(backend.pack_linear(weight, is_lm_head=True), Int8Linear)
     rounded = round_to_groups(weight)
     assert rounded is not None
-    _close(backend.pack_linear(weight)(x), reference.grouped_linear(x, rounded))
+    _close(backend.pack_linear(weight)(x), twins.grouped_linear(x, rounded))
     plain = CpuBackend(quantization="w4").pack_linear(weight)(x)
     torch.testing.assert_close(plain, backend.pack_linear(weight)(x), atol=0.1, rtol=0.02)
     broken = weight.clone()

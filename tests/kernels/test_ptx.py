@@ -17,10 +17,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         allow_module_level=True,
     )
 
+from tools.kernels.compile_cases import shipped_cases
 from tools.ptx.cases import CAPABILITIES, Case, all_cases
 from tools.ptx.machine import Fault
-
-from quire.kernels.compile_cases import shipped_cases
 
 CASES = {case.name: case for case in all_cases()}
 QUICK = [case for case in CASES.values() if case.is_quick]

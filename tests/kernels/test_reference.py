@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tools.kernels import twins
+from tools.kernels.testing import paged_batch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from quire.kernels import reference
-from quire.kernels.testing import paged_batch
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
@@ -35,7 +36,7 @@ def test_write_kv_touches_the_slots_it_is_given_and_no_other() -> None:
     k, v = torch.randn(2, 3, 2, 4)
     k_cache = torch.full((5, 4, 2, 4), 7.0)
     v_cache = torch.full((5, 4, 2, 4), 8.0)
-    reference.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6]))
+    twins.write_kv(k, v, k_cache, v_cache, torch.tensor([19, 0, 6]))
     for token, (block, offset) in enumerate([(4, 3), (0, 0), (1, 2)]):
         assert torch.equal(k_cache[block, offset], k[token])
         assert torch.equal(v_cache[block, offset], v[token])
@@ -89,7 +90,7 @@ def test_rotating_and_writing_at_once_is_one_after_the_other() -> None:
     cos, sin = angles.cos(), angles.sin()
     k_cache, v_cache = torch.full((2, 5, 4, 2, 8), 7.0)
     slots = torch.tensor([19, 0, 6])
-    q = reference.rotate_and_write_kv(qkv, cos, sin, k_cache, v_cache, slots)
+    q = twins.rotate_and_write_kv(qkv, cos, sin, k_cache, v_cache, slots)
     assert torch.equal(q, reference.rotary_embedding(qkv[:, :6], cos, sin))
     rotated = reference.rotary_embedding(qkv[:, 6:8], cos, sin)
     assert torch.equal(k_cache.flatten(0, 1)[slots], rotated)

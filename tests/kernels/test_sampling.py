@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tools.kernels.testing import adjustments
 
 from quire.kernels import native, reference_sampling, sampling
 from quire.kernels.sampling import Scores, adjust_logits, draw, score
-from quire.kernels.testing import adjustments
 
 SIZES = [1, 17, 64, 1000, 3001]
 

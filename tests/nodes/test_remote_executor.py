@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench import rank_launcher
+from bench.message_cost import decode_step
 
 from quire import demo_model, llm
 from quire.cluster.group.rank_socket import Hello, Reception, connect
@@ -27,7 +28,6 @@ from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError, RankFailure
-from quire.worker.bench.message_cost import decode_step
 from quire.worker.ranks import lockstep
 from quire.worker.step.messages import StepInput
 
@@ -155,6 +155,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from bench import rank_launcher
+from bench.message_cost import decode_step
 from quire.worker.api.config import EngineConfig
 config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
                       num_blocks=64, num_threads=1)

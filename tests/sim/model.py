@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from bench.direct_executor import DirectExecutor
 from tests.steps import samples
 
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.worker.api.errors import RankFailure
 from quire.worker.engine import Engine
-from quire.worker.ranks.executor import DirectExecutor
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 

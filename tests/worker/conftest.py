@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.worker.api.arrays import Longs
@@ -20,7 +21,6 @@ from quire.worker.api.errors import RankFailure
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.ranks.executor import DirectExecutor
 from quire.worker.step.messages import StepInput, StepOutput
 
 VOCAB_SIZE = 50

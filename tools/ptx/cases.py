@@ -13,14 +13,15 @@ from typing import Protocol
 from unittest import mock
 
 import torch
+from tools.kernels import twins
+from tools.kernels.captured import Launch
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 from tools.ptx.emulate import Edit, emulated
 from torch import Tensor
 
-from quire.kernels import reference, triton_prefill
+from quire.kernels import triton_prefill
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.captured import Launch
 from quire.kernels.launch import SPLIT_TOKENS, capability_without_gpu
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_decode import merge
 from quire.kernels.triton_fp8 import converts_float8
@@ -182,7 +183,7 @@ def check_float8(emulate: Emulate, *, rows: tuple[tuple[int, int], ...]) -> None
         slots = table[token // 16].long() * 16 + token % 16
         with emulate():
             BACKEND.write_kv(k, v, got[0], got[1], slots, options=options)
-        reference.write_kv(k, v, want[0], want[1], slots, options=options)
+        twins.write_kv(k, v, want[0], want[1], slots, options=options)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     batch = replace(batch, k_cache=got[0], v_cache=got[1])
     with emulate():

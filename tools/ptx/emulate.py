@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tools.kernels.captured import Launch, captured
 from tools.ptx.memory import GlobalMemory
 from tools.ptx.program import run
-
-from quire.kernels.captured import Launch, captured
 
 Edit = Callable[[str], str]
 

@@ -5,13 +5,14 @@ from functools import partial
 from unittest import mock
 
 import torch
+from tools.kernels import twins
+from tools.kernels.ranks import LocalRanks, RanksAtOnce
+from tools.kernels.testing import adjustments, assert_near_twin, grouped_weight
 from tools.ptx.cases import BACKEND, Case, Emulate
 from torch import Tensor
 
 from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
 from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
-from quire.kernels.testing import adjustments, assert_near_twin, grouped_weight
-from quire.kernels.testing_ranks import LocalRanks, RanksAtOnce
 from quire.kernels.triton_elementwise import silu_and_mul
 from quire.kernels.triton_experts import (
     ExpertWeights,
@@ -127,7 +128,7 @@ def check_rotary(emulate: Emulate, *, dtype: torch.dtype) -> None:
     with emulate():
         q = BACKEND.rotate_and_write_kv(qkv, *turns, got[0], got[1], slots)
         turned = BACKEND.rotary_embedding(qkv[:, 1:4], *turns)
-    assert_near_twin(q, reference.rotate_and_write_kv(qkv, *turns, want[0], want[1], slots))
+    assert_near_twin(q, twins.rotate_and_write_kv(qkv, *turns, want[0], want[1], slots))
     assert_near_twin(got, want)
     assert torch.equal(got == 7.0, want == 7.0)
     assert_near_twin(turned, reference.rotary_embedding(qkv[:, 1:4], *turns))

@@ -2,6 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,11 @@ class AttentionOptions:
                 raise ValueError(f"{name}={value}: must be a positive finite number")
         if not all(map(math.isfinite, self.sinks or ())):
             raise ValueError(f"sinks={self.sinks}: must be finite numbers")
+
+    @cached_property
+    def sinks_H(self) -> npt.NDArray[np.float32] | None:
+        """The same as one array, which lives as long as these options."""
+        return None if self.sinks is None else np.array(self.sinks, np.float32)
 
 
 PLAIN = AttentionOptions()

@@ -2,7 +2,7 @@
 
 A tile size decides the order of summation, so one that was chosen by timing would make results
 depend on the day. What is here depends on head size, dtype and kind of GPU, never on the batch.
-`quire.kernels.compile_check` compiles every entry for each supported GPU and refuses one that
+`tools.kernels.compile_check` compiles every entry for each supported GPU and refuses one that
 spills registers.
 """
 
@@ -23,8 +23,8 @@ MAX_CHANNELS = 32768
 AMD_CAPABILITY = 94
 """MI300 (gfx942), as torch counts it."""
 capability_without_gpu = ContextVar("capability_without_gpu", default=80)
-"""The kind of GPU whose tiles kernels take where no GPU is: in Triton's interpreter, or inside
-`quire.kernels.captured`, which sets it."""
+"""The kind of GPU whose tiles kernels take where no GPU is: in Triton's interpreter, or where
+`tools.kernels.captured` compiles for the one that it sets."""
 
 SPLIT_TOKENS = 256
 """Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
@@ -208,7 +208,7 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
 
 
 # Registers, stack, shared memory and tensor-core instructions of each:
-# `python -m quire.kernels.compile_check`. Without a GPU at hand these were chosen as the largest
+# `python -m tools.kernels.compile_check`. Without a GPU at hand these were chosen as the largest
 # tiles that spill nothing; what a benchmark on one shows to be better replaces them.
 # Of decodes, two buffers for K and V: Triton halves the stages between the loads of a block table
 # and of the KV that it points to, so that 3 and 4 leave one buffer and wait for every load.

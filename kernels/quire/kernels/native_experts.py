@@ -15,7 +15,7 @@ from quire.kernels.ops import MixExperts
 # E experts   C hidden size
 
 
-def route_op(router: Router) -> native_abi.RouteOp:
+def route_op(router: Router) -> ctypes.Structure:
     """Keeps no tensor of the router alive."""
     correction_E, num_experts = router.correction_E, router.num_experts
     if correction_E is not None:
@@ -68,7 +68,7 @@ class NativeExperts:
         self.inner += self._ups[-1].num_out if shared else 0
         self._top_k, self._has_shared = router.top_k, bool(shared)
 
-    def op(self, x: int) -> native_abi.ExpertsOp:
+    def op(self, x: int) -> ctypes.Structure:
         """Keeps copies of where the layers' weights are, not the layers."""
         return native_abi.ExpertsOp(
             ups=_weights(self._ups),
@@ -107,5 +107,5 @@ def _is_int8(layer: NativeLinear) -> bool:
     return isinstance(layer, Int8Linear)
 
 
-def _weights(layers: Sequence[NativeLinear]) -> "ctypes.Array[native_abi.LinearWeights]":
+def _weights(layers: Sequence[NativeLinear]) -> "ctypes.Array[ctypes.Structure]":
     return (native_abi.LinearWeights * len(layers))(*(layer.weights for layer in layers))

@@ -113,7 +113,7 @@ class NativeLinear(ABC):
             stride=source_OI.stride(0),
             source_bias=None if bias_O is None else bias_O.data_ptr(),
             weights=self.weights,
-            is_broken=ctypes.pointer(is_broken),
+            is_broken=ctypes.addressof(is_broken),
             scales=None if scale_OG is None else scale_OG.data_ptr(),
             zeros=None if zero_OG is None else zero_OG.data_ptr(),
         )

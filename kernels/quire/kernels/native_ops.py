@@ -93,7 +93,7 @@ class NativeOps:
             ValueError: The program's weights do not fit each other.
         """
         self._program = program
-        self.ops: list[native_abi.AnyOp] = []
+        self.ops: list[ctypes.Structure] = []
         self.caches: list[tuple[int, int]] = []
         """Places of operations that use a cache, and which."""
         self.ends: list[tuple[int, int, int]] = []
@@ -175,7 +175,7 @@ class NativeOps:
                 )
                 self._append(logits)
 
-    def _append(self, op: native_abi.AnyOp, *, kv: int | None = None) -> None:
+    def _append(self, op: ctypes.Structure, *, kv: int | None = None) -> None:
         if kv is not None:
             self.caches.append((len(self.ops), kv))
         self.ops.append(op)

@@ -32,7 +32,7 @@ class NativeProgram:
         """
         self._library = library
         native = self._native = NativeOps(program)  # the library holds pointers into its weights
-        self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.Op.of, native.ops))
+        self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.op_of, native.ops))
         self._sums = [(0, 0, 0), *native.ends]
         self._ends = [*(place for place, _, _ in native.ends), len(native.ops)]
         self._kv: KvCache | None = None
@@ -76,9 +76,9 @@ class NativeProgram:
             greatest = pointer("greatest logits", greatest_G2, torch.float32, num_greedy, 2)
             self._arguments.greatest = greatest
         native_edits = None if edits is None else _native_edits(edits, num_greedy=num_greedy)
-        self._arguments.edits = None if native_edits is None else ctypes.addressof(native_edits)
+        self._arguments.edits = None if native_edits is None else ctypes.pointer(native_edits)
         native_wanted = None if wanted is None else _native_wanted(wanted, num_samples=num_samples)
-        self._arguments.wanted = None if native_wanted is None else ctypes.addressof(native_wanted)
+        self._arguments.wanted = None if native_wanted is None else ctypes.pointer(native_wanted)
         self._use_batch(batch)
         for (first, buffer, width), end in zip(self._sums, self._ends, strict=True):
             if first:
@@ -108,7 +108,7 @@ class NativeProgram:
                     f"the first layer's is of {(num_blocks, block_size)} in {dtype}"
                 )
         for place, layer in self._native.caches:
-            is_attend = self._ops[place].kind == native_abi.AttendOp.kind
+            is_attend = self._ops[place].kind == native_abi.ATTEND
             op = self._ops[place].attend if is_attend else self._ops[place].rotate_and_write
             op.k_cache, op.v_cache = (cache.data_ptr() for cache in kv[layer])
         for cache in (cache for pair in kv for cache in pair):
@@ -172,7 +172,7 @@ class NativeProgram:
         )
 
 
-def _native_wanted(wanted: WantedColumns, *, num_samples: int) -> native_abi.WantedColumns:
+def _native_wanted(wanted: WantedColumns, *, num_samples: int) -> ctypes.Structure:
     """Raises ValueError where the arrays do not fit each other."""
     return native_abi.WantedColumns(
         mask_of=pointer("rows of wanted columns", wanted.mask_of_S, torch.int32, num_samples),
@@ -182,7 +182,7 @@ def _native_wanted(wanted: WantedColumns, *, num_samples: int) -> native_abi.Wan
     )
 
 
-def _native_edits(edits: GreedyEdits, *, num_greedy: int) -> native_abi.GreedyEdits:
+def _native_edits(edits: GreedyEdits, *, num_greedy: int) -> ctypes.Structure:
     """Raises ValueError where the arrays do not fit each other."""
     num_biased, num_seen = len(edits.biased_ids_A), len(edits.seen_ids_E)
     long, whole, real = torch.int64, torch.int32, torch.float32

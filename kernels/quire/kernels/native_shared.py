@@ -6,25 +6,16 @@ those that one rank with all the parts would get.
 
 import ctypes
 import mmap
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import byref, c_void_p
 
 import torch
 from torch import Tensor
 
+from quire.kernels import native_abi
 from quire.kernels.native_check import pointer
 
 _SLOT_BYTES = 1 << 20
 """What one round carries of each rank; larger tensors take several."""
-
-
-class _Group(Structure):
-    _fields_ = (
-        ("base", c_void_p),
-        ("capacity", c_int64),
-        ("rank", c_int32),
-        ("size", c_int32),
-        ("round", c_int64),
-    )
 
 
 def shared_bytes(size: int) -> int:
@@ -43,18 +34,10 @@ class SharedGroup:
         """
         if not 0 <= rank < size:
             raise ValueError(f"{rank=}: must be below {size}")
-        num_bytes = c_int64.in_dll(library, "quire_shared_group_bytes").value
-        if num_bytes != ctypes.sizeof(_Group):
-            raise RuntimeError(f"a group has {num_bytes} bytes in shared_sum.cpp, not here")
-        self._sum = library.quire_shared_sum
-        self._sum.argtypes = [POINTER(_Group), c_void_p, c_int64]
-        self._sum.restype = None
-        self._gather = library.quire_shared_gather
-        self._gather.argtypes = [POINTER(_Group), c_void_p, POINTER(c_void_p), c_int64]
-        self._gather.restype = None
+        self._sum, self._gather = library.quire_shared_sum, library.quire_shared_gather
         self._memory = mmap.mmap(fd, shared_bytes(size))
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._group = _Group(base, _SLOT_BYTES, rank, size, 0)
+        self._group = native_abi.SharedGroup(base, _SLOT_BYTES, rank, size, 0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in ``x`` itself; formed in float32 whatever its dtype."""

@@ -63,7 +63,7 @@ def prefill_attention(
     scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Writes the attention of rows ``first_row`` to B; see `reference.paged_attention`.
+    """Writes the attention of rows ``first_row`` to B; see `tools.kernels.twins.paged_attention`.
 
     ``max_query_len`` and ``max_seq_len`` are at least the longest row's number of queries and of
     tokens. Rows before ``first_row`` have a query at least; their tokens are left alone in

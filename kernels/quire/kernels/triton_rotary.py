@@ -38,7 +38,7 @@ def rotate_and_write_kv(
     *,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """`reference.rotate_and_write_kv`; a token's heads are one piece, tokens may lie apart."""
+    """`tools.kernels.twins.rotate_and_write_kv`; only the tokens of ``qkv`` may lie apart."""
     num_tokens, num_all_heads, head_size = qkv_TAD.shape
     num_heads = num_all_heads - 2 * k_cache.shape[2]
     q_THD = qkv_TAD.new_empty(num_tokens, num_heads, head_size)

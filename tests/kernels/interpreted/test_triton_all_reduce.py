@@ -16,8 +16,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.ranks import LocalRanks
+
 from quire.kernels.launch import ALL_REDUCE_BLOCK
-from quire.kernels.testing_ranks import LocalRanks
 from quire.kernels.triton_all_reduce import MAX_BYTES, all_reduce, fits
 
 

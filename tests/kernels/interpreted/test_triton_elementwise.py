@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from tools.kernels import twins
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -16,9 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.testing import assert_near_twin
+
 from quire.kernels import reference
 from quire.kernels.launch import ACTIVATION_BLOCK, MAX_CHANNELS
-from quire.kernels.testing import assert_near_twin
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_elementwise import silu_and_mul
 
@@ -112,9 +114,7 @@ def test_rotating_and_writing_at_once_is_its_twin(
     caches = torch.full((4, 4, 8, num_kv_heads, head_size), SENTINEL).to(dtype)
     slots = torch.tensor([31, 0, 9, 8, 17])
     got = TRITON.rotate_and_write_kv(qkv, angles.cos(), angles.sin(), caches[0], caches[1], slots)
-    want = reference.rotate_and_write_kv(
-        qkv, angles.cos(), angles.sin(), caches[2], caches[3], slots
-    )
+    want = twins.rotate_and_write_kv(qkv, angles.cos(), angles.sin(), caches[2], caches[3], slots)
     assert torch.equal(got, want)
     assert torch.equal(caches[:2], caches[2:])
 

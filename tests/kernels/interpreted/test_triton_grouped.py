@@ -15,7 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels.testing import grouped_weight
+from tools.kernels.testing import grouped_weight
+
 from quire.kernels.triton_grouped import GroupedLinear
 
 

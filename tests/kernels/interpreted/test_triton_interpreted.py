@@ -20,9 +20,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
+
 from quire.kernels import triton_kv_write, triton_prefill
 from quire.kernels.launch import SPLIT_TOKENS, prefill_parts
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_prefill import prefill_attention

@@ -15,9 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
+from tools.kernels.testing import adjustments
+
 from quire.kernels import reference_sampling
 from quire.kernels.launch import ADJUST_BLOCK, MASK_BLOCK
-from quire.kernels.testing import adjustments
 from quire.kernels.triton_logits import adjust_logits
 
 

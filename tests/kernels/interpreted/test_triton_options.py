@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.kernels import twins
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -17,10 +18,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels import reference
+from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
+
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 from quire.kernels.triton_backend import TritonBackend
 
 TRITON = TritonBackend()
@@ -43,7 +44,7 @@ def attend(batch: PagedBatch, options: AttentionOptions, *, num_decodes: int) ->
 
 
 def expected(batch: PagedBatch, options: AttentionOptions) -> Tensor:
-    return reference.paged_attention(
+    return twins.paged_attention(
         batch.q,
         batch.k_cache,
         batch.v_cache,
@@ -113,7 +114,7 @@ def test_values_are_stored_in_float8_as_torch_rounds_them() -> None:
     slots = torch.tensor([7, 0, 15, 3])
     options = AttentionOptions(k_scale=0.25, v_scale=4.0)
     TRITON.write_kv(values, values, caches[0], caches[1], slots, options=options)
-    reference.write_kv(values, values, caches[2], caches[3], slots, options=options)
+    twins.write_kv(values, values, caches[2], caches[3], slots, options=options)
     for got, want in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
@@ -126,7 +127,7 @@ def test_rotating_and_writing_float8_is_its_twin() -> None:
     options = AttentionOptions(k_scale=0.01, v_scale=0.3)
     arguments = (qkv, angles.cos(), angles.sin())
     got = TRITON.rotate_and_write_kv(*arguments, caches[0], caches[1], slots, options=options)
-    want = reference.rotate_and_write_kv(*arguments, caches[2], caches[3], slots, options=options)
+    want = twins.rotate_and_write_kv(*arguments, caches[2], caches[3], slots, options=options)
     assert torch.equal(got, want)
     for mine, its in zip(caches[:2], caches[2:], strict=True):
         assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))

@@ -8,9 +8,6 @@ import pytest
 
 from quire.cluster.cli.main import main
 from quire.worker.bench import plot
-from quire.worker.engine import Engine
-from quire.worker.ranks.executor import InProcessExecutor
-from quire.worker.step.messages import StepInput
 
 SMALL = ("--num-requests", "6", "--prefix-len", "20", "--own-len", "6", "--output-len", "3")
 SMALL_SWEEP = ("--num-prefixes", "2", "--repeats", "1", "--num-threads", "1")
@@ -78,54 +75,6 @@ def test_default_cache_sizes_that_a_small_workload_does_not_fit_are_left_out(
     assert main(["bench", "prefix", *workload, *sizes, "--cache-sizes", "10%"]) == 2
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_step_says_where_the_time_goes(num_ranks: int, tmp_path: Path) -> None:
-    step = Engine.step
-    flags = ("--batches", "1", "3", "--context", "8", "--chunk", "16", "--steps", "5")
-    output = ("--output", str(tmp_path / "step"), "-tp", str(num_ranks))
-    assert main(["bench", "step", *flags, *output]) == 0
-    rows = read_rows(tmp_path / "step.json")
-    if num_ranks == 2:
-        messages = rows.pop()
-        assert messages["kind"] == "a step of 3 decodes to 2 ranks without a model, and back"
-        assert messages["step"]["median_us"] > 0
-    kinds = ["1 decode", "3 decodes", "prefill 16"]
-    assert [(row["kind"], row["is_async"]) for row in rows] == [
-        (kind, is_async) for is_async in (False, True) for kind in kinds
-    ]
-    for row in rows:
-        parts = row["parts"]
-        assert {"schedule", "input preparation", "rank 0: model forward"} <= set(parts)
-        assert ("write step" in parts) == ("wake ranks" in parts) == (num_ranks == 2)
-        assert all(part["median_us"] >= 0 for part in parts.values())
-        assert row["step"]["median_us"] > 0
-    assert Engine.step is step
-
-
-@pytest.mark.parametrize("num_shared", [0, 2])
-def test_steps_decode_behind_blocks_that_are_the_same(
-    num_shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[StepInput] = []
-    submit = InProcessExecutor.submit
-
-    def keep(self: InProcessExecutor, step: StepInput) -> None:
-        steps.append(step)
-        submit(self, step)
-
-    monkeypatch.setattr(InProcessExecutor, "submit", keep)
-    flags = ["--batches", "3", "--context", "43", "--chunk", "4", "--steps", "3"]
-    flags += ["--shared-context", str(16 * num_shared), "--output", str(tmp_path / "step")]
-    assert main(["bench", "step", *flags]) == 0
-    assert json.loads((tmp_path / "step.json").read_text())["shared_context"] == 16 * num_shared
-    tables = [step.block_tables_BM for step in steps if step.num_decodes == 3]
-    assert len(tables) > 3
-    for table_BM in tables:
-        # Two full blocks behind which the rest of the 43 tokens is each one's own.
-        num_different = [len(set(column)) for column in table_BM.T.tolist()]
-        assert num_different[:3] == [1] * num_shared + [3] * (3 - num_shared)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,10 +84,6 @@ def test_steps_decode_behind_blocks_that_are_the_same(
         (["blocksize", "--cache-sizes", "1%"], "at least "),
         (["blocksize", "--workload", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["prefix", "--output", "/nowhere/name"], "no folder /nowhere: make it, or give another"),
-        (["step", "--context", "1000"], "the model was trained for 1024: lower them"),
-        (["step", "--shared-context", "20"], "shared_context=20: must be full blocks, a multiple"),
-        (["step", "--shared-context", "256"], "and less than context=256"),
-        (["step", "--batches", "0"], "batches=(0,): at least one, each 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -2,7 +2,6 @@
 
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.hashing import as_token_ids
-from quire.worker.bench import stopwatch
 from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
 from quire.worker.bench.cache_size import parse_cache_size
 from quire.worker.bench.measure import Run, StepSample
 from quire.worker.bench.report import block_size_table, closing_lines, prefix_table
-from quire.worker.bench.step_times import step_profile, step_table
-from quire.worker.bench.stopwatch import Stopwatch, Target
 from quire.worker.bench.summary import Row, summarize
 from quire.worker.bench.sweep import Cell, SweepConfig, plan_cells
 from quire.worker.bench.workload import WorkItem, Workload
@@ -174,45 +170,3 @@ def test_a_cache_too_small_for_the_longest_request_is_refused() -> None:
     few = Workload(title="", items=items[:4])
     with pytest.raises(ConfigError, match=r"10% is 4 blocks of 4 tokens, .* needs 8: at least 25"):
         plan_cells(config, few, token_bytes=2)
-
-
-def test_a_step_is_the_sum_of_its_parts() -> None:
-    times_ns = [
-        {
-            "schedule": 1000,
-            "wait for rank 0": 5000 * n,
-            "rest": 500,
-            "rank 0: no step": 2000,
-            "rank 0: model forward": 5000 * n - 500,
-        }
-        for n in (1, 2, 3)
-    ]
-    profile = step_profile("1 decode", times_ns)
-    assert list(profile.parts) == list(times_ns[0])
-    assert profile.step.median_us == 1 + 10 + 0.5
-    assert profile.around_model.p99_us == 2
-    assert "rank 0: model forward" in step_table([profile])
-
-
-def test_a_function_is_charged_for_its_own_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_ns = 0
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
-
-    class Work:
-        def outer(self) -> int:
-            nonlocal now_ns
-            now_ns += 3
-            return self.inner() + 1
-
-        def inner(self) -> int:
-            nonlocal now_ns
-            now_ns += 100
-            return 1
-
-    plain = Work.outer
-    watch = Stopwatch()
-    with watch.watching(Target(Work, "outer", "outer"), Target(Work, "inner", "inner")):
-        assert Work().outer() == 2
-    assert Work.outer is plain
-    assert watch.take() == {"inner": 100, "outer": 3}
-    assert watch.take() == {}

@@ -27,10 +27,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     )
 
 import triton
+from tools.kernels.captured import Launch, captured
+from tools.kernels.compile_cases import shipped_cases
 
 from quire.kernels import triton_all_reduce, triton_logits, triton_sample
-from quire.kernels.captured import Launch, captured
-from quire.kernels.compile_cases import shipped_cases
 from quire.kernels.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
 from quire.kernels.ops import Batch, KvCache
 from quire.kernels.shared_prefix import SharedArrays, find_shared

@@ -22,7 +22,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
-        help="measure prefix caching, block sizes, or where a step's time goes",
+        help="measure prefix caching or block sizes",
         description="Measures one engine in this process; docs/benchmarks.md explains the numbers.",
     )
     kinds = bench.add_subparsers(required=True, metavar="BENCHMARK")
@@ -39,25 +39,6 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
     _add_sweep_flags(block_size, cache_sizes=["100%"], output=Path("quire-bench-blocksize"))
     block_size.set_defaults(run=_block_size)
-
-    step = _add_kind(kinds, "step", "show where the time of a step goes, part by part")
-    step.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 32, 128], help="batch sizes of decodes"
-    )
-    step.add_argument("--context", type=int, default=256, help="tokens before the first decode")
-    step.add_argument(
-        "--shared-context",
-        type=int,
-        default=0,
-        help="tokens of the context, full blocks, that are the same in all of a batch; measure "
-        "with and without for `quire simulate --fit` to see what sharing saves",
-    )
-    step.add_argument("--chunk", type=int, default=512, help="prompt tokens of a prefill step")
-    step.add_argument("--steps", type=int, default=100, help="steps measured of each kind")
-    step.add_argument(
-        "--output", type=Path, default=Path("quire-bench-step"), help="stem of the JSON file"
-    )
-    step.set_defaults(run=_step)
 
 
 def _add_kind(
@@ -77,7 +58,7 @@ def _add_kind(
         type=Path,
         help=MODEL_HELP,
     )
-    add_engine_flags(parser, tensor_parallel_size=1, async_scheduling="`step` shows both")
+    add_engine_flags(parser, tensor_parallel_size=1)
     return parser
 
 
@@ -148,20 +129,6 @@ def _block_size(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         plot_format=arguments.plot_format,
     )
-
-
-def _step(arguments: argparse.Namespace) -> int:
-    from quire.worker.bench.step_profile import StepProfileConfig, bench_step
-
-    config = StepProfileConfig(
-        engine=_engine(arguments),
-        batches=tuple(arguments.batches),
-        context=arguments.context,
-        shared_context=arguments.shared_context,
-        chunk=arguments.chunk,
-        num_steps=arguments.steps,
-    )
-    return bench_step(config, output=arguments.output)
 
 
 def _engine(arguments: argparse.Namespace) -> EngineConfig:

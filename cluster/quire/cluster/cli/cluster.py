@@ -173,9 +173,7 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: int) -> None:
     """The flags of a group's engine, with those that only a serving engine has."""
-    add = add_engine_flags(
-        parser, tensor_parallel_size=tensor_parallel_size, async_scheduling="on GPUs"
-    ).add_argument
+    add = add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size).add_argument
     add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
     add("--gpu-memory-utilization", type=float, help="share of GPU memory, or of free RAM")
     add("--kv-cache-memory-bytes", type=int, help="KV cache of each group, instead of a share")

@@ -13,12 +13,9 @@ MODEL_HELP = (
 
 
 def add_engine_flags(
-    parser: argparse.ArgumentParser, *, tensor_parallel_size: int, async_scheduling: str
+    parser: argparse.ArgumentParser, *, tensor_parallel_size: int
 ) -> "argparse._ArgumentGroup":
-    """Adds them to a command, which may add more to the group that it gets.
-
-    ``async_scheduling``: what holds where that flag is absent.
-    """
+    """Adds them to a command, which may add more to the group that it gets."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
     add(
@@ -74,7 +71,7 @@ def add_engine_flags(
     add(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help=f"prepare the next step while one runs; {async_scheduling} if absent",
+        help="prepare the next step while one runs; on GPUs if absent",
     )
     add(
         "--speculation",

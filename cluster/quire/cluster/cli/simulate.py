@@ -54,7 +54,12 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
     add = parser.add_argument_group("groups").add_argument
     add("--cost", default="h100-8b", help="a preset: h100-8b, h200-70b-tp4 or cpu-125m")
-    add("--fit", type=Path, nargs="+", help="JSON of `quire bench step`, instead of a preset")
+    add(
+        "--fit",
+        type=Path,
+        nargs="+",
+        help="JSON of `bench.step_times`, instead of a preset",
+    )
     add("--cache-tokens", type=int, help="KV cache of a group; the preset's if absent")
     add(
         "--shared-read",

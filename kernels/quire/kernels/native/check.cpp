@@ -54,17 +54,3 @@ QuireRefusal check_rows(const AttendArgs& args) {
 }
 
 }  // namespace quire
-
-// In the order of `native_abi.STRUCTURES`, which compares them when the library is loaded.
-extern "C" const int64_t quire_structure_bytes[] = {
-    sizeof(AttendArgs), sizeof(WriteKvArgs),    sizeof(LinearWeights),
-    sizeof(PackArgs),   sizeof(LinearArgs),     sizeof(QuantizeArgs),
-    sizeof(NormArgs),   sizeof(RotaryArgs),     sizeof(EmbedOp),
-    sizeof(NormOp),     sizeof(LinearOp),       sizeof(RotateAndWriteOp),
-    sizeof(AttendOp),   sizeof(RoundPartialOp), sizeof(AddOp),
-    sizeof(GeluOp),     sizeof(LogitsOp),       sizeof(RouteOp),
-    sizeof(RouteArgs),  sizeof(ExpertsOp),      sizeof(MixOp),
-    sizeof(Op),         sizeof(GreedyEdits),    sizeof(ForwardArgs),
-    sizeof(ArgmaxArgs), sizeof(SampleArgs),     sizeof(ScoreArgs),
-    sizeof(MaskArgs),   sizeof(WantedColumns),  sizeof(QuireRefusal),
-};

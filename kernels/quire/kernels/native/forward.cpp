@@ -128,7 +128,7 @@ class Forward {
         return with_type(
             [&](auto type) { round_partial<decltype(type)>(op.round_partial, begin, end); });
       case QUIRE_ADD_VALUE:
-        return with_type([&](auto type) { add_value<decltype(type)>(op.add, begin, end); });
+        return with_type([&](auto type) { add_value<decltype(type)>(op.add_value, begin, end); });
       case QUIRE_GELU:
         return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
       case QUIRE_ROUTE: return route(op.route, begin, end);

@@ -1,4 +1,5 @@
-// The C ABI of the native CPU library: plain structs, filled in by Python through ctypes.
+// The C ABI of the native CPU library: plain structs, filled in by Python through ctypes, which
+// reads what stands within `extern "C"` from this file: `native_header.py` says what C it knows.
 //
 // The library is compiled once for each instruction set, and the loader picks one; so there is no
 // dispatch in here, only `#if defined(__AVX512BF16__)` and the like. Tensors are row-major and
@@ -13,11 +14,11 @@ namespace quire {
 class Greatest;
 }
 
-enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
-
 // T tokens of the step, packed   B rows (sequences)   H query heads   K KV heads   D head size
 
 extern "C" {
+
+enum QuireType : int32_t { QUIRE_F32 = 0, QUIRE_BF16 = 1 };
 
 // The caches are laid out as `kv_write.cpp` says. A head has a multiple of 16 channels, 256 at
 // most; a block 4, 8 or a multiple of 16 tokens.
@@ -368,7 +369,7 @@ struct Op {
     RotateAndWriteOp rotate_and_write;
     AttendOp attend;
     RoundPartialOp round_partial;
-    AddOp add;
+    AddOp add_value;
     GeluOp gelu;
     LogitsOp logits;
     RouteOp route;
@@ -511,6 +512,18 @@ void quire_score(const ScoreArgs* args, int32_t num_threads);
 QuireRefusal quire_forward(const ForwardArgs* args);
 // Asks for huge pages where the memory is not in use yet.
 void quire_huge_pages(void* start, int64_t size);
+
+// One rank's end of the memory that the ranks of a machine share; see shared_sum.cpp.
+struct SharedGroup {
+  char* base;        // zeroed before the first rank came
+  int64_t capacity;  // bytes in a slot; a multiple of 64
+  int32_t rank;
+  int32_t size;
+  int64_t round;  // of this rank; begins at 0
+};
+
+void quire_shared_sum(SharedGroup* group, float* x, int64_t count);
+void quire_shared_gather(SharedGroup* group, const char* x, char* const* out, int64_t num_bytes);
 
 }  // extern "C"
 

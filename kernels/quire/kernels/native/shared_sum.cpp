@@ -13,26 +13,6 @@
 #include "elements.h"
 #include "quire.h"
 
-extern "C" {
-
-struct SharedGroup {
-  char* base;        // zeroed before the first rank came
-  int64_t capacity;  // bytes in a slot; a multiple of 64
-  int32_t rank;
-  int32_t size;
-  int64_t round;  // of this rank; begins at 0
-};
-
-// Compared with `native_shared._Group` when a group is made.
-extern const int64_t quire_shared_group_bytes;
-const int64_t quire_shared_group_bytes = sizeof(SharedGroup);
-
-int64_t quire_shared_bytes(int32_t size, int64_t capacity);
-void quire_shared_sum(SharedGroup* group, float* x, int64_t count);
-void quire_shared_gather(SharedGroup* group, const char* x, char* const* out, int64_t num_bytes);
-
-}  // extern "C"
-
 namespace quire {
 namespace {
 
@@ -78,10 +58,6 @@ Vec tree(const SharedGroup& group, int first, int end, int64_t i, int64_t left) 
 
 }  // namespace
 }  // namespace quire
-
-int64_t quire_shared_bytes(int32_t size, int64_t capacity) {
-  return size * (quire::kLine + 2 * capacity);
-}
 
 void quire_shared_sum(SharedGroup* group, float* x, int64_t count) {
   using namespace quire;

@@ -107,7 +107,7 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
             decode_linear=17.0,
             num_cache_tokens=793_000,
         ),
-        # `quire bench step` with the 125M model of bench/peers on two cores of an EPYC (Zen 4):
+        # Steps of the 125M model of bench/peers on two cores of an EPYC (Zen 4):
         # 816 tokens in 325 ms; one stream 5.5 ms a token.
         "cpu-125m": CostModel(
             base=5.0,

@@ -1,4 +1,4 @@
-"""Fits a cost model to the results of ``quire bench step``."""
+"""Fits a cost model to the results of ``python -m bench.step_times``."""
 
 import json
 import re
@@ -51,11 +51,11 @@ def fit_cost(paths: list[Path], *, num_cache_tokens: int) -> CostModel:
                     held = batch * (report["context"] + report["num_steps"] / 2)
                     decodes.append(_Decodes(held, (batch - 1) * shared, median_ms))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: {error}; give the JSON of `quire bench step`") from None
+            raise ConfigError(f"{path}: {error}; give the JSON of `bench.step_times`") from None
     if len({each.num_context for each in decodes}) < 2 or not prefills:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: need a prefill and decodes of two batches at least; "
-            "run `quire bench step --batches 1 32 128`"
+            "run `python -m bench.step_times --batches 1 32 128`"
         )
     shared_read = _shared_read(decodes)
     decode_base, decode_linear = _line(
@@ -86,7 +86,7 @@ def _shared_read(decodes: list[_Decodes]) -> float:
     if np.linalg.matrix_rank(terms) < 3:
         raise ConfigError(
             "what sharing saves cannot be told from runs that all share alike: give one of "
-            "`quire bench step` without --shared-context too"
+            "`bench.step_times` without --shared-context too"
         )
     _, first, further = np.linalg.lstsq(terms, ms, rcond=None)[0].tolist()
     # Where not even first reads took measurable time, nothing was saved.

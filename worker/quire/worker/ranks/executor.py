@@ -1,10 +1,8 @@
 """The ranks of one group, as the engine sees them: in this process, or one process each."""
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -37,34 +35,6 @@ def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config), facts
     return ProcessExecutor(config), facts
-
-
-class DirectExecutor(ABC):
-    """An executor that runs a step when it is asked for its result. Subclasses say how."""
-
-    num_ahead = 0
-    numerics = ""
-
-    def __init__(self) -> None:
-        self._submitted: deque[StepInput] = deque()
-
-    def submit(self, step: StepInput) -> None:
-        self._submitted.append(step)
-
-    def send_edits(self, adjustments: Adjustments | None) -> None:
-        step = self._submitted.pop()
-        sampling = replace(step.sampling, adjustments=adjustments)
-        self._submitted.append(replace(step, sampling=sampling))
-
-    def result(self) -> StepOutput:
-        return self.execute(self._submitted.popleft())
-
-    @abstractmethod
-    def execute(self, step: StepInput) -> StepOutput:
-        """Runs the model once."""
-
-    def close(self) -> None:  # noqa: B027  # Most of them have nothing to free.
-        """Frees what the executor holds."""
 
 
 class InProcessExecutor:

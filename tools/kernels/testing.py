@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tools.kernels import twins
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.grouped import GroupedWeight
@@ -91,7 +91,7 @@ class PagedBatch:
 
     def expected(self, *, options: AttentionOptions = PLAIN) -> Tensor:
         """What the twin says."""
-        return reference.paged_attention(
+        return twins.paged_attention(
             self.q,
             self.k_cache,
             self.v_cache,

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 
 from quire.worker.api.config import EngineConfig
-from quire.worker.bench.stopwatch import replaced
 from quire.worker.ranks import process as rank_process
 from quire.worker.ranks.process_executor import ProcessExecutor
 from quire.worker.step.messages import Executor, StepInput
@@ -27,7 +27,7 @@ def time_messages(
     """Nanoseconds from each of ``num_steps`` steps of decodes to its output. ``make_executor``
     starts ranks without a model, which those of a `ProcessExecutor` are here."""
     step = decode_step(num_rows, num_blocks=-(-context // config.block_size))
-    with replaced(rank_process, "RANK_MODULE", "quire.worker.bench.echo_rank"):
+    with mock.patch.object(rank_process, "RANK_MODULE", "bench.echo_rank"):
         executor = make_executor(config)
     times_ns = []
     try:

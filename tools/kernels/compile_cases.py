@@ -1,7 +1,7 @@
 """Every kernel as it is launched for each supported GPU: what `compile_check` compiles.
 
 A case calls a kernel's own launcher, on tensors without memory (`meta`), inside
-`quire.kernels.captured`. So what is compiled is what is launched: its tiles, its options, and
+`tools.kernels.captured`. So what is compiled is what is launched: its tiles, its options, and
 what Triton makes of its arguments.
 
 `shipped_cases` are for the GPUs that every entry was made for; `portable_cases` are of others,
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from tools.kernels.captured import Launch, captured
 from torch import Tensor
 
 from quire.kernels import (
@@ -26,7 +27,6 @@ from quire.kernels import (
     triton_sample,
 )
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.captured import Launch, captured
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.launch import (
     AMD_CAPABILITY,

@@ -1,8 +1,9 @@
 """A rank without a model, to time messages alone: it answers each step at once with zeros."""
 
+from unittest import mock
+
 import numpy as np
 
-from quire.worker.bench.stopwatch import replaced
 from quire.worker.model import tensor_parallel
 from quire.worker.ranks import rank
 from quire.worker.runner import model_runner
@@ -32,8 +33,8 @@ class EchoRunner:
 
 def main() -> None:
     with (
-        replaced(model_runner, "ModelRunner", EchoRunner),
-        replaced(tensor_parallel, "join", lambda *, rank, **_: rank),
+        mock.patch.object(model_runner, "ModelRunner", EchoRunner),
+        mock.patch.object(tensor_parallel, "join", lambda *, rank, **_: rank),
     ):
         rank.main()
 

@@ -1,6 +1,6 @@
 """Compiles every shipped kernel for every supported GPU, without one, and reads what came out.
 
-    python -m quire.kernels.compile_check [--processes N]
+    python -m tools.kernels.compile_check [--processes N]
 
 prints registers, stack, shared memory and tensor-core instructions of each. A kernel on the stack
 spills registers to memory and is several times slower; one without tensor-core instructions is
@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 import triton
+from tools.kernels.captured import Launch
+from tools.kernels.compile_cases import KernelCase, portable_cases, shipped_cases
 
-from quire.kernels.captured import Launch
-from quire.kernels.compile_cases import KernelCase, portable_cases, shipped_cases
 from quire.kernels.launch import AMD_CAPABILITY
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_experts import experts_kernel
@@ -150,7 +150,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.kernels.compile_check")
+    parser = argparse.ArgumentParser(prog="python -m tools.kernels.compile_check")
     parser.add_argument("--processes", type=int, help="default: one for each core")
     print("kernel         size  dtype   sm  warps  registers  stack  shared  wgmma  mma")
     failed = False
