@@ -295,9 +295,9 @@ class RoutingTable:
         members = self._members
         overlap = self._in_flight.extend(hashes, members.numbers, held)
         if members.loads is None or self._policy_of_many is None:
-            return decide(self._policy, request, members.states(), overlap, held)
+            return decide(self._policy, request, members.states(), overlap)
         lengths = np.frombuffer(overlap, dtype=np.int64)
-        return decide_among_many(self._policy_of_many, request, members.loads, lengths, held)
+        return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)

@@ -93,16 +93,12 @@ class FlatGateway:
         )
         self._ordinal += 1
         hits = usable_tokens(request, overlap)
-
-        def num_held(index: int) -> int:
-            return held.get(1 << index, 0)
-
         if self._at_once:
             array = np.array(hits, dtype=float)
             policy, loads = self._at_once
-            index, _, _ = choose_among_many(policy, request, loads, array, num_held)
+            index, _ = choose_among_many(policy, request, loads, array)
         else:
-            index, _, _ = choose(self._policy, request, states, hits, num_held)
+            index, _ = choose(self._policy, request, states, hits)
         state = states[index]
         self._policy.routed(request, state.group)
         state.num_reserved_requests += 1
