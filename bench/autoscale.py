@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.autoscale_replay import Replay, at_rates
 
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.router.simulate.trace_files import load_trace
+from quire.simulate.trace_files import load_trace
 
 
 def main() -> None:

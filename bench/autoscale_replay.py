@@ -13,11 +13,11 @@ from math import inf
 
 from quire.cluster.scaling.policy import Observation, Sample, State, decide
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.router.simulate.cost import PRESETS
-from quire.router.simulate.engine_config import SimulatedEngine
-from quire.router.simulate.group import Group
-from quire.router.simulate.pool import LruPool
-from quire.router.simulate.trace import Trace
+from quire.simulate.cost import PRESETS
+from quire.simulate.engine_config import SimulatedEngine
+from quire.simulate.group import Group
+from quire.simulate.pool import WorkerPool
+from quire.simulate.trace import Trace
 from quire.worker.api.events import EventLog
 
 REPORT_MS = 1000.0
@@ -54,7 +54,7 @@ class Elastic:
     """A simulated group with what it reports."""
 
     group: Group
-    pool: LruPool
+    pool: WorkerPool
     asked_ms: float
     ready_ms: float
     is_leaving: bool = False
@@ -182,8 +182,9 @@ class Replay:
             self._leave(each)
 
     def _start(self, *, ready_ms: float) -> None:
-        pool = LruPool(
-            num_blocks=COST.num_cache_tokens // self._trace.block_size, log=EventLog(epoch=1)
+        size = self._trace.block_size
+        pool = WorkerPool(
+            num_blocks=COST.num_cache_tokens // size, block_size=size, log=EventLog(epoch=1)
         )
         group = Group(
             trace=self._trace,

@@ -19,7 +19,7 @@ MAY_IMPORT = {
 WORKER_API = ("quire.worker.api",)
 MAY_IMPORT_OF_THE_WORKER = {
     "quire.router": WORKER_API,
-    "quire.router.simulate": (*WORKER_API, "quire.worker.cache"),
+    "quire.simulate": (*WORKER_API, "quire.worker.cache"),
     # A gateway also needs the tokenizer.
     **dict.fromkeys(
         [f"quire.cluster.{name}" for name in ("edge", "failover", "links", "serving", "telemetry")],
@@ -120,6 +120,20 @@ def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> N
         imported = set(imports(tree, everywhere=True)) & MODULES.keys()
         of_worker = {package_of(each) for each in imported if each.startswith("quire.worker.")}
         assert of_worker <= set(MAY_IMPORT_OF_THE_WORKER[package]), name
+
+
+def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
+    """The command line finds them when it is asked for them."""
+    tools = ("quire.simulate.", "quire.worker.bench.")
+    found = 0
+    for name, path in MODULES.items():
+        if not f"{name}.".startswith(tools):
+            is_command = name.startswith("quire.cluster.cli.")
+            imported = imports(ast.parse(path.read_text()), everywhere=not is_command)
+            known = {each for each in imported if f"{each}.".startswith(tools)}
+            assert not known or name == "quire.cluster.cli.requests", name
+            found += bool(known)
+    assert found == 1
 
 
 def _is_package(name: str) -> bool:

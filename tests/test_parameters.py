@@ -20,7 +20,6 @@ KNOWN_WIDELY = {
     **dict.fromkeys(["logprobs", "prompt_logprobs"], "a result too"),
     "structured_outputs": "messages of the grammar's compiler begin with it",
     "skip_special_tokens": "an argument of all that decodes",
-    "ignore_eos": "requests of benchmarks and of warming up set it",
 }
 """The parameters that more files name, and why."""
 

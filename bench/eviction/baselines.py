@@ -4,36 +4,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from quire.simulate.pool import Lru as Lru
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.eviction import EvictionPolicy, EvictionQueue
 
 _NEVER = 1 << 60
-
-
-class Lru:
-    """The block goes that was used longest ago."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._queue = EvictionQueue[int]()
-        self._last_used = [0] * num_blocks
-
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
-        pass
-
-    def hit(self, block_id: int) -> None:
-        pass
-
-    def held(self, block_id: int, *, now: int) -> None:
-        self._queue.remove(block_id)
-
-    def released(self, block_id: int, *, now: int) -> None:
-        self._last_used[block_id] = now
-
-    def offer(self, block_id: int, *, now: int) -> None:
-        self._queue.push(block_id, self._last_used[block_id])
-
-    def evict(self, *, now: int) -> int:
-        return self._queue.pop()
 
 
 class S3Fifo:

@@ -13,12 +13,12 @@ from bench.routing.made_up import made_up_trace
 from bench.routing.one_cache import OneCache
 from bench.routing.rounds import in_rounds
 
-from quire.router.simulate.capacity import find_capacity
-from quire.router.simulate.engine_config import SimulatedEngine
-from quire.router.simulate.result import Result
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Row, Trace
-from quire.router.simulate.trace_files import block_name, load_trace
+from quire.simulate.capacity import find_capacity
+from quire.simulate.engine_config import SimulatedEngine
+from quire.simulate.result import Result
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Row, Trace
+from quire.simulate.trace_files import block_name, load_trace
 from quire.worker.api.hashing import BlockHash
 
 OURS, OURS_POLICY = "ours", "ours, LRU"

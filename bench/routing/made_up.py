@@ -5,8 +5,8 @@ from itertools import islice
 from random import Random
 from typing import TypeAlias
 
-from quire.router.simulate.trace import Row, Trace
-from quire.router.simulate.trace_files import block_name
+from quire.simulate.trace import Row, Trace
+from quire.simulate.trace_files import block_name
 from quire.worker.api.hashing import BlockHash
 
 BLOCK_SIZE = 128

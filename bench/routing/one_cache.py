@@ -4,7 +4,7 @@ What it cannot say is how evenly decodes lie, or how prompts should take turns: 
 be a little faster than this.
 """
 
-from quire.router.simulate.pool import Chain
+from quire.simulate.pool import Chain
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash
 
@@ -32,7 +32,7 @@ class OneCache:
 
 
 class _View:
-    """A group's `quire.router.simulate.pool.Pool`."""
+    """A group's `quire.simulate.pool.Pool`."""
 
     num_blocks = num_available = 2**62
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from quire.router.simulate.trace import Row
-from quire.router.simulate.trace_files import block_name
+from quire.simulate.trace import Row
+from quire.simulate.trace_files import block_name
 from quire.worker.api.hashing import BlockHash
 
 _FEW = 3

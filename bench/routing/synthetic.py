@@ -21,7 +21,7 @@ from random import Random
 
 from bench.routing.made_up import NUM_REQUESTS, Workload, blocks, popular, row
 
-from quire.router.simulate.trace import Row
+from quire.simulate.trace import Row
 
 
 def _agents(rng: Random) -> Iterator[Row]:

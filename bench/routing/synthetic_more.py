@@ -21,7 +21,7 @@ from random import Random
 
 from bench.routing.made_up import NUM_REQUESTS, Chain, Workload, begun, blocks, popular, row, turns
 
-from quire.router.simulate.trace import Row
+from quire.simulate.trace import Row
 
 
 def _rollouts(rng: Random) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.trace import Row, Trace
 
 BenchModule = Callable[[str], ModuleType]
 SETTINGS = AutoscalingSettings(min_groups=1, max_groups=6, down_delay_s=60, down_step_s=5)

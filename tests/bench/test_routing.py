@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Row
-from quire.router.simulate.trace_files import block_name, load_trace
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Row
+from quire.simulate.trace_files import block_name, load_trace
 
 BenchModule = Callable[[str], ModuleType]
 

@@ -13,8 +13,8 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
-from quire.router.simulate.trace_files import load_trace
 from quire.router.table import RoutingTable
+from quire.simulate.trace_files import load_trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from bench import step_times
 
-from quire.router.simulate.fit import fit_cost
+from quire.simulate.fit import fit_cost
 from quire.worker.api.errors import ConfigError
 from quire.worker.ranks.executor import InProcessExecutor
 from quire.worker.step.messages import StepInput

@@ -72,7 +72,6 @@ class PlainCapacity(Capacity):
 
 class PlainAdmission(Admission):
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
-        self._count(ticket)
         displaced: list[Ticket] = []
         begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
         if not begins:

@@ -13,7 +13,7 @@ from quire.cluster.errors import Overloaded
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad
+from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2 as pb
@@ -203,14 +203,6 @@ def test_an_output_under_way_counts_for_the_mean_length() -> None:
         load = pb.Load(num_running=1, num_output_tokens=second * 100)
         known.observe(described, load, now_s=float(second))
     assert known.begun_per_s([FULL], tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
-
-
-def test_nothing_is_left_of_what_was_added_and_taken_away() -> None:
-    load = WaitingLoad()
-    for sign in (1, -1):
-        for num_tokens in (0.1, 0.2, 0.3):
-            load.add(sign, sign * num_tokens)
-    assert (load.num_requests, load.num_tokens) == (0, 0)
 
 
 def test_a_request_that_can_begin_is_released_at_once() -> None:

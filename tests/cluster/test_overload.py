@@ -206,7 +206,7 @@ class ModelGateway:
     def forecast_s(self) -> float:
         """The least bound with which a request would be taken now, to three percent."""
         states, waiting = self.table.states(), self.admission.queued
-        tokens_each = sum(each.num_tokens for each in waiting) / max(len(waiting), 1)
+        tokens_each = sum(each.num_prompt_tokens for each in waiting) / max(len(waiting), 1)
         wait_s = 0.1
         while self.capacity.room(states, wait_s=wait_s, tokens_each=tokens_each) <= len(waiting):
             wait_s *= 1.03

@@ -11,7 +11,7 @@ from quire.router.errors import NoGroupAvailable
 from quire.router.policies.decide import decide
 from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.prefix_index.directory import GroupId
-from quire.router.simulate.baselines import SIMULATED_POLICIES
+from quire.simulate.baselines import SIMULATED_POLICIES
 from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]

@@ -16,7 +16,7 @@ from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync, P
 from quire.router.table import GroupLoad, RoutingTable
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes
+from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B = GroupId("a"), GroupId("b")
@@ -72,15 +72,23 @@ def test_a_burst_of_different_cold_prompts_does_not_herd(blocks: Blocks) -> None
     assert {chosen.count(group) for group in groups} == {10}
 
 
-def test_the_longest_prefix_that_a_group_holds_or_computes_is_known(blocks: Blocks) -> None:
-    table, prompt = table_of(GroupId("a"), GroupId("b")), blocks(range(6))
-    assert table_of().num_held(BlockHashes.of(prompt)) == 0
-    assert table.num_held(BlockHashes.of(prompt)) == 0
-    table.route("short", hashes=blocks(range(2)), num_prompt_tokens=40)
-    table.route("long", hashes=blocks(range(4)), num_prompt_tokens=70)
-    assert table.num_held(BlockHashes.of(prompt)) == 4
-    table.completed("long")
-    assert table.num_held(BlockHashes.of(prompt)) == 2
+def test_how_much_of_a_prompt_no_group_has_is_learned_from_decisions(blocks: Blocks) -> None:
+    table = table_of(A)
+    assert table.num_to_compute(200) == 200
+    for number in range(100):
+        table.route(str(number), hashes=blocks(range(60)), num_prompt_tokens=1_000)
+    # Of each but the first 960 are in flight.
+    assert table.num_to_compute(200) == pytest.approx(0.04 * 200, rel=0.15)
+
+
+def test_without_a_directory_it_is_learned_from_what_groups_found(blocks: Blocks) -> None:
+    table = RoutingTable(block_size=16, config=RoutingConfig(use_directory=False))
+    table.update_members([A])
+    for number in range(100):
+        table.route(str(number), hashes=(), num_prompt_tokens=1_000)
+        assert number or table.num_to_compute(200) == 200
+        table.started(str(number), num_cached_tokens=750)
+    assert table.num_to_compute(200) == pytest.approx(50, rel=0.05)
 
 
 def test_a_reservation_counts_until_the_groups_frames_must_show_it(blocks: Blocks) -> None:

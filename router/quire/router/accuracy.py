@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 ERROR_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ERROR_BUCKETS_RATIO = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0)
@@ -90,6 +91,27 @@ class Accuracy:
 def moved_mean(mean: float | None, sample: float) -> float:
     """A mean over about the last twenty samples, this one included."""
     return sample if mean is None else mean + _GROUP_RATE * (sample - mean)
+
+
+class ComputedShare:
+    """The share of prompt tokens that no cache has, over about the last 20,000 of them."""
+
+    _PRIOR_TOKENS = 100.0
+    """Counted before any prompt was seen, none of them cached."""
+    _MEMORY_TOKENS = 20_000.0
+
+    def __init__(self) -> None:
+        self._num_tokens = self._num_computed = self._PRIOR_TOKENS
+
+    @property
+    def share(self) -> float:
+        return self._num_computed / self._num_tokens
+
+    def add(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt of ``num_tokens``, of which ``num_cached`` are computed already."""
+        kept = exp(-num_tokens / self._MEMORY_TOKENS)
+        self._num_tokens = self._num_tokens * kept + num_tokens
+        self._num_computed = self._num_computed * kept + num_tokens - num_cached
 
 
 class _Histogram:

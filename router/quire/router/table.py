@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from quire.router.accuracy import Accuracy
+from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
@@ -85,6 +85,7 @@ class RoutingTable:
         self._num_decisions = 0
         self._num_routed: Counter[str] = Counter()
         self._num_unroutable = 0
+        self._computed = ComputedShare()
 
     def route(
         self,
@@ -128,6 +129,8 @@ class RoutingTable:
                 raise
             self._num_decisions += 1
             self._num_routed[decision.reason] += 1
+            if self._config.use_directory:
+                self._computed.add(num_prompt_tokens, decision.predicted_cached_tokens)
             oldest = self._in_flight.oldest_in_excess()
             if oldest is not None:
                 self._forget(oldest)
@@ -176,6 +179,8 @@ class RoutingTable:
             if request.forecast_s is not None:
                 ratio = self._accuracy.count_wait(forecast_s=request.forecast_s, waited_s=waited_s)
                 group.count_error(ratio)
+            if not self._config.use_directory:
+                self._computed.add(request.request.num_prompt_tokens, num_cached_tokens)
             # Without a directory a forecast takes nothing to be cached, and learns so too.
             known = num_cached_tokens if self._config.use_directory else 0
             group.learn(request, num_cached_tokens=known, waited_s=waited_s)
@@ -256,11 +261,9 @@ class RoutingTable:
         with self._lock:
             return self._members.states()
 
-    def num_held(self, hashes: BlockHashes) -> int:
-        """How many of the prompt's first blocks one group holds, or will for one in flight."""
-        with self._lock:
-            held = self._held(hashes)
-            return max(self._in_flight.extend(hashes, self._members.numbers, held), default=0)
+    def num_to_compute(self, num_prompt_tokens: float) -> float:
+        """How many of so many prompt tokens no group has cached, as recent decisions had it."""
+        return self._computed.share * num_prompt_tokens
 
     def stats(self) -> RoutingStats:
         config, groups = self._config, self._members.groups
@@ -295,9 +298,9 @@ class RoutingTable:
         members = self._members
         overlap = self._in_flight.extend(hashes, members.numbers, held)
         if members.loads is None or self._policy_of_many is None:
-            return decide(self._policy, request, members.states(), overlap, held)
+            return decide(self._policy, request, members.states(), overlap)
         lengths = np.frombuffer(overlap, dtype=np.int64)
-        return decide_among_many(self._policy_of_many, request, members.loads, lengths, held)
+        return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)

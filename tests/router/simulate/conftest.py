@@ -3,8 +3,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.router.simulate.trace import Row, Trace
-from quire.router.simulate.trace_files import block_name
+from quire.simulate.trace import Row, Trace
+from quire.simulate.trace_files import block_name
 
 MakeTrace = Callable[..., Trace]
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.prefix_index.directory import GroupId
-from quire.router.simulate import baselines
-from quire.router.simulate.baselines import SIMULATED_POLICIES
-from quire.router.simulate.prefix_memory import PrefixMemory
 from quire.router.table import RoutingTable
+from quire.simulate import baselines
+from quire.simulate.baselines import SIMULATED_POLICIES
+from quire.simulate.prefix_memory import PrefixMemory
 from quire.worker.api.hashing import BlockHash
 
 GROUPS = [GroupId(name) for name in "abcde"]

@@ -11,11 +11,11 @@ import pytest
 from quire import demo_model
 from quire.cluster.cli.main import main
 from quire.cluster.cli.requests import trace_of_requests
-from quire.router.simulate.capacity import find_capacity
-from quire.router.simulate.cost import PRESETS
-from quire.router.simulate.fit import fit_cost
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.capacity import find_capacity
+from quire.simulate.cost import PRESETS
+from quire.simulate.fit import fit_cost
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Row, Trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -7,13 +7,13 @@ from math import nan
 
 import pytest
 
-from quire.router.simulate.cost import CostModel
-from quire.router.simulate.engine_config import Order, SimulatedEngine
-from quire.router.simulate.group import Group
-from quire.router.simulate.pool import LruPool
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Row, Trace
-from quire.router.simulate.trace_files import block_name
+from quire.simulate.cost import CostModel
+from quire.simulate.engine_config import Order, SimulatedEngine
+from quire.simulate.group import Group
+from quire.simulate.pool import WorkerPool
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Row, Trace
+from quire.simulate.trace_files import block_name
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import EventLog
 
@@ -52,7 +52,7 @@ def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> 
         trace=trace,
         cost=COST,
         config=SimulatedEngine(chunk_tokens=64, order=order),
-        pool=LruPool(num_blocks=100, log=EventLog(epoch=1)),
+        pool=WorkerPool(num_blocks=100, block_size=32, log=EventLog(epoch=1)),
         on_first_token=lambda request_id, num_hit_tokens: None,
         on_finish=lambda request_id: None,
     )

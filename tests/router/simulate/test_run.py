@@ -1,27 +1,23 @@
-"""What holds for every policy, pool and disturbance; and that the fast parts are not wrong."""
+"""What holds for every policy, pool and disturbance."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import nan
-from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 
-from quire.router.simulate.baselines import SIMULATED_POLICIES
-from quire.router.simulate.command import Sweep
-from quire.router.simulate.cost import PRESETS
-from quire.router.simulate.pool import WorkerPool
-from quire.router.simulate.run import Eviction, SimulationConfig, simulate
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.baselines import SIMULATED_POLICIES
+from quire.simulate.command import Sweep
+from quire.simulate.cost import PRESETS
+from quire.simulate.run import Eviction, SimulationConfig, simulate
+from quire.simulate.trace import Row, Trace
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import EventLog
 
 SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
 CONFIG = SimulationConfig(num_groups=4, cost=SMALL)
 MakeTrace = Callable[..., Trace]
-BenchModule = Callable[[str], ModuleType]
 
 
 def check(trace: Trace, config: SimulationConfig) -> None:
@@ -54,64 +50,26 @@ def test_every_pool_does_so_too(chats: MakeTrace, eviction: Eviction) -> None:
     check(chats(), replace(CONFIG, eviction=eviction))
 
 
-@pytest.mark.parametrize("use_table", [False, True])
 @pytest.mark.parametrize(
     "disturbance",
     [{"event_lag_ms": 500.0}, {"event_loss": 0.3}, {"num_gateways": 3}, {"slow_factor": 3.0}],
     ids=lambda disturbance: next(iter(disturbance)),
 )
 def test_nothing_is_lost_when_things_go_wrong(
-    chats: MakeTrace, disturbance: dict[str, float], use_table: bool
+    chats: MakeTrace, disturbance: dict[str, float]
 ) -> None:
-    check(chats(), replace(CONFIG, use_table=use_table, **disturbance))  # type: ignore[arg-type]
+    check(chats(), replace(CONFIG, **disturbance))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
-def test_the_flat_gateway_decides_like_the_real_table(chats: MakeTrace, policy: str) -> None:
-    config = replace(CONFIG, policy=policy)
-    trace = chats(num_requests=600)
-    table = simulate(trace, replace(config, use_table=True))
-    assert simulate(trace, config).digest == table.digest
-
-
-@pytest.mark.parametrize("policy", ["prefix_aware", "least_loaded"])
-def test_several_flat_gateways_know_of_each_other_what_real_tables_do(
-    chats: MakeTrace, policy: str
-) -> None:
-    config = replace(CONFIG, policy=policy, num_gateways=3)
-    trace = chats()
-    table = simulate(trace, replace(config, use_table=True))
-    assert simulate(trace, config).digest == table.digest
-
-
-@pytest.mark.parametrize("use_table", [False, True])
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
 def test_gateways_do_not_draw_the_same_lots_one_after_the_other(
-    chats: MakeTrace, policy: str, use_table: bool
+    chats: MakeTrace, policy: str
 ) -> None:
     """Each group would get as many requests in a row as there are gateways."""
-    config = replace(CONFIG, policy=policy, num_gateways=4, num_groups=16, use_table=use_table)
+    config = replace(CONFIG, policy=policy, num_gateways=4, num_groups=16)
     group = simulate(chats(gap_ms=1e6), config).group  # None meets another one.
     in_a_row = sum(a == b for a, b in pairwise(group))
     assert in_a_row < 0.2 * len(group)
-
-
-def test_the_flat_pool_finds_what_the_engines_pool_finds(
-    chats: MakeTrace, bench_module: BenchModule
-) -> None:
-    def engines_pool(log: EventLog) -> WorkerPool:
-        num_blocks = SMALL.num_cache_tokens // trace.block_size
-        policy = bench_module("eviction.baselines").Lru
-        return WorkerPool(
-            num_blocks=num_blocks, block_size=trace.block_size, log=log, policy=policy
-        )
-
-    config = replace(CONFIG, policy="round_robin")
-    trace = chats(num_requests=2000)
-    flat = simulate(trace, config)
-    real = simulate(trace, config, make_pool=engines_pool)
-    assert flat.hit_rate < 0.9 * simulate(trace, replace(config, cost=PRESETS["cpu-125m"])).hit_rate
-    assert flat.hit_rate == pytest.approx(real.hit_rate, rel=0.01)
 
 
 def test_prediction_is_exact_where_nothing_is_evicted_late_or_lost(chats: MakeTrace) -> None:
@@ -119,15 +77,6 @@ def test_prediction_is_exact_where_nothing_is_evicted_late_or_lost(chats: MakeTr
     trace = chats()
     assert simulate(trace, config).prediction_error == 0
     assert simulate(trace, replace(config, event_loss=0.5)).prediction_error > 0
-    assert simulate(trace, replace(config, use_table=True)).prediction_error == 0
-
-
-def test_lost_events_are_repaired_by_the_real_protocol(chats: MakeTrace) -> None:
-    config = replace(CONFIG, event_loss=0.3)
-    trace = chats(num_requests=2000, gap_ms=60.0)
-    for_good = simulate(trace, config)
-    repaired = simulate(trace, replace(config, use_table=True))
-    assert repaired.prediction_error < 0.5 * for_good.prediction_error
 
 
 def test_values_that_cannot_work_name_themselves(chats: MakeTrace) -> None:

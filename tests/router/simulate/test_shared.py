@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.router.simulate.cost import CostModel
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.cost import CostModel
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Row, Trace
 from quire.worker.api.errors import ConfigError
 
 COST = CostModel(

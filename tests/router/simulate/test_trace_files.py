@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.router.simulate.trace_files import load_trace
+from quire.simulate.trace_files import load_trace
 from quire.worker.api.errors import ConfigError
 
 MOONCAKE = """\

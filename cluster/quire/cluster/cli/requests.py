@@ -6,7 +6,7 @@ gateway does.
 
 from pathlib import Path
 
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.trace import Row, Trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.hashing import BlockHash, hash_blocks
 from quire.worker.bench.workload import WorkItem, read_workload

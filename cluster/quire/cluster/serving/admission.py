@@ -37,7 +37,7 @@ class Admission:
         self._queue: list[Ticket] = []
         self._queued: dict[int, WaitingLoad] = {}  # By priority.
         self._unrouted = WaitingLoad()
-        self._waiting = WaitingLoad()  # Prompt tokens as they are, of all that no group has begun.
+        self._waiting = WaitingLoad()  # All that no group has begun.
         self._num_offered = 0
 
     @property
@@ -48,7 +48,7 @@ class Admission:
     @property
     def unbegun(self) -> Queued:
         """Sums over the requests that no group has begun; zero when there are none."""
-        return Queued(self._waiting.num_requests, round(self._waiting.num_tokens))
+        return Queued(self._waiting.num_requests, self._waiting.num_tokens)
 
     def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
         """Releases or queues a new request; returns those that it displaced, which have left.
@@ -56,7 +56,6 @@ class Admission:
         Raises:
             Overloaded: It is refused; nothing has changed.
         """
-        self._count(ticket)
         displaced: list[Ticket] = []
         begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
         if not begins:
@@ -116,11 +115,6 @@ class Admission:
         if ticket.stage is not Stage.BEGUN:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
-
-    def _count(self, ticket: Ticket) -> None:
-        ticket.num_tokens = self._capacity.num_to_compute(
-            ticket.num_prompt_tokens, num_known=ticket.num_known_tokens
-        )
 
     def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
         """Whether a group begins it soon, behind the released requests that no group state shows

@@ -13,8 +13,8 @@ enough as long as groups are free; otherwise all are evaluated at once, from arr
 the same result.
 """
 
-from collections.abc import Iterable, Sequence
-from math import exp, inf
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from quire.cluster.serving.headroom import Ask, Headroom, room_of
 from quire.cluster.serving.speeds import GroupPace, OutputLength, Speeds
@@ -24,22 +24,24 @@ from quire.v1 import group_pb2 as pb
 
 MANY = 16
 """With fewer groups, one by one is faster; of more, this number are tried one by one first."""
-_PRIOR_PROMPT_TOKENS = 1_000.0
-"""Prompt tokens counted before any request was seen, none of them cached."""
 
 
 class Capacity:
     """One gateway's estimate of the groups' speed."""
 
-    def __init__(self, *, many: int = MANY) -> None:
-        """From ``many`` groups on, arrays are used; that changes no answer."""
+    def __init__(
+        self, *, num_to_compute: Callable[[float], float] = float, many: int = MANY
+    ) -> None:
+        """``num_to_compute``: of so many prompt tokens, those that no group has cached. From
+        ``many`` groups on, arrays are used; that changes no answer.
+        """
+        self._num_to_compute = num_to_compute
         self.num_gateways = 1
         """The number of gateways, this one included: the highest that any group reports, because
         all gateways attach within a moment to a group that has just started or lost some."""
         self._groups: dict[GroupId, GroupPace] = {}
         self._all = Speeds()  # Assumed for a group that has not been observed.
         self._outputs = OutputLength()
-        self._num_prompt_tokens = self._num_computed_tokens = _PRIOR_PROMPT_TOKENS
         self._many = max(many, 1)
         self._rooms: Headroom | None = (
             None  # Of those whose states were last shown, if they are many.
@@ -62,13 +64,9 @@ class Capacity:
         if pace.num_gateways != load.num_gateways:
             pace.num_gateways = load.num_gateways
             self._count_gateways()
-        num_prompt, num_hits = pace.observe(load, now_s, is_awaited=is_awaited)
+        pace.observe(load, now_s, is_awaited=is_awaited)
         if self._rooms is not None:
             self._rooms.heard(group_id)
-        if num_prompt > 0:
-            kept = exp(-num_prompt / (20 * _PRIOR_PROMPT_TOKENS))
-            self._num_prompt_tokens = self._num_prompt_tokens * kept + num_prompt
-            self._num_computed_tokens = self._num_computed_tokens * kept + num_prompt - num_hits
 
     def keep(self, groups: Iterable[GroupId]) -> None:
         """Forgets all groups but these."""
@@ -90,12 +88,6 @@ class Capacity:
         for _ in range(num_completions):
             self._outputs.ended()
 
-    def num_to_compute(self, num_prompt_tokens: int, *, num_known: int = 0) -> float:
-        """Expected number of tokens of such a prompt that no cache holds, from recent requests; at
-        most those beyond ``num_known``."""
-        usual = num_prompt_tokens * self._num_computed_tokens / self._num_prompt_tokens
-        return min(usual, num_prompt_tokens - num_known)
-
     def room(
         self,
         states: Sequence[GroupState],
@@ -106,10 +98,10 @@ class Capacity:
     ) -> float:
         """How many requests beyond those sent could begin within ``wait_s``.
 
-        Each has ``tokens_each`` to compute. May stop counting at ``enough``. Each group is there
+        Each has a prompt of ``tokens_each``. May stop counting at ``enough``. Each group is there
         once; neither ``states`` nor what is in it ever changes, as with `RoutingTable.states`.
         """
-        ask = Ask(wait_s, max(tokens_each, 1.0), self._outputs.mean)
+        ask = Ask(wait_s, max(self._num_to_compute(tokens_each), 1.0), self._outputs.mean)
         if self._rooms is not None and self._rooms.shows(states):
             return self._rooms.room(ask)
         num_requests = 0.0
@@ -124,7 +116,7 @@ class Capacity:
 
     def begun_per_s(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
         """How many requests the groups begin per second when they have enough of them."""
-        tokens_each, mean = max(tokens_each, 1.0), self._outputs.mean
+        tokens_each, mean = max(self._num_to_compute(tokens_each), 1.0), self._outputs.mean
         if len(states) >= self._many:
             rooms = self._rooms_of(states)
             return rooms.begun_per_s(tokens_each=tokens_each, mean_output=mean)

@@ -6,7 +6,7 @@ misses its deadline.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from math import inf
@@ -24,11 +24,9 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.recent import RecentBlocks
 from quire.cluster.serving.ticket import Queued, Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.hashing import BlockHashes
 
 _MIN_PATIENCE_S = 5.0
 """A request that was to begin within less may wait for this long."""
@@ -54,14 +52,13 @@ class AdmissionQueue:
         start_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.capacity = Capacity()
+        self.capacity = Capacity(num_to_compute=table.num_to_compute)
         self._config = config
         self._start_wait_s = start_wait_s
         self._admission = Admission(config, self.capacity)
         self._groups = groups
         self._table = table
         self._clock = clock
-        self._recent = RecentBlocks()
         self._waiters: dict[Ticket, _Waiter] = {}
         self._starting = 0
         self._starting_tokens = 0
@@ -116,13 +113,8 @@ class AdmissionQueue:
             self._starting_tokens -= num_prompt_tokens
 
     @asynccontextmanager
-    async def admit(
-        self, ticket: Ticket, prompts: Sequence[BlockHashes] = ()
-    ) -> AsyncIterator[None]:
+    async def admit(self, ticket: Ticket) -> AsyncIterator[None]:
         """Returns when ``ticket`` may be sent to a group, and forgets it at the end of the block.
-
-        ``prompts``: the blocks of its prompts, of which only those are counted that nobody holds
-        and nobody before it has to compute.
 
         Raises:
             Overloaded: It is refused, nearly always at once.
@@ -131,13 +123,11 @@ class AdmissionQueue:
         """
         begin_s = self._clock()
         try:
-            ticket.num_known_tokens = self._num_known_tokens(prompts, now_s=begin_s)
             try:
                 displaced = self._admission.offer(ticket, self._table.states(), now_s=begin_s)
             except Overloaded as error:
                 self.refused(error.reason)
                 raise
-            self._recent.add(prompts, now_s=begin_s)
             for each in displaced:
                 self._displace(each)
             if ticket.stage is Stage.QUEUED:
@@ -166,11 +156,6 @@ class AdmissionQueue:
         self.capacity.generated(num_tokens)
         if ticket.stage is not Stage.BEGUN:
             self._admission.begun(ticket)
-
-    def _num_known_tokens(self, prompts: Sequence[BlockHashes], *, now_s: float) -> int:
-        recent = self._recent.num_known(prompts, now_s=now_s)
-        held = map(self._table.num_held, prompts)
-        return self._table.block_size * sum(map(max, recent, held))
 
     async def _wait(self, ticket: Ticket) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

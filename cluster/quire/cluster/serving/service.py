@@ -329,7 +329,7 @@ class ModelService:
         )
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
         with self._inflight.entered(num_completions):
-            async with self.admission.admit(ticket, [each.hashes for each in requests]):
+            async with self.admission.admit(ticket):
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 

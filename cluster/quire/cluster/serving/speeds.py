@@ -78,14 +78,11 @@ class GroupPace:
         """How many requests it begins per second when it has enough of them."""
         return min(self.prefill_per_s / tokens_each, self.output_per_s / mean_output)
 
-    def observe(self, load: pb.Load, now_s: float, *, is_awaited: bool = False) -> tuple[int, int]:
-        """Returns the prompt tokens that were begun since the last time, and the hits in them.
-
-        ``is_awaited``: requests wait at the gateway.
-        """
+    def observe(self, load: pb.Load, now_s: float, *, is_awaited: bool = False) -> None:
+        """Takes in the group's load after a step. ``is_awaited``: requests wait at the gateway."""
         last, self._last = self._last, (now_s, load)
         if last is None:
-            return 0, 0
+            return
         before_s, before = last
         time_s = max(0.0, now_s - before_s)
         num_prompt = load.num_prompt_tokens - before.num_prompt_tokens
@@ -107,7 +104,6 @@ class GroupPace:
             self._add("output_when_full", num_output, time_s)
         elif before.num_waiting:
             self._add("output_when_short", num_output, time_s)
-        return num_prompt, num_hits
 
     def _prefill_s(self, num_tokens: int, step_s: float, *, is_fed: bool) -> float:
         """Seconds that a step spent on prompts, if it computed all pending ones. If most of it is

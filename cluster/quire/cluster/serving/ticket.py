@@ -40,20 +40,16 @@ class Ticket:
     """On the clock that `Admission.offer` is told."""
     stage: Stage = Stage.NEW
     number: int = 0
-    num_known_tokens: int = 0
-    """How many of its prompt tokens are computed already, or are for an earlier request."""
-    num_tokens: float = 0
-    """How many of its prompt tokens are likely to be computed."""
     num_bytes: int = 0
     """Memory that it takes up while it waits, beyond what each request does."""
 
 
 class WaitingLoad:
-    """Sums over several tickets."""
+    """Sums over several tickets; tokens are those of their prompts."""
 
     __slots__ = ("num_bytes", "num_requests", "num_tokens")
 
-    def __init__(self, num_requests: int = 0, num_tokens: float = 0.0, num_bytes: int = 0) -> None:
+    def __init__(self, num_requests: int = 0, num_tokens: int = 0, num_bytes: int = 0) -> None:
         self.num_requests = num_requests
         self.num_tokens = num_tokens
         self.num_bytes = num_bytes
@@ -67,19 +63,18 @@ class WaitingLoad:
 
     def tokens_each_with(self, ticket: Ticket) -> float:
         num_requests = self.num_requests + ticket.num_requests
-        return (self.num_tokens + ticket.num_tokens) / num_requests
+        return (self.num_tokens + ticket.num_prompt_tokens) / num_requests
 
-    def add(self, num_requests: int, num_tokens: float) -> None:
+    def add(self, num_requests: int, num_tokens: int) -> None:
         self.num_requests += num_requests
-        # Rounding errors of repeated subtraction must not accumulate.
-        self.num_tokens = self.num_tokens + num_tokens if self.num_requests else 0.0
+        self.num_tokens += num_tokens
 
     def add_ticket(self, ticket: Ticket) -> None:
-        self.add(ticket.num_requests, ticket.num_tokens)
+        self.add(ticket.num_requests, ticket.num_prompt_tokens)
         self.num_bytes += ticket.num_bytes
 
     def remove_ticket(self, ticket: Ticket) -> None:
-        self.add(-ticket.num_requests, -ticket.num_tokens)
+        self.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         self.num_bytes -= ticket.num_bytes
 
 

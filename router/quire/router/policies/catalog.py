@@ -1,6 +1,6 @@
 """Every policy that serves, by the name under which it is configured.
 
-Those of other systems, for comparison, are in `quire.router.simulate.baselines`.
+Those of other systems, for comparison, are in `quire.simulate.baselines`.
 """
 
 from collections.abc import Callable, Mapping

@@ -27,25 +27,15 @@ class PolicyOfMany(Policy, Protocol):
     def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
         """What `costs` says of the same groups, to the last bit."""
 
-    def second_home_of_many(
-        self, request: RouteRequest, loads: Loads, hits: Column, home: int, num_coming: int
-    ) -> int:
-        """What `second_home` says of them."""
-
-
-NumHeld = Callable[[int], int]
-"""How many of a prompt's leading blocks the group at an index has cached."""
-
 
 def decide(
     policy: Policy,
     request: RouteRequest,
     groups: Sequence[GroupState],
     overlap: Sequence[int],
-    held: Sequence[int] | None = None,
 ) -> Decision:
     """Chooses one of ``groups``. ``overlap`` counts the prompt's leading blocks that each group has
-    cached or is computing; ``held`` counts those that it has, by default all of ``overlap``.
+    cached or is computing.
 
     Raises:
         NoGroupAvailable: Every group is excluded, or there is none.
@@ -54,13 +44,11 @@ def decide(
     if request.exclude:
         allowed = [i for i, state in enumerate(groups) if state.group not in request.exclude]
         groups, overlap = [groups[i] for i in allowed], [overlap[i] for i in allowed]
-        held = held and [held[i] for i in allowed]
     if not groups:
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = usable_tokens(request, overlap)
-    num_held = (held or overlap).__getitem__
-    index, home, costs = choose(policy, request, groups, hits, num_held)
-    return _taken(policy, request, groups, hits, costs, index, home, max(hits))
+    index, costs = choose(policy, request, groups, hits)
+    return _taken(policy, request, groups, hits, costs, index, max(hits))
 
 
 def decide_among_many(
@@ -68,7 +56,6 @@ def decide_among_many(
     request: RouteRequest,
     loads: Loads,
     overlap: npt.NDArray[np.int64],
-    held: Sequence[int] | None = None,
 ) -> Decision:
     """`decide`, in a time that hardly grows with the number of groups.
 
@@ -80,15 +67,13 @@ def decide_among_many(
         states = loads.states
         allowed = [i for i, state in enumerate(states) if state.group not in request.exclude]
         loads, overlap = loads.only(allowed), overlap[allowed]
-        held = held and [held[i] for i in allowed]
     if not len(loads):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
-    num_held = (held or overlap).__getitem__
-    index, home, costs = choose_among_many(policy, request, loads, hits, num_held)
+    index, costs = choose_among_many(policy, request, loads, hits)
     # The list goes on to change, the states in it do not.
     states = loads.states.copy()
-    return _taken(policy, request, states, hits, costs, index, home, hits.max())
+    return _taken(policy, request, states, hits, costs, index, hits.max())
 
 
 def choose(
@@ -96,27 +81,18 @@ def choose(
     request: RouteRequest,
     groups: Sequence[GroupState],
     hits: Sequence[int],
-    num_held: NumHeld,
-) -> tuple[int, int, list[float]]:
-    """The index of the group that takes the request, that of the cheapest, and all costs."""
+) -> tuple[int, list[float]]:
+    """The index of the cheapest group, and all costs."""
     costs = policy.costs(request, groups, hits)
-    home = index = cheapest(request, groups, hits, costs)
-    if hits[home] > min(hits):
-        num_coming = max(hits[home] - num_held(home) * request.block_size, 0)
-        index = policy.second_home(request, groups, hits, home, num_coming)
-    return index, home, costs
+    return cheapest(request, groups, hits, costs), costs
 
 
 def choose_among_many(
-    policy: PolicyOfMany, request: RouteRequest, loads: Loads, hits: Column, num_held: NumHeld
-) -> tuple[int, int, Column]:
+    policy: PolicyOfMany, request: RouteRequest, loads: Loads, hits: Column
+) -> tuple[int, Column]:
     """`choose`, of arrays."""
     costs = policy.costs_of_many(request, loads, hits)
-    home = index = cheapest_of_many(request, loads, hits, costs)
-    if hits[home] > hits.min():
-        num_coming = max(int(hits[home]) - int(num_held(home)) * request.block_size, 0)
-        index = policy.second_home_of_many(request, loads, hits, home, num_coming)
-    return index, home, costs
+    return cheapest_of_many(request, loads, hits, costs), costs
 
 
 def usable_tokens(request: RouteRequest, overlap: Sequence[int]) -> list[int]:
@@ -203,16 +179,12 @@ def _taken(
     hits: Sequence[int] | Column,
     costs: Sequence[float] | Column,
     index: int,
-    home: int,
     longest: float,
 ) -> Decision:
-    """The decision for the group at ``index`` where that at ``home`` was the cheapest."""
     state, num_hit_tokens = groups[index], int(hits[index])
     reason = policy.reason
     if len(groups) == 1:
         reason = "only_group"
-    elif index != home:
-        reason = "copied_prefix"
     elif 0 < num_hit_tokens == longest:
         reason = "cached_prefix"
     policy.routed(request, state.group)

@@ -28,7 +28,6 @@ Column: TypeAlias = npt.NDArray[np.float64]
 
 Reason = Literal[
     "cached_prefix",
-    "copied_prefix",
     "least_loaded",
     "only_group",
     "round_robin",
@@ -130,21 +129,6 @@ class Policy(Protocol):
 
         ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
         order of the groups means nothing.
-        """
-
-    def second_home(
-        self,
-        request: RouteRequest,
-        groups: Sequence[GroupState],
-        hits: Sequence[int],
-        home: int,
-        num_coming: int,
-    ) -> int:
-        """The index of the group that takes the request in place of ``home``, the cheapest one, to
-        copy the prefix that this one has; ``home`` where none shall.
-
-        Asked behind `costs`, of the same. Of what ``home`` has, its cache lacks the last
-        ``num_coming`` tokens yet.
         """
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:

@@ -20,16 +20,6 @@ class Forgetful:
     pressure: float | None = None
     reads_steps: bool = False
 
-    def second_home(
-        self,
-        request: RouteRequest,
-        groups: Sequence[GroupState],
-        hits: Sequence[int],
-        home: int,
-        num_coming: int,
-    ) -> int:
-        return home
-
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         pass
 

@@ -4,23 +4,22 @@ Nothing is read but the trace, the configuration and the seed: the same three gi
 to the last bit (`Result.digest`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from math import ceil, inf
 from typing import Literal, get_args
 
-from quire.router.simulate.baselines import SIMULATED_POLICIES
-from quire.router.simulate.clock import Clock
-from quire.router.simulate.cost import PRESETS, CostModel
-from quire.router.simulate.engine_config import SimulatedEngine
-from quire.router.simulate.gateway import FlatGateway, SimulatedGateway, TableGateway
-from quire.router.simulate.group import Group
-from quire.router.simulate.holders import Holders
-from quire.router.simulate.pool import LruPool, Pool, WorkerPool
-from quire.router.simulate.result import Result
-from quire.router.simulate.trace import Trace
+from quire.simulate.baselines import SIMULATED_POLICIES
+from quire.simulate.clock import Clock
+from quire.simulate.cost import PRESETS, CostModel
+from quire.simulate.engine_config import SimulatedEngine
+from quire.simulate.gateway import SimulatedGateway
+from quire.simulate.group import Group
+from quire.simulate.pool import Lru, Pool, WorkerPool
+from quire.simulate.result import Result
+from quire.simulate.trace import Trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import EventLog
 from quire.worker.cache.eviction import LowestUtility
@@ -43,14 +42,12 @@ class SimulationConfig:
     cost: CostModel = PRESETS["h100-8b"]
     engine: SimulatedEngine = field(default_factory=SimulatedEngine)
     eviction: Eviction = "plain-lru"
-    """``plain-lru`` is the fast pool; ``utility`` is the engine's block pool and policy."""
+    """``utility`` is the engine's policy. Both run in the engine's block pool."""
     event_lag_ms: float = 0.0
     event_loss: float = 0.0
-    """The share of block events that never arrive."""
+    """The share of block events that are lost on their way; the protocol notices the next one."""
     slow_factor: float = 1.0
     """Every fourth group is slower than the others by this factor, and the router is not told."""
-    use_table: bool = False
-    """Route with the real `RoutingTable` and event protocol instead of their flat stand-ins."""
     contention: float = 0.0
     """How much longer a step takes for each other group that computes as it begins, as a share of
     the step: groups that share cores."""
@@ -102,7 +99,8 @@ class _Simulation:
         self._group_of = [0] * size
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
-        self._gateways, logs = self._build_gateways()
+        logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
+        self._gateways = [self._build_gateway(i, logs) for i in range(config.num_gateways)]
         pools = [(make_pool or self._build_pool)(log) for log in logs]
         self._groups = [self._build_group(index, pool) for index, pool in enumerate(pools)]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
@@ -148,11 +146,11 @@ class _Simulation:
     def _first_token(self, request_id: int, num_hit_tokens: int) -> None:
         self._first_ms[request_id] = self._clock.now_ms
         self._hit[request_id] = num_hit_tokens
-        self._gateway_of(request_id).started(request_id, self._group_of[request_id], num_hit_tokens)
+        self._gateway_of(request_id).started(request_id, num_hit_tokens)
 
     def _finish(self, request_id: int) -> None:
         self._last_ms[request_id] = self._clock.now_ms
-        self._gateway_of(request_id).finished(request_id, self._group_of[request_id])
+        self._gateway_of(request_id).finished(request_id)
 
     def _slowdown(self, index: int) -> float:
         others = (group for number, group in enumerate(self._groups) if number != index)
@@ -162,48 +160,25 @@ class _Simulation:
     def _gateway_of(self, request_id: int) -> SimulatedGateway:
         return self._gateways[request_id % len(self._gateways)]
 
-    def _build_gateways(self) -> tuple[list[SimulatedGateway], list[EventLog]]:
-        make_policy = SIMULATED_POLICIES[self._config.policy]
-        config, trace, clock = self._config, self._trace, self._clock
-        lag_ms, loss, seed = config.event_lag_ms, config.event_loss, config.seed
-        numbers = range(config.num_gateways)
-        if config.use_table:
-            logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
-            return [
-                TableGateway(
-                    trace=trace,
-                    clock=clock,
-                    logs=logs,
-                    policy=make_policy(),
-                    lag_ms=lag_ms,
-                    loss=loss,
-                    seed=seed + number,
-                    first_ordinal=number * _ORDINALS_APART,
-                )
-                for number in numbers
-            ], logs
-        holders = Holders(clock=clock, lag_ms=lag_ms, loss=loss, seed=seed)
-        return [
-            FlatGateway(
-                trace=trace,
-                clock=clock,
-                num_groups=config.num_groups,
-                policy=make_policy(),
-                holders=holders,
-                first_ordinal=number * _ORDINALS_APART,
-            )
-            for number in numbers
-        ], [holders.log_of(index) for index in range(config.num_groups)]
+    def _build_gateway(self, number: int, logs: Sequence[EventLog]) -> SimulatedGateway:
+        config = self._config
+        return SimulatedGateway(
+            trace=self._trace,
+            clock=self._clock,
+            logs=logs,
+            policy=SIMULATED_POLICIES[config.policy](),
+            lag_ms=config.event_lag_ms,
+            loss=config.event_loss,
+            seed=config.seed + number,
+            first_ordinal=number * _ORDINALS_APART,
+        )
 
     def _build_pool(self, log: EventLog) -> Pool:
-        num_blocks = self._num_blocks
-        if self._config.eviction == "plain-lru":
-            return LruPool(num_blocks=num_blocks, log=log)
         return WorkerPool(
-            num_blocks=num_blocks,
+            num_blocks=self._num_blocks,
             block_size=self._trace.block_size,
             log=log,
-            policy=LowestUtility,
+            policy=LowestUtility if self._config.eviction == "utility" else Lru,
         )
 
     def _build_group(self, index: int, pool: Pool) -> Group:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from quire.router.simulate import report
-from quire.router.simulate.capacity import find_capacity
-from quire.router.simulate.report import Row
-from quire.router.simulate.run import SimulationConfig, simulate
-from quire.router.simulate.trace import Trace
+from quire.simulate import report
+from quire.simulate.capacity import find_capacity
+from quire.simulate.report import Row
+from quire.simulate.run import SimulationConfig, simulate
+from quire.simulate.trace import Trace
 from quire.worker.api.errors import ConfigError
 
 

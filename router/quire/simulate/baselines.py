@@ -16,7 +16,7 @@ from quire.router.policies.decide import distance_from
 from quire.router.policies.policy import GroupState, Policy, Reason, RouteRequest
 from quire.router.policies.simple import Forgetful
 from quire.router.prefix_index.directory import GroupId
-from quire.router.simulate.prefix_memory import PrefixMemory
+from quire.simulate.prefix_memory import PrefixMemory
 from quire.worker.api.hashing import BlockHash
 
 _REQUEST = 64.0

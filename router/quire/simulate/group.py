@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from quire.router.simulate.attended import Attended
-from quire.router.simulate.cost import CostModel
-from quire.router.simulate.engine_config import SimulatedEngine
-from quire.router.simulate.pool import Chain, Pool
-from quire.router.simulate.trace import Trace
+from quire.simulate.attended import Attended
+from quire.simulate.cost import CostModel
+from quire.simulate.engine_config import SimulatedEngine
+from quire.simulate.pool import Chain, Pool
+from quire.simulate.trace import Trace
 from quire.worker.api.hashing import BlockHash
 
 

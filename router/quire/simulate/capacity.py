@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.router.simulate.result import Result
+from quire.simulate.result import Result
 
 
 class ClusterCapacity(NamedTuple):

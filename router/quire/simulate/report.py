@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quire.router.simulate.result import Result
+from quire.simulate.result import Result
 from quire.worker.api.errors import ConfigError
 
 _COLOURS = ("#1f5fa8", "#d1661a", "#2f8a4c", "#8a4fa0", "#8c6d1f", "#5b6770")

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.router.simulate.trace import Row, Trace
+from quire.simulate.trace import Row, Trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.hashing import BlockHash
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.router.simulate.cost import CostModel
+from quire.simulate.cost import CostModel
 from quire.worker.api.errors import ConfigError
 
 
