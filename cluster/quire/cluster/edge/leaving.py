@@ -9,13 +9,19 @@ socket.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Iterator
+
+from quire.cluster.edge.own_sockets import (
+    Cookie,
+    borrowed,
+    cookie_of,
+    descriptors,
+    drop_new_connections,
+)
 
 HANDSHAKE_S = 0.3
 """For the last packet of a connection's handshake, a round trip behind its first."""
@@ -23,20 +29,9 @@ _LOOK_EVERY_S = 0.25
 _ACCEPTED_S = 5.0
 """For a listening socket's owner to accept what waits there."""
 
-# Of <asm-generic/socket.h> and <linux/tcp.h>: Python does not name the first.
-_SO_ATTACH_FILTER = 26
 _TCP_INFO_BYTES = 104
 _NUM_WAITING_AT = 24
 """In a listening socket's TCP_INFO: the connections that wait to be accepted."""
-
-# A classic BPF program over the TCP header: code, jump if true, jump if false, operand.
-_DROP_FIRST_PACKETS = (
-    (0x30, 0, 0, 13),  # Load the byte of flags.
-    (0x54, 0, 0, 0x12),  # Keep SYN and ACK.
-    (0x15, 0, 1, 0x02),  # SYN without ACK opens a connection:
-    (0x06, 0, 0, 0),  # drop it;
-    (0x06, 0, 0, 0xFFFFFFFF),  # pass everything else.
-)
 
 
 async def stop_listening(listener: socket.socket) -> None:
@@ -44,7 +39,7 @@ async def stop_listening(listener: socket.socket) -> None:
     close it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # Without the filter a few connections may be reset.
-            _drop_first_packets(listener)
+            drop_new_connections(listener.fileno())
             await asyncio.sleep(HANDSHAKE_S)
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _ACCEPTED_S
@@ -80,13 +75,6 @@ async def wait_until_left(host: str, port: int, *, timeout_s: float) -> None:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _drop_first_packets(listener: socket.socket) -> None:
-    code = b"".join(struct.pack("HBBI", *each) for each in _DROP_FIRST_PACKETS)
-    held = ctypes.create_string_buffer(code)
-    program = struct.pack("HP", len(_DROP_FIRST_PACKETS), ctypes.addressof(held))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
 def _num_waiting(listener: socket.socket) -> int:
     try:
         info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -97,16 +85,15 @@ def _num_waiting(listener: socket.socket) -> int:
 
 def _ours_at(port: int) -> Iterator[socket.socket]:
     """Duplicates of this process's sockets that are bound to ``port``, for the caller to close;
-    without ``/proc``, none are found."""
-    seen: set[int] = set()  # By inode: a duplicate may get a number that is still to be looked at.
-    numbers = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
-    for number in map(int, numbers):
-        with contextlib.suppress(OSError):  # It was closed as we looked.
-            status = os.fstat(number)
-            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue
-            seen.add(status.st_ino)
-            found = socket.socket(fileno=os.dup(number))
+    none where there is no ``/proc``."""
+    seen: set[Cookie] = set()  # A duplicate may get a number that is still to be looked at.
+    for fd in descriptors() if sys.platform == "linux" else ():
+        cookie = cookie_of(fd)
+        if cookie is None or cookie in seen:
+            continue
+        seen.add(cookie)
+        with contextlib.suppress(OSError), borrowed(fd, cookie) as own:
+            found = socket.socket(fileno=os.dup(own))
             if found.family != socket.AF_UNIX and found.getsockname()[1] == port:
                 yield found
             else:

@@ -11,7 +11,7 @@ import ctypes
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -114,7 +114,7 @@ _JUMP, _JUMP_EQUAL, _JUMP_SET = 0x05, 0x15, 0x45
 _PASS = (_RETURN, 0, 0, 0xFFFFFFFF)
 _DROP = (_RETURN, 0, 0, 0)
 _IP_HEADER = 0xFFF00000  # Offsets from here count from it, others from the TCP header.
-_FLAGS, _ACK = 13, 0x10
+_FLAGS, _SYN, _ACK = 13, 0x02, 0x10
 
 
 def shut_out(listener: int, hosts: Iterable[str]) -> None:
@@ -150,6 +150,16 @@ def shut_out(listener: int, hosts: Iterable[str]) -> None:
         *(step for drop in drops6 for step in drop),
         _PASS,
     ]
+    _attach(listener, program)
+
+
+def drop_new_connections(listener: int) -> None:
+    """Lets the kernel drop all. Those whose first packet has come go on. Raises OSError."""
+    opens = [(_LOAD_BYTE, 0, 0, _FLAGS), (_AND, 0, 0, _SYN | _ACK), (_JUMP_EQUAL, 0, 1, _SYN)]
+    _attach(listener, [*opens, _DROP, _PASS])
+
+
+def _attach(listener: int, program: Sequence[tuple[int, int, int, int]]) -> None:
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
     pointer = struct.pack("@HP", len(program), ctypes.addressof(code))
     if _libc.setsockopt(listener, socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer, len(pointer)):
