@@ -1,0 +1,38 @@
+"""Flags of a configuration's fields: their types and defaults stand in its dataclass alone."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Flags = argparse._ArgumentGroup
+
+
+def add_fields(flags: Flags, kind: type[Any], helps: Mapping[str, str], **defaults: object) -> None:
+    """Adds ``--some-field`` for each field of ``kind`` that ``helps`` names. ``defaults`` replace
+    the fields' own."""
+    types, known = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
+    for name, what in helps.items():
+        default = defaults.get(name, known[name])
+        assert default is not MISSING, name
+        flag = f"--{name.replace('_', '-')}"
+        flags.add_argument(flag, default=default, help=what, **_options(types[name], default))
+
+
+def given_fields(kind: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of its fields that have a flag."""
+    given = vars(arguments)
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+
+
+def _options(type_: Any, default: object) -> dict[str, Any]:
+    """How argparse reads it."""
+    members = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+    plain = next(each for each in members if each is not NoneType)
+    if plain is bool:
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
+    if get_origin(plain) is Literal:
+        return {"choices": get_args(plain)}
+    return {"type": plain if plain in (int, float, Path) else str}
