@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.worker.model.stored_weights import StoredWeights
 
-Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_silu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 
 
@@ -40,18 +40,6 @@ class Rope:
     has the long ones from its start."""
     interleaved: bool = False
     """Channel 2 i turns with 2 i + 1, rather than i with i + size / 2."""
-    sections: tuple[int, ...] = ()
-    """Pairs of channels that turn by time, height and width (mrope)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek V2): the cache holds what K and V are made from."""
-
-    q_rank: int | None
-    kv_rank: int
-    rope_size: int
-    """Channels that are rotated, beside the latent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +56,6 @@ class Attention:
     """Which of `ModelSpec.ropes`; ``None`` is no position."""
     window: int | None = None
     """Tokens that each query sees at most, itself the last; ``None`` is all."""
-    chunk: int | None = None
-    """Queries see their own chunk of so many positions."""
     score_cap: float | None = None
     sinks: bool = False
     """Each query head has a score that stands for no token."""
@@ -77,14 +63,9 @@ class Attention:
     """The layer's norm of Q and K before they are rotated: each head's, or all heads' together."""
     qkv_bias: bool = False
     o_bias: bool = False
-    output_gate: bool = False
-    kv_of: int | None = None
-    """The layer whose KV this one reads; ``None`` is its own."""
-    value_is_key: bool = False
     position_scale: float = 0.0
     """Queries times ``1 + position_scale * log(1 + floor(position / position_period))``."""
     position_period: int = 0
-    latent: Latent | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +184,6 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     """Rounded to the type that is computed in."""
-    layer_embedding_size: int | None = None
-    """Channels that the token adds to each layer (Gemma 3n and 4)."""
-    lm_head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float | None = None
     """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
