@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tests.call_templates import TAKE_TEXT, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.cluster.dialects.formats import TOOL_FORMATS, ToolFormat, markers_of
-from quire.cluster.dialects.parser import (
+from quire.cluster.dialects.events import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Event,
-    OutputParser,
     Reasoning,
 )
+from quire.cluster.dialects.formats import TOOL_FORMATS, ToolFormat, markers_of
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use
 from quire.worker.api.structured import Constraint
 from quire.worker.text.grammar import Grammars

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dialects import FORMATS, cuts, parse, tool
 
-from quire.cluster.dialects.parser import CallArguments, CallBegun, CallEnded, Content, Event
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Event
 from quire.cluster.dialects.strict_json import StrictJson
 from quire.cluster.dialects.tools import check_tools
 

@@ -26,15 +26,9 @@ from tests.dialects import (
 )
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    OutputParser,
-    Reasoning,
-)
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tools
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint

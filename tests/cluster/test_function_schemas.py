@@ -21,8 +21,8 @@ from tests.dialects import (
 from tests.function_schemas import REQUESTS, tool_of
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import Content
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import Content
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 

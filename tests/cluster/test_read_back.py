@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from quire import demo_model
 from quire.cluster.dialects.dialect import choose_dialect
-from quire.cluster.dialects.parser import (
+from quire.cluster.dialects.events import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Event,
-    OutputParser,
     Reasoning,
 )
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.text.chat_template import ChatTemplate

@@ -30,8 +30,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import Content, Event, Reasoning
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import Content, Event, Reasoning
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import check_tools
 from quire.worker.api.errors import UnreadableTemplate

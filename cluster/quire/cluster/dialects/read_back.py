@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content
 from quire.cluster.dialects.formats import (
     Arguments,
     CallObject,
@@ -24,13 +25,7 @@ from quire.cluster.dialects.formats import (
     Shape,
     ToolFormat,
 )
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    OutputParser,
-)
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool
 from quire.worker.api.errors import InvalidRequest
 
