@@ -15,15 +15,13 @@ from tests.dialects import (
     calls_of,
     conversations,
     cuts,
-    grammars_of,
     in_json,
-    marked_tokenizer,
     parse,
     required,
     tool,
-    walk,
     written,
 )
+from tests.marked import walk
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
@@ -251,16 +249,6 @@ def test_a_tagged_argument_is_what_its_schema_says() -> None:
     assert read("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}) is None
     assert read("True", {"type": "boolean"}) is True
     assert read("NaN", {"type": "number"}) == "NaN"
-
-
-@pytest.fixture(scope="module")
-def marked() -> Tokenizer:
-    return marked_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def grammars(marked: Tokenizer) -> Grammars:
-    return grammars_of(marked)
 
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
