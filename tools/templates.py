@@ -146,7 +146,8 @@ def ours(template: ChatTemplate, chat: list[dict[str, Any]], options: Mapping[st
 def formats_of(source: str) -> tuple[str | None, str | None]:
     """The names of the formats of calls and reasoning that we find in a template."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    dialect = choose_dialect(Tokenizer(backend, chat_template=source))
+    tokenizer = Tokenizer(backend, chat_template=source, special_tokens=SPECIAL_TOKENS)
+    dialect = choose_dialect(tokenizer)
     return (
         dialect.calls.name if dialect.calls else None,
         dialect.reasoning.name if dialect.reasoning else None,

@@ -67,7 +67,9 @@ def constrain(
                 param="response_format",
             )
         may_call = False
-    if form is not None and not may_call and (dialect.reasoning is None or reasons is False):
+    around = dialect.calls.around if dialect.calls is not None else None
+    is_marked = around is not None or (dialect.reasoning is not None and reasons is not False)
+    if form is not None and not may_call and not is_marked:
         return form
     if form is None and not use.has_form:
         return None
@@ -81,11 +83,15 @@ def constrain(
             return form  # It is refused as it is.
         if reasoning is not None and reasoning.frame is not None:
             plain = f"{grammar.text(reasoning.frame.answer)} {plain}"
+        if dialect.calls is not None:
+            plain = f"{_begin_of_text(grammar, dialect.calls)} {plain}"
     answer = plain if plain and not may_call else _calls(grammar, dialect, use, plain)
     if reasoning is not None and reasons is not False:
         rest = f"{grammar.until(reasoning.closes)} /\\s{{0,4}}/"
         if reasoning.frame is not None:
             rest = f"{grammar.until(reasoning.closes)} {grammar.text(reasoning.frame.reopens)}"
+        if dialect.calls is not None and around is not None and dialect.calls.is_bare:
+            rest = f"{rest} {grammar.text(dialect.calls.opens[0])}"
         if reasons:
             answer = f"{rest} {answer}"
         else:
@@ -95,7 +101,17 @@ def constrain(
 
 def _is_json(calls: ToolFormat | None) -> bool:
     """Whether a call begins as any JSON object does."""
-    return calls is not None and calls.is_bare and not calls.shapes[0].begin
+    if calls is None or not calls.is_bare or calls.shapes[0].begin:
+        return False
+    return isinstance(calls.shapes[0].call[0], CallObject)
+
+
+def _begin_of_text(grammar: Lark, calls: ToolFormat) -> str:
+    """The mark of text that is no call. Where calls have a marker, the prompt may have had it."""
+    if calls.around is None or not calls.around.opens:
+        return ""
+    mark = grammar.text(calls.around.opens)
+    return mark if calls.is_bare else f"({mark})?"
 
 
 def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> str:
@@ -119,6 +135,9 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     if shape.between is not None:
         section = f"{begin} {section} {grammar.text(shape.end)}".strip()
     begun = f"{grammar.text(opener)} {section}".strip()
+    if not calls.is_bare and calls.around is not None and calls.around.opens:  # An empty text.
+        ends = "".join(f"({grammar.text(each)})? " for each in calls.around.closes[:1])
+        begun = f"{_begin_of_text(grammar, calls)} {ends} {begun}"
     if use.is_required:
         return begun
     if form is not None:
@@ -133,6 +152,8 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
 
 def _plain(grammar: Lark, calls: ToolFormat) -> str:
     """Text that is no call."""
+    if calls.is_bare and calls.around is not None:
+        return f"{_begin_of_text(grammar, calls)} {grammar.without(calls.opens[0])}"
     if not calls.is_bare:
         return grammar.without(calls.opens[0])
     first = "\\[" if calls.shapes[0].begin else "{"

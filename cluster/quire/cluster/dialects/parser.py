@@ -37,7 +37,7 @@ class OutputParser:
         is_reasoning: bool = False,
         has_form: bool = False,
     ) -> None:
-        self._format = calls if tools else None
+        self._format = calls if tools or (calls and calls.around) else None
         format_of_frame = calls or reasoning
         self._frame = format_of_frame.frame if format_of_frame else None
         self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
@@ -91,11 +91,15 @@ class OutputParser:
         if calls is None:
             yield from reader.until((), lambda text: self._tell(Content(text)))
             return
-        if calls.is_bare:
+        closes = calls.around.closes if calls.around is not None else ()
+        if not (yield from self._read_begin_of_text(calls)) and calls.is_bare:
             yield from self._read_calls(calls, marker="")
-        markers = (*self._opens(calls), *calls.closes, *self._unended)
+        opens = self._opens(calls)
+        markers = tuple(dict.fromkeys((*opens, *calls.closes, *self._unended, *closes)))
         while marker := (yield from reader.until(markers, self._say)):
-            if marker in self._unended:
+            if marker in self._unended or (marker in closes and marker not in opens):
+                continue
+            if marker in opens and (yield from self._read_begin_of_text(calls)):
                 continue
             if marker in calls.closes:
                 if not self._calls.num_calls:
@@ -110,6 +114,19 @@ class OutputParser:
         if self._has_form:
             return calls.opens[:1]
         return (*calls.opens, calls.implied) if calls.implied else calls.opens
+
+    def _read_begin_of_text(self, calls: ToolFormat) -> Reading[bool]:
+        """Whether what comes next is marked as text that is no call. Reads the mark."""
+        reader = self._reader
+        if calls.around is None or not calls.around.opens:
+            return False
+        reader.record()
+        yield from reader.spaces()
+        if (yield from reader.literal(calls.around.opens.lstrip())):
+            reader.forget()
+            return True
+        reader.put_back(reader.recorded())
+        return False
 
     def _read_messages(self, frame: Frame) -> Reading[None]:
         reader = self._reader
@@ -205,7 +222,8 @@ class OutputParser:
                 yield from reader.literal(marker)  # No part of it was read.
             elif marker == calls.implied:
                 unread = unread.removeprefix(marker)
-            self._say(marker, of=of)
+            if calls.around is None or marker not in calls.around.closes:
+                self._say(marker, of=of)
         if len(unread) > _MAX_REREAD_CHARS:
             self._say(unread, of=of)
         else:
