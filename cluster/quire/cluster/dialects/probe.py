@@ -151,8 +151,9 @@ def _compared(plain: str, one: str, both: str) -> Shown | None:
 def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | None:
     """What the model answers behind ``prompt``, where text has marks. ``said`` is text and a call;
     ``None`` where text has none."""
-    if not prompt or not plain.startswith(prompt) or not one.startswith(prompt):
+    if not prompt or not all(text.startswith(prompt) for text in (plain, one)):
         return None
+    both = both if both.startswith(prompt) else ""
     lead, _, tail = plain.removeprefix(prompt).partition(TEXT)
     opens = _thoughtless(lead)
     begun = one.removeprefix(prompt).removeprefix(lead)
@@ -174,7 +175,7 @@ def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | 
     closes = (each.strip() for each in (close, *last))
     return Shown(
         one=calls_in(one),
-        both=calls_in(both) if both.startswith(prompt) and SECOND.name in both else None,
+        both=calls_in(both) if SECOND.name in both.removeprefix(prompt) else None,
         plain=f"{opens}{TEXT}{tail.removesuffix(rest) + ''.join(last)}",
         around=Around(opens=opens, closes=tuple(dict.fromkeys(filter(None, closes)))),
         prompt=prompt[-_MAX_MARK_CHARS:],

@@ -40,6 +40,8 @@ from quire.cluster.dialects.probe import (
     common_start,
 )
 
+_NAME = "the template's own"
+
 
 def reads(form: ToolFormat, shown: Shown) -> bool:
     """Whether the parser finds the calls in what a template wrote, and nothing else."""
@@ -215,8 +217,9 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         call.call_id in text for call in (FIRST, SECOND) for text in (before, between or "", end)
     ):
         return None
-    if shown.around is not None and (marker := _common_piece(shown.prompt, between or "")):
-        return _behind_a_header(shown, core, marker, before, between or "", end)
+    headed = _headed(shown, core, between or "")
+    if headed is not None:
+        return headed
     opens, begin = re.fullmatch(r"\s*(\S*)(.*)", before, re.DOTALL).groups()  # type: ignore[union-attr]
     is_bare = not opens.strip("[{")
     if is_bare:
@@ -232,44 +235,54 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         end=end.removeprefix(tail).rstrip(),
     )
     return ToolFormat(
-        name="the template's own",
+        name=_NAME,
         opens=(opens,) if opens else (),
         is_bare=is_bare,
         shapes=(shape,),
         around=shown.around,
         signs=(("tool",),),
-        id_prefix="call_" if shown.takes_any_id else "",
-        id_chars=24 if shown.takes_any_id else 9,
+        **_ids(shown),
     )
 
 
-def _behind_a_header(
-    shown: Shown, core: _Core, marker: str, before: str, between: str, end: str
-) -> ToolFormat | None:
-    """Each call and each text is a message of its own. The prompt ends with ``marker``, which
-    begins a message."""
-    assert shown.around is not None
-    closes, _, head = between.rpartition(marker)
-    if head != before or not shown.around.opens:
+def _headed(shown: Shown, core: _Core, between: str) -> ToolFormat | None:
+    """The format, if each call and each text is a message of its own, and the prompt has begun the
+    first."""
+    marker = _common_piece(shown.prompt, between)
+    closes, _, head = between.rpartition(marker) if marker else ("", "", "")
+    before, end = shown.one[: core.begin], shown.one[core.end :]
+    if not marker or head != before or shown.around is None or not shown.around.opens:
         return None
     tail = _whole(common_start(closes, end))
     closes, end = closes.removeprefix(tail), end.removeprefix(tail)
-    parts = ((Literal(before),) if before else (), core.parts, (Literal(tail),) if tail else ())
+    parts: tuple[Part, ...] = (*((Literal(before),) if before else ()), *core.parts)
     ends = filter(None, (*shown.around.closes, closes.strip()))
     return ToolFormat(
-        name="the template's own",
+        name=_NAME,
         opens=(marker,),
         is_bare=True,
-        shapes=(Shape(call=sum(parts, ()), between=closes + marker, end=end.rstrip()),),
+        shapes=(
+            Shape(
+                call=(*parts, *((Literal(tail),) if tail else ())),
+                between=closes + marker,
+                end=end.rstrip(),
+            ),
+        ),
         around=Around(opens=shown.around.opens, closes=tuple(dict.fromkeys(ends))),
         signs=(("tool",),),
+        **_ids(shown),
     )
 
 
+def _ids(shown: Shown) -> dict[str, Any]:
+    """How ids are that the template takes."""
+    return {} if shown.takes_any_id else {"id_prefix": "", "id_chars": 9}
+
+
 def _common_piece(prompt: str, text: str) -> str:
-    """The longest end of ``prompt`` that is in ``text``."""
-    ends = (prompt[at:] for at in range(len(prompt)))
-    return next((end for end in ends if end in text), "").strip()
+    """The longest end of ``prompt`` that is in ``text``, of whole tags."""
+    found = next((prompt[at:] for at in range(len(prompt)) if prompt[at:] in text), "").strip()
+    return found[max(found.find("<"), 0) :]
 
 
 def _whole(text: str) -> str:
