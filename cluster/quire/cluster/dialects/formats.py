@@ -56,6 +56,8 @@ class Fields:
 
     attribute: Mapping[str, str] | None = None
     """What stands between name and value, by the JSON type of the value, where that differs."""
+    gap: str = "\n"
+    """Whitespace behind a value's end."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     tools = [_call(grammar, shape, tool, use, calls.id_chars) for tool in use.tools]
     call = grammar.rule(" | ".join(tools))
     # Whitespace behind a marker is part of some models' next token, and of others' not.
-    space = "/[ \\n]?/" if shape.begin[:1].isspace() else ""
+    num_spaces = len(shape.begin) - len(shape.begin.lstrip())
+    space = f"/[ \\n]{{0,{num_spaces}}}/" if num_spaces else ""
     begin = f"{space} {grammar.text(shape.begin.lstrip())}".strip()
     if shape.between is None:  # Each call has a marker of its own.
         section = f"{begin} {call} {grammar.text(shape.end)}".strip()
@@ -226,7 +227,7 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
         else:
             choices = [grammar.json(schema), *map(grammar.text, _constants(schema))]
             value = f"({' | '.join(choices)}) {grammar.text(close)}"
-        field = f"{grammar.text(head + newline)} ({value}) {grammar.text(chr(10))}"
+        field = f"{grammar.text(head + newline)} ({value}) {grammar.text(part.gap)}".rstrip()
         fields.append(f"({field})" if is_required else f"({field})?")
     return " ".join(fields)
 

@@ -119,7 +119,9 @@ def probed(render: Render) -> Probed:
     long = called({**FIRST.message, "id": "call_" + 24 * "0"})
     said = {"role": "assistant", "content": TEXT, "tool_calls": [FIRST.message]}
     prompt = rendered(prompts=True)
-    views = (_compared(plain, one, both), _marked(prompt, plain, one, both, rendered(said)))
+    if prompt == rendered():
+        prompt = ""  # It begins no answer, and the role is no mark of text.
+    views = (_marked(prompt, plain, one, both, rendered(said)), _compared(plain, one, both))
     return Probed(
         views=tuple(replace(view, takes_any_id=bool(long)) for view in views if view is not None),
         reason="it marks text as it marks calls",
@@ -159,7 +161,7 @@ def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | 
     begun = one.removeprefix(prompt).removeprefix(lead)
     told = said.rpartition(TEXT)[2]
     close = _whole_tags(common_start(tail, told if TEXT in said else begun))
-    if not opens.strip() and not close.strip():
+    if not opens.strip() and (not close.strip() or not begun.startswith(close)):
         return None
     rest = tail.removeprefix(close)
     tags = _tags(rest)

@@ -190,13 +190,19 @@ def _fields(text: str, start: int) -> tuple[str, Fields, int] | None:
         attribute = dict(zip(KINDS.values(), texts, strict=True))
     elif newline:
         key = key.removesuffix("\n")
+    gap = gaps[1][len(closes.rstrip()) : len(gaps[1]) - len(opens.lstrip())]
     fields = Fields(
         (opens.lstrip(), key),
         (end, closes.strip()),
         newline=newline and attribute is None,
         attribute=attribute,
+        gap=gap,
     )
-    return head, fields, at + len(closes.rstrip())
+    return (
+        head,
+        fields,
+        at + len(closes.rstrip()) + len(common_start(gap, rest[len(closes.rstrip()) :])),
+    )
 
 
 def _written(value: object) -> Iterator[str]:
