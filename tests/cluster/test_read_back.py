@@ -160,11 +160,19 @@ def test_what_a_template_writes_is_read_in_every_cut(
     assert (said.strip(), read) == ("", wanted)
 
 
-def test_a_template_decides_against_a_table_that_reads_its_marks_otherwise() -> None:
-    tokenizer = with_template(each(OBJECT, begin="<tool_call>[", between=", ", end="]</tool_call>"))
-    text = '<tool_call>[{"name": "weather", "arguments": {}}, {"name": "map", "arguments": {}}]'
-    said, read = calls_in(parse(tokenizer, text + "</tool_call>", []))
+@pytest.mark.parametrize(("begin", "between", "end"), [("[", ", ", "]"), ("\n", "\n", "\n")])
+def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
+    begin: str, between: str, end: str
+) -> None:
+    around = {"begin": f"<tool_call>{begin}", "end": f"{end}</tool_call>"}
+    tokenizer = with_template(each(OBJECT, between=between, **around))
+    calls = ('{"name": "weather", "arguments": {}}', '{"name": "map", "arguments": {}}')
+    text = f"<tool_call>{begin}{between.join(calls)}{end}</tool_call>"
+    said, read = calls_in(parse(tokenizer, text, []))
     assert (said, read) == ("", [("weather", {}), ("map", {})])
+    calls_read = chosen(tokenizer).calls
+    assert calls_read is not None
+    assert calls_read.shapes[0].between == between
 
 
 @pytest.mark.parametrize(

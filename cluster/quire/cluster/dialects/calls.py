@@ -26,7 +26,7 @@ from quire.cluster.dialects.formats import (
 from quire.cluster.dialects.reader import Reader, Reading
 from quire.cluster.dialects.strict_json import StrictJson, written
 from quire.cluster.dialects.tools import MAX_NAME_CHARS, NAME_CHARS, Tool
-from quire.cluster.dialects.values import kinds_of, python_as_json, tagged_as_json
+from quire.cluster.dialects.values import cut_as_json, kinds_of, python_as_json, tagged_as_json
 
 _NAME = re.compile(f"[{NAME_CHARS}]*")
 _KEYWORD = re.compile(r"\w*")
@@ -59,6 +59,7 @@ class CallReader:
         self._json = StrictJson()
         self._is_begun = False
         self._is_bare = False
+        self._fits = True  # Its values, their types.
 
     def read(self, shape: Shape, *, is_bare: bool) -> Reading[bool]:
         """Whether a call was read to its end. What is read of it is recorded until it begins.
@@ -95,7 +96,9 @@ class CallReader:
 
     def end(self, *, is_whole: bool) -> None:
         try:
-            is_whole = is_whole and isinstance(json.loads("".join(self._arguments)), dict)
+            is_whole = (
+                is_whole and self._fits and isinstance(json.loads("".join(self._arguments)), dict)
+            )
         except (ValueError, RecursionError):
             is_whole = False
         self._tell(CallEnded(self.num_calls - 1, is_whole))
@@ -145,6 +148,7 @@ class CallReader:
             return False
         self._reader.forget()
         self._is_begun = True
+        self._fits = True
         self._arguments.clear()
         self._json = StrictJson()
         self.num_calls += 1
@@ -277,8 +281,19 @@ class CallReader:
         end = yield from reader.until(ends, value.append)
         self._put_back(part, end)
         text = "".join(value)
-        self.argue(tagged_as_json(text, kinds) if end is not None else text)
-        return end is not None
+        if end is None:
+            self.argue(cut_as_json(text))
+            return False
+        self._argue_tagged(text, kinds)
+        return True
+
+    def _argue_tagged(self, text: str, kinds: frozenset[str] | None) -> bool:
+        """A value between tags. The call is not whole where the value can be none of ``kinds``,
+        and is written as a string."""
+        shown = tagged_as_json(text, kinds)
+        if kinds is not None and "string" not in kinds and shown.startswith('"'):
+            self._fits = False
+        return self.argue(shown)
 
     def _put_back(self, part: Fields, end: str | None) -> None:
         """What ended a value, unless it is the value's own mark."""
@@ -309,7 +324,7 @@ class CallReader:
             value: list[str] = []
             is_whole = yield from reader.python_value(value.append)
             text = "".join(value)
-            self.argue(python_as_json(text) if is_whole else text)
+            self.argue(python_as_json(text) if is_whole else cut_as_json(text))
             if not is_whole:
                 return False
             num_keywords += 1
@@ -336,7 +351,8 @@ class CallReader:
             text = yield from reader.run(_SCALAR)
             is_whole = bool((yield from reader.peek()))
             text = text.strip()
-            self.argue(tagged_as_json(text, kinds if is_text else None) if is_whole else text)
+            shown = tagged_as_json(text, kinds if is_text else None)
+            self.argue(shown if is_whole else cut_as_json(text))
             return is_whole
         close = "}" if first == "{" else "]"
         yield from reader.literal(first)
@@ -375,7 +391,7 @@ class CallReader:
         value: list[str] = []
         if (yield from self._reader.until((quote,), value.append)) is None:
             return False
-        return self.argue(tagged_as_json("".join(value), kinds))
+        return self._argue_tagged("".join(value), kinds)
 
     def _read_braced_name(self, quote: str) -> Reading[str | None]:
         reader = self._reader

@@ -287,7 +287,11 @@ TOOL_FORMATS = (
     ToolFormat(
         name="hermes",  # Hermes 2 and 3, Qwen2.5, Qwen3.
         opens=("<tool_call>",),
-        shapes=(Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),),
+        shapes=(
+            Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),
+            Shape(begin="[", call=(CallObject("arguments"),), between=",", end="]"),
+            Shape(begin="```json", call=(CallObject("arguments"),), between="", end="```"),
+        ),
         closes=("</tool_call>",),
         signs=(("<tool_call>",),),
     ),

@@ -211,7 +211,8 @@ class OutputParser:
         if marker == calls.implied:
             reader.put_back(marker)
         yield from reader.spaces()
-        for shape in calls.shapes:
+        # One that begins with no mark of its own is tried last.
+        for shape in sorted(calls.shapes, key=lambda each: not each.begin.strip()):
             begin = shape.begin.strip()
             if not begin or (yield from reader.literal(begin)):
                 yield from self._read_shape(shape, is_bare=not marker)
@@ -238,11 +239,12 @@ class OutputParser:
             if end and (yield from reader.literal(end)):
                 reader.forget()
                 return
-            if shape.between is None:
+            is_object = isinstance(shape.call[0], CallObject)
+            if shape.between is None and not is_object:
                 return
-            separator = shape.between.strip()
+            separator = (shape.between or "").strip()
             is_apart = not separator or (yield from reader.literal(separator))
-            if not is_apart and not isinstance(shape.call[0], CallObject):
+            if not is_apart and not is_object:
                 return  # Else text could look like another call.
             yield from reader.spaces()
 

@@ -8,7 +8,7 @@ all three texts back to the same calls and to nothing else.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Event
@@ -44,7 +44,12 @@ _NAME = "the template's own"
 
 
 def reads(form: ToolFormat, shown: Shown) -> bool:
-    """Whether the parser finds the calls in what a template wrote, and nothing else."""
+    """Whether the parser finds the calls in what a template wrote, and nothing else. They are as
+    the grammar writes them: in the first shape, and each behind a marker of its own or not."""
+    form = replace(form, shapes=form.shapes[:1])
+    has_own_markers = form.shapes[0].between is None and bool(form.opens)
+    if shown.both and has_own_markers and shown.both.count(form.opens[0]) < 2:
+        return False
     if shown.around is not None:
         said = _read(form, shown.plain)
         if not all(isinstance(each, Content) for each in said):

@@ -79,6 +79,11 @@ def python_as_json(text: str) -> str:
         return shown if strict.is_whole else f'"{written(text)}"'
 
 
+def cut_as_json(text: str) -> str:
+    """The beginning of a value, as far as it is certain what that is in JSON."""
+    return StrictJson().strict(text.lstrip())
+
+
 def _kinds(schema: Any, root: Mapping[str, Any], num_left: int) -> frozenset[str] | None:
     if not isinstance(schema, dict) or not num_left:
         return None
