@@ -202,6 +202,8 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
         ),
         ("[weather(city='x'", [("weather", '{"city": "x"', "cut")]),
         ("[calc(list=['a', {'b': (", [("calc", '{"list": ["a", {"b": ', "cut")]),
+        ("[calc(on=Tr", [("calc", '{"on": ', "cut")]),
+        ("[calc(a=-1.", [("calc", '{"a": -1.', "cut")]),
         ("[weather('x')]", []),
         ("now()", []),
     ],

@@ -1,6 +1,7 @@
 """Formats of calls that no table knows are read back from what the chat template writes."""
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -176,16 +177,32 @@ def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "why"),
     [
-        TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"),  # It shows no name.
-        TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
-        TURNS.replace("CALLS", "{{ raise_exception('no') }}"),
-        "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}{# tool #}",
+        (TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"), "does not show the calls"),
+        (
+            TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
+            "cannot be told from text",
+        ),
+        (TURNS.replace("CALLS", "{{ raise_exception('no') }}"), "refuses these messages: no"),
+        (
+            "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}"
+            "{# tool #}",
+            "division by zero",
+        ),
+        # It has the marks of a table's format, and writes arguments as nested tags.
+        (
+            each("<tool_call><{{ f.name }}><city>{{ f.arguments }}</city></{{ f.name }}>"),
+            "in no form that can be read",
+        ),
     ],
 )
-def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str) -> None:
-    assert choose_dialect(with_template(source)).calls is None
+def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str, why: str) -> None:
+    dialect = choose_dialect(with_template(source))
+    assert dialect.calls is None
+    assert why in dialect.why_no_calls
+    with pytest.raises(InvalidRequest, match=re.escape(f"({dialect.why_no_calls})")):
+        dialect.check(ToolUse(tools=tuple(TOOLS)))
 
 
 def test_tools_are_refused_where_no_format_is_shown() -> None:

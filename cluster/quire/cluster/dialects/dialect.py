@@ -41,6 +41,8 @@ F = TypeVar("F", ToolFormat, ReasoningFormat)
 class Dialect:
     calls: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    why_no_calls: str = ""
+    """Why the chat template shows no format of calls, where that is known."""
     parses_calls: bool = True
     """Calls are to be parsed; else they stay text because an operator wants it so."""
     special_tokens: Mapping[int, str] = field(default_factory=dict)
@@ -52,9 +54,10 @@ class Dialect:
         if not use.tools:
             return
         if self.calls is None and (self.parses_calls or use.has_form):
+            because = f" ({self.why_no_calls})" if self.why_no_calls else ""
             raise InvalidRequest(
                 "tools are not supported: the model's chat template shows none of the known "
-                "formats of calls, serve it with --tool-call-parser",
+                f"formats of calls{because}, serve it with --tool-call-parser",
                 param="tools",
             )
 
@@ -89,6 +92,7 @@ def choose_dialect(
     return Dialect(
         calls=calls,
         reasoning=reasoning,
+        why_no_calls="" if calls is not None else why,
         parses_calls=tool_call_parser != "none",
         special_tokens={
             token_id: token

@@ -124,7 +124,7 @@ def probed(render: Render) -> Probed:
     views = (_marked(prompt, plain, one, both, rendered(said)), _compared(plain, one, both))
     return Probed(
         views=tuple(replace(view, takes_any_id=bool(long)) for view in views if view is not None),
-        reason="it marks text as it marks calls",
+        reason="its calls cannot be told from text",
     )
 
 
