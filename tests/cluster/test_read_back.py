@@ -190,6 +190,12 @@ def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
             "{# tool #}",
             "division by zero",
         ),
+        # It shows tools, marks what is said, and leaves out calls.
+        (
+            "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|><say>{{ m.content or '' }}"
+            "</say>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            "cannot be told from text",
+        ),
         # It has the marks of a table's format, and writes arguments as nested tags.
         (
             each("<tool_call><{{ f.name }}><city>{{ f.arguments }}</city></{{ f.name }}>"),

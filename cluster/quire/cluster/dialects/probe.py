@@ -123,7 +123,11 @@ def probed(render: Render) -> Probed:
         prompt = ""  # It begins no answer, and the role is no mark of text.
     views = (_marked(prompt, plain, one, both, rendered(said)), _compared(plain, one, both))
     return Probed(
-        views=tuple(replace(view, takes_any_id=bool(long)) for view in views if view is not None),
+        views=tuple(
+            replace(view, takes_any_id=bool(long))
+            for view in views
+            if view is not None and FIRST.name in view.one
+        ),
         reason="its calls cannot be told from text",
     )
 
