@@ -15,10 +15,14 @@ import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from quire.worker.text.grammar import Grammars
+    from quire.worker.text.tokenizer import Tokenizer
 
 # Ray forks to start its processes, and gRPC's handlers of a fork may end or hang the child where
 # gRPC has threads, as in this process. gRPC reads this as it starts.
@@ -91,6 +95,21 @@ def _late_grpc_events() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", hand_on_unless_closed)
         yield
+
+
+@pytest.fixture(scope="module")
+def marked() -> "Tokenizer":
+    """A tokenizer whose special tokens are the markers of known models."""
+    from tests.marked import marked_tokenizer
+
+    return marked_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars(marked: "Tokenizer") -> "Grammars":
+    from tests.marked import grammars_of
+
+    return grammars_of(marked)
 
 
 @pytest.fixture(scope="session")

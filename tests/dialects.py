@@ -7,27 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import tokenizers
 from hypothesis import strategies as st
 from tests.call_templates import TAKE_TEXT, TEMPLATES
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.cluster.dialects.formats import TOOL_FORMATS, ToolFormat, markers_of
-from quire.cluster.dialects.parser import (
+from quire.cluster.dialects.events import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Event,
-    OutputParser,
     Reasoning,
 )
+from quire.cluster.dialects.formats import TOOL_FORMATS, ToolFormat
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tool_use
-from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars
 from quire.worker.text.reasoning import REASONING_FORMATS, ReasoningFormat
-from quire.worker.text.tokenizer import Tokenizer
 
 FORMATS = {each.name: each for each in TOOL_FORMATS}
 THINK = next(each for each in REASONING_FORMATS if each.name == "think")
@@ -144,31 +139,6 @@ def cuts(text: str, *, in_two: bool = True) -> Iterator[list[str]]:
         yield [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def marked_tokenizer(*others: str) -> Tokenizer:
-    """Its special tokens are the markers that are such in known models, and ``others``."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    special = {"<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>"}
-    special |= {"<escape>", "<start_function_call>", "<|tool_call>", "<tool_call|>", '<|"|>'}
-    special |= {*others, "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_start|>"}
-    for form in FORMATS.values():
-        special |= {
-            token for text in markers_of(form) for token in re.findall("<｜[^｜]*｜>", text)
-        }
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<|end|>", *sorted(special - {"<|end|>"})],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["the weather"], trainer)
-    return Tokenizer(backend)
-
-
-def grammars_of(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(lambda: tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=[0])
-
-
 def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUse:
     return check_tool_use(tools, choice, is_parallel=True)
 
@@ -191,39 +161,3 @@ def in_json(text: str, form: str, tools: Sequence[Tool]) -> str:
         pairs = [f"{key}={json.dumps(arguments[key], ensure_ascii=False)}" for key in arguments]
         shown.append(f"{name}({', '.join(pairs)})")
     return f"[{', '.join(shown)}]"
-
-
-def walk(
-    grammars: Grammars,
-    marked: Tokenizer,
-    constraint: Constraint | None,
-    chance: random.Random,
-    *,
-    ends: Sequence[str] = ("</arg_value>", "\n</parameter>", "<escape>", '<|"|>'),
-) -> str:
-    """A text that the grammar allows, drawn token by token. ``ends`` of texts that have any
-    characters would not come by chance."""
-    assert constraint is not None
-    matcher = grammars.compile(constraint).matcher()
-    token_ids: list[int] = []
-    ahead: list[int] = []
-    ends_of_texts = [marked.encode(text) for text in ends]
-    while True:
-        allowed = np.flatnonzero(np.unpackbits(matcher.mask_W.view(np.uint8), bitorder="little"))
-        # Texts of some length, not of any.
-        quotes = [each for each in allowed if each == 0 or chr(34) in marked.token_text(int(each))]
-        if not ahead or ahead[0] not in allowed:
-            ahead = list(chance.choice(ends_of_texts)) if chance.random() < 0.2 else []
-        if ahead and ahead[0] in allowed:
-            token_id = ahead.pop(0)
-        else:
-            token_id = int(
-                chance.choice(quotes if quotes and len(token_ids) > 60 else list(allowed))
-            )
-        if token_id == 0:
-            return marked.decode(token_ids, skip_special_tokens=False)
-        token_ids.append(token_id)
-        assert len(token_ids) < 3000
-        matcher.consume([token_id])
-        matcher.fill()
-        assert matcher.error is None

@@ -143,13 +143,16 @@ def ours(template: ChatTemplate, chat: list[dict[str, Any]], options: Mapping[st
     return template.render(sent, template_kwargs=rest, **named)
 
 
-def formats_of(source: str) -> tuple[str | None, str | None]:
-    """The names of the formats of calls and reasoning that we find in a template."""
+def formats_of(source: str) -> tuple[str | None, str | None, str]:
+    """The names of the formats of calls and reasoning that we find in a template, and why there is
+    none of calls."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    dialect = choose_dialect(Tokenizer(backend, chat_template=source))
+    tokenizer = Tokenizer(backend, chat_template=source, special_tokens=SPECIAL_TOKENS)
+    dialect = choose_dialect(tokenizer)
     return (
         dialect.calls.name if dialect.calls else None,
         dialect.reasoning.name if dialect.reasoning else None,
+        dialect.why_no_calls,
     )
 
 
@@ -195,14 +198,17 @@ def main() -> None:
         uses_tools = "tools" in source and "tool_calls" in source
         rows.append((name, uses_tools, *formats_of(source), counts))
     print(f"{'template':52} {'calls':18} {'reasoning':12} equal refused others")
-    for name, uses_tools, calls, reasoning, counts in rows:
+    for name, uses_tools, calls, reasoning, _, counts in rows:
         others = {k: v for k, v in counts.items() if k not in ("equal", "both refuse")}
         shown = calls or ("NONE FOUND" if uses_tools else "-")
         print(
             f"{name[:52]:52} {shown:18} {reasoning or '-':12} {counts['equal']:5} "
             f"{counts['both refuse']:7} {others or ''}"
         )
-    with_tools = [calls for _, uses_tools, calls, _, _ in rows if uses_tools]
+    with_tools = [calls for _, uses_tools, calls, *_ in rows if uses_tools]
+    for name, uses_tools, calls, _, why, _ in rows:
+        if uses_tools and not calls:
+            print(f"{name}: {why}")
     print(f"\n{len(rows)} templates, {total.total()} renders: {dict(total)}")
     print(f"{sum(map(bool, with_tools))} of {len(with_tools)} formats of calls found")
 

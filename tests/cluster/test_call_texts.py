@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dialects import FORMATS, cuts, parse, tool
 
-from quire.cluster.dialects.parser import CallArguments, CallBegun, CallEnded, Content, Event
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Event
 from quire.cluster.dialects.strict_json import StrictJson
 from quire.cluster.dialects.tools import check_tools
 
@@ -99,6 +99,14 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
             "<tool_call>calc<arg_key>a</arg_key><arg_value>5</arg_value>",
             [("calc", '{"a": 5', "cut")],
         ),
+        (
+            "<tool_call>calc<arg_key>a</arg_key><arg_value>five</arg_value></tool_call>",
+            [("calc", '{"a": "five"}', "cut")],
+        ),
+        (
+            "<tool_call>calc<arg_key>list</arg_key><arg_value>['x",
+            [("calc", '{"list": ["x', "cut")],
+        ),
     ],
     "qwen3_coder": [
         (
@@ -168,10 +176,13 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
         ),
         (
             f"<tool_call>{GIVEN_NOW}\n{GIVEN}</tool_call>",
-            [NOW, f"\n{GIVEN}"],
+            [NOW, ROME],
         ),
         ("<tool_call>{'name': 'now', 'arguments': {}}</tool_call>", []),
-        (f"<tool_call>```json\n{GIVEN}\n```</tool_call>", []),
+        (f"<tool_call>```json\n{GIVEN}\n```</tool_call>", [ROME]),
+        (f"<tool_call>\n[{GIVEN}, {GIVEN_NOW}]\n</tool_call> So.", [ROME, NOW, "\n So."]),
+        (f"<tool_call>{GIVEN}, and</tool_call>", [ROME, ", and"]),
+        ("<tool_call>[1]</tool_call>", []),
     ],
     "llama3_json": [
         (f"{GIVEN_NOW}\n{GIVEN} bye", [NOW, ROME, " bye"]),
@@ -189,7 +200,10 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
             "[calc(a=-1.5, on=true, opt=null, list=['a'],), now()] bye",
             [("calc", '{"a": -1.5, "on": true, "opt": null, "list": ["a"]}'), NOW, " bye"],
         ),
-        ("[weather(city='x'", [("weather", "{\"city\": 'x'", "cut")]),
+        ("[weather(city='x'", [("weather", '{"city": "x"', "cut")]),
+        ("[calc(list=['a', {'b': (", [("calc", '{"list": ["a", {"b": ', "cut")]),
+        ("[calc(on=Tr", [("calc", '{"on": ', "cut")]),
+        ("[calc(a=-1.", [("calc", '{"a": -1.', "cut")]),
         ("[weather('x')]", []),
         ("now()", []),
     ],
@@ -207,6 +221,10 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
         ),
         ('<|tool_call>call:calc{a:<|"|>4<|"|>}<tool_call|>', [("calc", '{"a": 4}')]),
         ("<|tool_call>call:now<tool_call|>", []),
+        (
+            '<|tool_call>call:calc{a:<|"|>four<|"|>}<tool_call|>',
+            [("calc", '{"a": "four"}', "cut")],
+        ),
     ],
     "harmony": [
         (f"{H}weather{H_JSON}{ARGS[:-1]},}}<|call|>", [ROME]),

@@ -1,5 +1,6 @@
 """Calls and reasoning of each family, read from text that is cut anywhere."""
 
+import json
 import random
 from copy import deepcopy
 from typing import Any
@@ -15,26 +16,18 @@ from tests.dialects import (
     calls_of,
     conversations,
     cuts,
-    grammars_of,
     in_json,
-    marked_tokenizer,
     parse,
     required,
     tool,
-    walk,
     written,
 )
+from tests.marked import walk
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    OutputParser,
-    Reasoning,
-)
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tools
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint, json_constraint
@@ -242,31 +235,23 @@ def test_reasoning_is_at_the_beginning_or_was_begun_by_the_prompt() -> None:
 
 
 def test_a_tagged_argument_is_what_its_schema_says() -> None:
-    def read(value: str, schema: dict[str, Any]) -> object:
+    def read(value: str, schema: dict[str, Any], *, fits: bool = True) -> object:
         tools = check_tools([tool("f", {"a": schema})])
         text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
-        ((_, arguments),) = calls_of(parse("glm45", [text], tools))
-        return arguments["a"]
+        _, arguments, ended = parse("glm45", [text], tools)
+        assert isinstance(arguments, CallArguments)
+        assert ended == CallEnded(0, is_whole=fits)
+        return json.loads(arguments.text)["a"]
 
     assert read("5", {"type": "string"}) == "5"
     assert read("5", {"type": "integer"}) == 5
     assert read("5", {"enum": ["5", "6"]}) == "5"
     assert read("5", {}) == 5
-    assert read("five", {"type": "integer"}) == "five"
+    assert read("five", {"type": "integer"}, fits=False) == "five"
     assert read("5", {"type": ["string", "null"]}) == "5"
     assert read("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}) is None
     assert read("True", {"type": "boolean"}) is True
-    assert read("NaN", {"type": "number"}) == "NaN"
-
-
-@pytest.fixture(scope="module")
-def marked() -> Tokenizer:
-    return marked_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def grammars(marked: Tokenizer) -> Grammars:
-    return grammars_of(marked)
+    assert read("NaN", {"type": "number"}, fits=False) == "NaN"
 
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

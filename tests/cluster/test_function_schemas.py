@@ -5,36 +5,15 @@ import random
 import jsonschema
 import pytest
 from tests.allowed import allows
-from tests.dialects import (
-    FORMATS,
-    calls_of,
-    cuts,
-    grammars_of,
-    in_json,
-    marked_tokenizer,
-    parse,
-    required,
-    tool,
-    walk,
-    written,
-)
+from tests.dialects import FORMATS, calls_of, cuts, in_json, parse, required, tool, written
 from tests.function_schemas import REQUESTS, tool_of
+from tests.marked import walk
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import Content
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import Content
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def marked() -> Tokenizer:
-    return marked_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def grammars(marked: Tokenizer) -> Grammars:
-    return grammars_of(marked)
 
 
 def test_there_are_forty_functions_and_their_schemas_and_calls_are_valid() -> None:

@@ -1,6 +1,7 @@
 """Formats of calls that no table knows are read back from what the chat template writes."""
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -11,15 +12,15 @@ from hypothesis import strategies as st
 
 from quire import demo_model
 from quire.cluster.dialects.dialect import choose_dialect
-from quire.cluster.dialects.parser import (
+from quire.cluster.dialects.events import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Event,
-    OutputParser,
     Reasoning,
 )
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.text.chat_template import ChatTemplate
@@ -160,24 +161,54 @@ def test_what_a_template_writes_is_read_in_every_cut(
     assert (said.strip(), read) == ("", wanted)
 
 
-def test_a_template_decides_against_a_table_that_reads_its_marks_otherwise() -> None:
-    tokenizer = with_template(each(OBJECT, begin="<tool_call>[", between=", ", end="]</tool_call>"))
-    text = '<tool_call>[{"name": "weather", "arguments": {}}, {"name": "map", "arguments": {}}]'
-    said, read = calls_in(parse(tokenizer, text + "</tool_call>", []))
+@pytest.mark.parametrize(("begin", "between", "end"), [("[", ", ", "]"), ("\n", "\n", "\n")])
+def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
+    begin: str, between: str, end: str
+) -> None:
+    around = {"begin": f"<tool_call>{begin}", "end": f"{end}</tool_call>"}
+    tokenizer = with_template(each(OBJECT, between=between, **around))
+    calls = ('{"name": "weather", "arguments": {}}', '{"name": "map", "arguments": {}}')
+    text = f"<tool_call>{begin}{between.join(calls)}{end}</tool_call>"
+    said, read = calls_in(parse(tokenizer, text, []))
     assert (said, read) == ("", [("weather", {}), ("map", {})])
+    calls_read = chosen(tokenizer).calls
+    assert calls_read is not None
+    assert calls_read.shapes[0].between is not None
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "why"),
     [
-        TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"),  # It shows no name.
-        TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
-        TURNS.replace("CALLS", "{{ raise_exception('no') }}"),
-        "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}{# tool #}",
+        (TURNS.replace("CALLS", "{{ m.tool_calls[0].id }}"), "does not show the calls"),
+        (
+            TURNS.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
+            "cannot be told from text",
+        ),
+        (TURNS.replace("CALLS", "{{ raise_exception('no') }}"), "refuses these messages: no"),
+        (
+            "{% for m in messages %}{% if m.tool_calls %}{{ 1 / 0 }}{% endif %}{% endfor %}"
+            "{# tool #}",
+            "division by zero",
+        ),
+        # It shows tools, marks what is said, and leaves out calls.
+        (
+            "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|><say>{{ m.content or '' }}"
+            "</say>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+            "cannot be told from text",
+        ),
+        # It has the marks of a table's format, and writes arguments as nested tags.
+        (
+            each("<tool_call><{{ f.name }}><city>{{ f.arguments }}</city></{{ f.name }}>"),
+            "in no form that can be read",
+        ),
     ],
 )
-def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str) -> None:
-    assert choose_dialect(with_template(source)).calls is None
+def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str, why: str) -> None:
+    dialect = choose_dialect(with_template(source))
+    assert dialect.calls is None
+    assert why in dialect.why_no_calls
+    with pytest.raises(InvalidRequest, match=re.escape(f"({dialect.why_no_calls})")):
+        dialect.check(ToolUse(tools=tuple(TOOLS)))
 
 
 def test_tools_are_refused_where_no_format_is_shown() -> None:

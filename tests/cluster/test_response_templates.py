@@ -13,25 +13,15 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.dialects import (
-    Call,
-    calls_of,
-    conversations,
-    cuts,
-    grammars_of,
-    marked_tokenizer,
-    parse,
-    required,
-    tool,
-    walk,
-)
+from tests.dialects import Call, calls_of, conversations, cuts, parse, required, tool
+from tests.marked import grammars_of, marked_tokenizer, walk
 from tests.response_templates import CASES, FUNCTION, KNOWN, Case
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from quire.cluster.dialects.dialect import choose_dialect
+from quire.cluster.dialects.events import Content, Event, Reasoning
 from quire.cluster.dialects.grammar import constrain
-from quire.cluster.dialects.parser import Content, Event, Reasoning
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import check_tools
 from quire.worker.api.errors import UnreadableTemplate

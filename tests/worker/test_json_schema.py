@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.allowed import allows
-from tests.dialects import grammars_of, marked_tokenizer, walk
+from tests.marked import walk
 
 from quire.worker.api.errors import ConstraintRefused
 from quire.worker.api.structured import Constraint, json_constraint, structural_constraint
@@ -33,16 +33,6 @@ EDGES = [sign * edge for edge in (2**53, 2**63) for sign in (1, -1)] + [10**18, 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 bounds = st.sampled_from(EDGES).flatmap(lambda n: st.integers(n - 3, n + 3))
 LEAST = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
-
-
-@pytest.fixture(scope="module")
-def marked() -> Tokenizer:
-    return marked_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def grammars(marked: Tokenizer) -> Grammars:
-    return grammars_of(marked)
 
 
 def test_annotations_leave_open_what_is_valid(marked: Tokenizer, grammars: Grammars) -> None:

@@ -54,6 +54,13 @@ def test_a_file_says_what_a_configuration_does(tiny: Path) -> None:
     )
 
 
+def test_a_chat_template_that_cannot_be_read_is_refused_by_file(tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny.read_bytes().replace(b"messages %}", b"messages  }"))
+    with pytest.raises(CheckpointError, match=r"broken\.gguf: the chat template cannot be read"):
+        Tokenizer.load(broken)
+
+
 def test_a_tokenizer_is_in_the_file(tiny: Path) -> None:
     tokenizer = Tokenizer.load(tiny)
     high = tokenizer.token_id("hi")

@@ -2,10 +2,11 @@
 response template says or its chat template shows."""
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.cluster.dialects.formats import (
     TOOL_FORMATS,
@@ -13,7 +14,8 @@ from quire.cluster.dialects.formats import (
     check_parsers,
     markers_of,
 )
-from quire.cluster.dialects.read_back import Shown, read_back, reads, shown_by
+from quire.cluster.dialects.probe import Probed, Shown, probed
+from quire.cluster.dialects.read_back import finds, read_back, reads
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
 from quire.worker.api.errors import InvalidRequest, UnreadableTemplate
@@ -28,6 +30,8 @@ from quire.worker.text.reasoning import (
 from quire.worker.text.template_process import TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
+_UNDEFINED = re.compile(r"'(\w+)' is undefined")
+_MAX_SENT = 4
 _log = logging.getLogger(__name__)
 
 F = TypeVar("F", ToolFormat, ReasoningFormat)
@@ -37,6 +41,8 @@ F = TypeVar("F", ToolFormat, ReasoningFormat)
 class Dialect:
     calls: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    why_no_calls: str = ""
+    """Why the chat template shows no format of calls, where that is known."""
     parses_calls: bool = True
     """Calls are to be parsed; else they stay text because an operator wants it so."""
     special_tokens: Mapping[int, str] = field(default_factory=dict)
@@ -48,15 +54,17 @@ class Dialect:
         if not use.tools:
             return
         if self.calls is None and (self.parses_calls or use.has_form):
+            because = f" ({self.why_no_calls})" if self.why_no_calls else ""
             raise InvalidRequest(
                 "tools are not supported: the model's chat template shows none of the known "
-                "formats of calls, serve it with --tool-call-parser",
+                f"formats of calls{because}, serve it with --tool-call-parser",
                 param="tools",
             )
 
     def shown_token_ids(self, *, with_calls: bool) -> frozenset[int]:
         """Special tokens that an answer's text must show to its parser."""
-        texts = [*markers_of(self.calls if with_calls else None), *markers_of(self.reasoning)]
+        has_marks = with_calls or (self.calls is not None and self.calls.around is not None)
+        texts = [*markers_of(self.calls if has_marks else None), *markers_of(self.reasoning)]
         return frozenset(
             token_id
             for token_id, token in self.special_tokens.items()
@@ -77,13 +85,14 @@ def choose_dialect(
     there is no such name."""
     check_parsers(tool_call_parser, reasoning_parser)
     may_fit = tool_call_parser == "auto" and tokenizer.response_template is None
-    formats = _fitting(tokenizer) if may_fit else TOOL_FORMATS
-    calls = _choose("calls of tools", tool_call_parser, formats, calls_from, tokenizer)
+    formats, why = _fitting(tokenizer) if may_fit else (TOOL_FORMATS, "")
+    calls = _choose("calls of tools", tool_call_parser, formats, calls_from, tokenizer, why)
     reasoning = _choose("reasoning", reasoning_parser, REASONING_FORMATS, reasoning_from, tokenizer)
     texts = [*markers_of(calls), *markers_of(reasoning)]
     return Dialect(
         calls=calls,
         reasoning=reasoning,
+        why_no_calls="" if calls is not None else why,
         parses_calls=tool_call_parser != "none",
         special_tokens={
             token_id: token
@@ -99,6 +108,7 @@ def _choose(
     formats: tuple[F, ...],
     said_by: Callable[[object], F],
     tokenizer: Tokenizer,
+    why_none: str = "",
 ) -> F | None:
     if name == "none":
         _log.info("%s: left as text, as configured", what)
@@ -121,23 +131,29 @@ def _choose(
             shown = " and ".join(map(repr, texts))
             _log.info("%s: read as %s: the chat template has %s", what, each.name, shown)
             return each
-    _log.info("%s: none are read: the chat template shows no known format", what)
+    because = f": {why_none}" if why_none else ""
+    _log.info("%s: none are read: the chat template shows no known format%s", what, because)
     return None
 
 
-def _fitting(tokenizer: Tokenizer) -> tuple[ToolFormat, ...]:
-    """The formats that read what the chat template writes where the model calls: of the table, or
-    else the template's own. All of the table where it shows no calls."""
+def _fitting(tokenizer: Tokenizer) -> tuple[tuple[ToolFormat, ...], str]:
+    """The formats that read what the chat template writes where the model calls, of the table or
+    else the template's own, and why there are none. All of the table where it shows no calls."""
     template = tokenizer.template
-    shown = _shown(template) if template is not None else None
-    if template is None or shown is None:
-        return TOOL_FORMATS
+    told = _told(template) if template is not None else Probed()
+    if template is None or not told.views:
+        return TOOL_FORMATS, told.reason
     signed = [each for each in TOOL_FORMATS if sign_in(template.text, each.signs)]
-    fitting = [each for each in signed if each.frame is not None or reads(each, shown)]
-    found = None if fitting else read_back(shown)
-    if found is None or _is_header(found, signed):
-        return tuple(fitting) or TOOL_FORMATS
-    return (found,)
+
+    def those(test: Callable[[ToolFormat, Shown], bool]) -> tuple[ToolFormat, ...]:
+        return tuple(each for each in signed if any(test(each, view) for view in told.views))
+
+    framed = tuple(each for each in signed if each.frame is not None)
+    if fitting := framed or those(reads):
+        return fitting, ""
+    for found in filter(None, map(read_back, told.views)):
+        return (tuple(signed) if _is_header(found, signed) else (found,)), ""
+    return those(finds), "it writes calls in no form that can be read"
 
 
 def _is_header(found: ToolFormat, signed: list[ToolFormat]) -> bool:
@@ -148,26 +164,39 @@ def _is_header(found: ToolFormat, signed: list[ToolFormat]) -> bool:
     return bool(signed) and ("header" in opens or any(opens.startswith(mark) for mark in marks))
 
 
-def _shown(template: ChatTemplate) -> Shown | None:
+def _told(template: ChatTemplate) -> Probed:
     """What the template writes where the model calls."""
     if "tool" not in template.text:
-        return None
+        return Probed(reason="it does not name tools")
     special = tuple(template.special_tokens.items())
-    return _shown_once(template.source, template.tools_source, special)
+    return _told_once(template.source, template.tools_source, special)
 
 
 @lru_cache(maxsize=8)
-def _shown_once(
+def _told_once(
     source: str, tools_source: str | None, special_tokens: tuple[tuple[str, str], ...]
-) -> Shown | None:
-    """Rendered in a process with limits, as every chat is."""
+) -> Probed:
+    """Rendered in a process with limits, as every chat is. Variables without which the template
+    refuses, and which clients send, are some text."""
     template = ChatTemplate(source, tools_source=tools_source, special_tokens=dict(special_tokens))
     process = TemplateProcess(template)
+    sent: dict[str, str] = {}
+
+    def render(
+        messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], prompts: bool
+    ) -> str:
+        while True:
+            try:
+                return process.render(
+                    messages, tools=tools, add_generation_prompt=prompts, template_kwargs=sent
+                )
+            except InvalidRequest as error:
+                wanted = _UNDEFINED.search(str(error))
+                if wanted is None or wanted[1] in sent or len(sent) == _MAX_SENT:
+                    raise
+                sent[wanted[1]] = "?"
+
     try:
-        return shown_by(
-            lambda messages, tools: process.render(
-                messages, tools=tools, add_generation_prompt=False
-            )
-        )
+        return probed(render)
     finally:
         process.close()

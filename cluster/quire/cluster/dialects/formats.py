@@ -56,6 +56,8 @@ class Fields:
 
     attribute: Mapping[str, str] | None = None
     """What stands between name and value, by the JSON type of the value, where that differs."""
+    gap: str = "\n"
+    """Whitespace behind a value's end."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,16 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Around:
+    """The marks of text that is no call, where an answer's text has some."""
+
+    opens: str = ""
+    """Before text: where the answer begins, and behind a marker of calls."""
+    closes: tuple[str, ...] = ()
+    """Behind text. One may be the marker of calls, if they follow it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How calls are marked and written."""
 
@@ -124,6 +136,7 @@ class ToolFormat:
     id_prefix: str = "call_"
     id_chars: int = 24
     """Of a call's id, behind its prefix."""
+    around: Around | None = None
     frame: Frame | None = None
     """Where there is one, the parser reads by it, and the grammar writes ``shapes``."""
 
@@ -274,7 +287,11 @@ TOOL_FORMATS = (
     ToolFormat(
         name="hermes",  # Hermes 2 and 3, Qwen2.5, Qwen3.
         opens=("<tool_call>",),
-        shapes=(Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),),
+        shapes=(
+            Shape(begin="\n", call=(CallObject("arguments"),), end="\n</tool_call>"),
+            Shape(begin="[", call=(CallObject("arguments"),), between=",", end="]"),
+            Shape(begin="```json", call=(CallObject("arguments"),), between="", end="```"),
+        ),
         closes=("</tool_call>",),
         signs=(("<tool_call>",),),
     ),
@@ -332,6 +349,8 @@ def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
     if isinstance(form, ReasoningFormat):
         return [form.opens, form.closes, *framing]
     texts = [*framing, *form.opens, *form.closes]
+    if form.around is not None:
+        texts += [form.around.opens, *form.around.closes]
     for shape in form.shapes:
         texts += [shape.begin, shape.between or "", shape.end]
         for part in shape.call:

@@ -67,7 +67,9 @@ def constrain(
                 param="response_format",
             )
         may_call = False
-    if form is not None and not may_call and (dialect.reasoning is None or reasons is False):
+    around = dialect.calls.around if dialect.calls is not None else None
+    is_marked = around is not None or (dialect.reasoning is not None and reasons is not False)
+    if form is not None and not may_call and not is_marked:
         return form
     if form is None and not use.has_form:
         return None
@@ -81,11 +83,15 @@ def constrain(
             return form  # It is refused as it is.
         if reasoning is not None and reasoning.frame is not None:
             plain = f"{grammar.text(reasoning.frame.answer)} {plain}"
+        if dialect.calls is not None:
+            plain = f"{_begin_of_text(grammar, dialect.calls)} {plain}"
     answer = plain if plain and not may_call else _calls(grammar, dialect, use, plain)
     if reasoning is not None and reasons is not False:
         rest = f"{grammar.until(reasoning.closes)} /\\s{{0,4}}/"
         if reasoning.frame is not None:
             rest = f"{grammar.until(reasoning.closes)} {grammar.text(reasoning.frame.reopens)}"
+        if dialect.calls is not None and around is not None and dialect.calls.is_bare:
+            rest = f"{rest} {grammar.text(dialect.calls.opens[0])}"
         if reasons:
             answer = f"{rest} {answer}"
         else:
@@ -95,7 +101,17 @@ def constrain(
 
 def _is_json(calls: ToolFormat | None) -> bool:
     """Whether a call begins as any JSON object does."""
-    return calls is not None and calls.is_bare and not calls.shapes[0].begin
+    if calls is None or not calls.is_bare or calls.shapes[0].begin:
+        return False
+    return isinstance(calls.shapes[0].call[0], CallObject)
+
+
+def _begin_of_text(grammar: Lark, calls: ToolFormat) -> str:
+    """The mark of text that is no call. Where calls have a marker, the prompt may have had it."""
+    if calls.around is None or not calls.around.opens:
+        return ""
+    mark = grammar.text(calls.around.opens)
+    return mark if calls.is_bare else f"({mark})?"
 
 
 def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> str:
@@ -107,7 +123,8 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     tools = [_call(grammar, shape, tool, use, calls.id_chars) for tool in use.tools]
     call = grammar.rule(" | ".join(tools))
     # Whitespace behind a marker is part of some models' next token, and of others' not.
-    space = "/[ \\n]?/" if shape.begin[:1].isspace() else ""
+    num_spaces = len(shape.begin) - len(shape.begin.lstrip())
+    space = f"/[ \\n]{{0,{num_spaces}}}/" if num_spaces else ""
     begin = f"{space} {grammar.text(shape.begin.lstrip())}".strip()
     if shape.between is None:  # Each call has a marker of its own.
         section = f"{begin} {call} {grammar.text(shape.end)}".strip()
@@ -119,6 +136,9 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     if shape.between is not None:
         section = f"{begin} {section} {grammar.text(shape.end)}".strip()
     begun = f"{grammar.text(opener)} {section}".strip()
+    if not calls.is_bare and calls.around is not None and calls.around.opens:  # An empty text.
+        ends = "".join(f"({grammar.text(each)})? " for each in calls.around.closes[:1])
+        begun = f"{_begin_of_text(grammar, calls)} {ends} {begun}"
     if use.is_required:
         return begun
     if form is not None:
@@ -133,6 +153,8 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
 
 def _plain(grammar: Lark, calls: ToolFormat) -> str:
     """Text that is no call."""
+    if calls.is_bare and calls.around is not None:
+        return f"{_begin_of_text(grammar, calls)} {grammar.without(calls.opens[0])}"
     if not calls.is_bare:
         return grammar.without(calls.opens[0])
     first = "\\[" if calls.shapes[0].begin else "{"
@@ -205,7 +227,7 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
         else:
             choices = [grammar.json(schema), *map(grammar.text, _constants(schema))]
             value = f"({' | '.join(choices)}) {grammar.text(close)}"
-        field = f"{grammar.text(head + newline)} ({value}) {grammar.text(chr(10))}"
+        field = f"{grammar.text(head + newline)} ({value}) {grammar.text(part.gap)}".rstrip()
         fields.append(f"({field})" if is_required else f"({field})?")
     return " ".join(fields)
 

@@ -7,12 +7,14 @@ all three texts back to the same calls and to nothing else.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Event
 from quire.cluster.dialects.formats import (
     Arguments,
+    Around,
     CallObject,
     Fields,
     Given,
@@ -24,124 +26,57 @@ from quire.cluster.dialects.formats import (
     Shape,
     ToolFormat,
 )
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    OutputParser,
+from quire.cluster.dialects.parser import OutputParser
+from quire.cluster.dialects.probe import (
+    ARGUMENTS,
+    FIRST,
+    KINDS,
+    PARSED_TOOLS,
+    SECOND,
+    TEXT,
+    MarkedCall,
+    Shown,
+    common_end,
+    common_start,
 )
-from quire.cluster.dialects.tools import Tool
-from quire.worker.api.errors import InvalidRequest
 
-Render = Callable[[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
-"""A chat and its tools to their text; raises InvalidRequest where the template refuses."""
-
-_USER = {"role": "user", "content": "?"}
-_TEXT = "quiretext"
-_ARGUMENTS: dict[str, Any] = {
-    "quirekeya": "quirevalue",
-    "quirekeyb": 7,
-    "quirekeyc": [1, "x"],
-    "quirekeyd": True,
-    "quirekeye": {"u": 2},
-}
-_KINDS = {"quirekeya": "string", "quirekeyb": "number", "quirekeyc": "array"} | {
-    "quirekeyd": "boolean",
-    "quirekeye": "object",
-}
-_SCHEMA = {
-    "type": "object",
-    "properties": {name: {"type": kind, "description": "?"} for name, kind in _KINDS.items()},
-    "required": [*_KINDS],
-    "additionalProperties": False,
-}
-
-
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    call_id: str
-
-    @property
-    def message(self) -> Mapping[str, Any]:
-        function = {"name": self.name, "arguments": json.dumps(_ARGUMENTS)}
-        return {"id": self.call_id, "type": "function", "function": function}
-
-    @property
-    def tool(self) -> Mapping[str, Any]:
-        described = {"name": self.name, "description": "?", "parameters": _SCHEMA}
-        return {"type": "function", "function": described}
-
-
-_FIRST, _SECOND = _Call("quirefna", "quireid01"), _Call("quirefnb", "quireid02")
-_TOOLS = [_FIRST.tool, _SECOND.tool]
-_PARSED_TOOLS = [
-    Tool(name=call.name, parameters=_SCHEMA, spec=call.tool) for call in (_FIRST, _SECOND)
-]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What a template writes where it is the model's turn to call."""
-
-    one: str
-    """The first call."""
-    both: str | None
-    """Two calls; ``None`` where it refuses or shows only one."""
-    takes_any_id: bool = True
-    """Else ids have nine characters."""
-
-
-def shown_by(render: Render) -> Shown | None:
-    """What the template behind ``render`` writes; ``None`` where it shows no calls."""
-
-    def rendered(**message: object) -> str:
-        try:
-            return render([_USER, {"role": "assistant", **message}], _TOOLS)
-        except InvalidRequest:
-            return ""
-
-    plain = rendered(content=_TEXT)
-    one = rendered(content=None, tool_calls=[_FIRST.message])
-    both = rendered(content=None, tool_calls=[_FIRST.message, _SECOND.message])
-    long = rendered(content=None, tool_calls=[{**_FIRST.message, "id": "call_" + 24 * "0"}])
-    if _TEXT not in plain or not one:
-        return None
-    behind = plain.partition(_TEXT)[2]
-    before = len(_common_start(plain, one))
-    cut = one.rfind("<", 0, before)  # Tags are whole, and differ from those around text.
-    if cut > one.rfind(">", 0, before):
-        before = cut
-    after = len(one) - len(_common_end(behind, one))
-    if one.rfind("<", before, after) > one.rfind(">", before, after):
-        after = one.find(">", after) + 1
-    if _FIRST.name not in one[before:] or _tags(_common_start(behind, one[before:])):
-        return None  # Text is framed, too, and the parser could not tell where it ends.
-    # A mark that ends both the calls and other parts belongs to the calls.
-    while (tag := re.match(r"<[^<>\s]*>", one[after:])) and tag[0] in one[before:after]:
-        after += len(tag[0])
-    # What ends the reasoning is not of the calls.
-    thought = re.match(r"(?is).*<[^<>]*think[^<>]*>", one[before : one.index(_FIRST.name, before)])
-    start = before + (thought.end() if thought else 0)
-    has_both = both.startswith(one[:before]) and _SECOND.name in both[before:]
-    end = len(both) - (len(one) - after)
-    return Shown(one[start:after], both[start:end] if has_both else None, takes_any_id=bool(long))
+_NAME = "the template's own"
 
 
 def reads(form: ToolFormat, shown: Shown) -> bool:
-    """Whether the parser finds the calls in what a template wrote, and nothing else."""
+    """Whether the parser finds the calls in what a template wrote, and nothing else. They are as
+    the grammar writes them: in the first shape, and each behind a marker of its own or not."""
+    form = replace(form, shapes=form.shapes[:1])
+    has_own_markers = form.shapes[0].between is None and bool(form.opens)
+    if shown.both and has_own_markers and shown.both.count(form.opens[0]) < 2:
+        return False
+    if shown.around is not None:
+        said = _read(form, shown.plain)
+        if not all(isinstance(each, Content) for each in said):
+            return False
+        if "".join(getattr(each, "text", "") for each in said).strip() != TEXT:
+            return False
     return all(
-        _calls_in(form, text) == [(call.name, _ARGUMENTS) for call in calls]
+        _calls_in(form, text) == [(call.name, ARGUMENTS) for call in calls]
         for text, calls in (
-            (shown.one, (_FIRST,)),
-            *(((shown.both, (_FIRST, _SECOND)),) if shown.both else ()),
+            (shown.one, (FIRST,)),
+            *(((shown.both, (FIRST, SECOND)),) if shown.both else ()),
         )
     )
 
 
+def finds(form: ToolFormat, shown: Shown) -> bool:
+    """Whether the parser finds a call at all, though its arguments may not be written as JSON."""
+    return any(isinstance(event, CallBegun) for event in _read(form, shown.one))
+
+
+def _read(form: ToolFormat, text: str) -> list[Event]:
+    parser = OutputParser(calls=form, tools=PARSED_TOOLS)
+    return parser.feed(text) + parser.finish()
+
+
 def _calls_in(form: ToolFormat, text: str) -> list[tuple[str, Any]] | None:
-    parser = OutputParser(calls=form, tools=_PARSED_TOOLS)
+    parser = OutputParser(calls=form, tools=PARSED_TOOLS)
     events = [event for char in text for event in parser.feed(char)] + parser.finish()
     names: list[str] = []
     arguments: list[str] = []
@@ -166,7 +101,7 @@ def _calls_in(form: ToolFormat, text: str) -> list[tuple[str, Any]] | None:
 
 def read_back(shown: Shown) -> ToolFormat | None:
     """The format of what a template wrote, if the parser can read it by that."""
-    for core in _cores(shown.one, _FIRST):
+    for core in _cores(shown.one, FIRST):
         form = _format(shown, core)
         if form is not None and reads(form, shown):
             return form
@@ -182,7 +117,7 @@ class _Core:
     parts: tuple[Part, ...]
 
 
-def _cores(text: str, call: _Call) -> Iterator[_Core]:
+def _cores(text: str, call: MarkedCall) -> Iterator[_Core]:
     """The ways to read the call in ``text``."""
     at = text.index(call.name)
     for begin in _indices(text, "{", 0, at):
@@ -207,7 +142,7 @@ def _cores(text: str, call: _Call) -> Iterator[_Core]:
 
 
 def _with_id(
-    text: str, at: int, end: int, call: _Call, between: tuple[Part, ...], rest: Part
+    text: str, at: int, end: int, call: MarkedCall, between: tuple[Part, ...], rest: Part
 ) -> _Core:
     """A call that begins with its name, or with an id that stands before it."""
     id_at = text.rfind(call.call_id, 0, at)
@@ -217,22 +152,25 @@ def _with_id(
     return _Core(id_at, end, (Given(), head, Name(), *between, rest))
 
 
-def _between(text: str, call: _Call) -> tuple[Part, ...]:
+def _between(text: str, call: MarkedCall) -> tuple[Part, ...]:
     """What is between name and arguments."""
+    if call.name in text:
+        before, _, after = text.partition(call.name)
+        return (Literal(before), Name(), Literal(after))
     if call.call_id in text:
         before, _, after = text.partition(call.call_id)
         return (Literal(before), Given(), Literal(after))
     counted = re.search(r'(?<=")[01](?=")', text)
     if counted is not None:
         return (Literal(text[: counted.start()]), Number(), Literal(text[counted.end() :]))
-    return (Literal(text),) if text.strip() else ()
+    return (Literal(text),) if text else ()
 
 
 def _fields(text: str, start: int) -> tuple[str, Fields, int] | None:
     """What is before the first argument, how arguments are tagged, and where the last one ends."""
     gaps, middles = [], []
     at = start
-    for key, value in _ARGUMENTS.items():
+    for key, value in ARGUMENTS.items():
         found = re.compile(
             f"(?s)(.*?){key}(.*?)({'|'.join(map(re.escape, _written(value)))})"
         ).match(text, at)
@@ -243,27 +181,33 @@ def _fields(text: str, start: int) -> tuple[str, Fields, int] | None:
         at = found.end()
     rest = text[at:]
     # Whole tags only: what is before and behind them differs from argument to argument.
-    opens = _common_end(gaps[0], gaps[1])
+    closes = re.sub(r"<[^>]*$", "", common_start(gaps[1], rest))
+    opens = common_end(gaps[0], gaps[1].removeprefix(closes))
     opens = opens[max(opens.find("<"), 0) :]
-    closes = re.sub(r"<[^>]*$", "", _common_start(gaps[1], rest))
     if not opens.strip() or not closes.strip():
         return None
     newline = closes.startswith("\n") and all(middle.endswith("\n") for middle in middles)
     head = gaps[0].removesuffix(opens)
     key, end, attribute = middles[0], "", None
     if len(set(middles)) > 1:
-        key, end = _common_start(*middles), _common_end(*middles)
+        key, end = common_start(*middles), common_end(*middles)
         texts = [middle[len(key) : len(middle) - len(end)] for middle in middles]
-        attribute = dict(zip(_KINDS.values(), texts, strict=True))
+        attribute = dict(zip(KINDS.values(), texts, strict=True))
     elif newline:
         key = key.removesuffix("\n")
+    gap = gaps[1][len(closes.rstrip()) : len(gaps[1]) - len(opens.lstrip())]
     fields = Fields(
         (opens.lstrip(), key),
         (end, closes.strip()),
         newline=newline and attribute is None,
         attribute=attribute,
+        gap=gap,
     )
-    return head, fields, at + len(closes.rstrip())
+    return (
+        head,
+        fields,
+        at + len(closes.rstrip()) + len(common_start(gap, rest[len(closes.rstrip()) :])),
+    )
 
 
 def _written(value: object) -> Iterator[str]:
@@ -281,9 +225,12 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         again = len(shown.both) - len(end) - length
         between = shown.both[core.end : again]
     if any(
-        call.call_id in text for call in (_FIRST, _SECOND) for text in (before, between or "", end)
+        call.call_id in text for call in (FIRST, SECOND) for text in (before, between or "", end)
     ):
         return None
+    headed = _headed(shown, core, between or "")
+    if headed is not None:
+        return headed
     opens, begin = re.fullmatch(r"\s*(\S*)(.*)", before, re.DOTALL).groups()  # type: ignore[union-attr]
     is_bare = not opens.strip("[{")
     if is_bare:
@@ -291,7 +238,7 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         if begin.strip() != "[" and not isinstance(core.parts[0], CallObject):
             return None  # It would begin as any text does.
     last = between if between is not None else end
-    tail = re.sub(r"(<[^>]*|[\[{,\s]+)$", "", _common_start(last, end))
+    tail = _whole(common_start(last, end))
     shape = Shape(
         begin=begin,
         call=(*core.parts, *((Literal(tail),) if tail.strip() else ())),
@@ -299,14 +246,59 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         end=end.removeprefix(tail).rstrip(),
     )
     return ToolFormat(
-        name="the template's own",
+        name=_NAME,
         opens=(opens,) if opens else (),
         is_bare=is_bare,
         shapes=(shape,),
+        around=shown.around,
         signs=(("tool",),),
-        id_prefix="call_" if shown.takes_any_id else "",
-        id_chars=24 if shown.takes_any_id else 9,
+        **_ids(shown),
     )
+
+
+def _headed(shown: Shown, core: _Core, between: str) -> ToolFormat | None:
+    """The format, if each call and each text is a message of its own, and the prompt has begun the
+    first."""
+    marker = _common_piece(shown.prompt, between)
+    closes, _, head = between.rpartition(marker) if marker else ("", "", "")
+    before, end = shown.one[: core.begin], shown.one[core.end :]
+    if not marker or head != before or shown.around is None or not shown.around.opens:
+        return None
+    tail = _whole(common_start(closes, end))
+    closes, end = closes.removeprefix(tail), end.removeprefix(tail)
+    parts: tuple[Part, ...] = (*((Literal(before),) if before else ()), *core.parts)
+    ends = filter(None, (*shown.around.closes, closes.strip()))
+    return ToolFormat(
+        name=_NAME,
+        opens=(marker,),
+        is_bare=True,
+        shapes=(
+            Shape(
+                call=(*parts, *((Literal(tail),) if tail else ())),
+                between=closes + marker,
+                end=end.rstrip(),
+            ),
+        ),
+        around=Around(opens=shown.around.opens, closes=tuple(dict.fromkeys(ends))),
+        signs=(("tool",),),
+        **_ids(shown),
+    )
+
+
+def _ids(shown: Shown) -> dict[str, Any]:
+    """How ids are that the template takes."""
+    return {} if shown.takes_any_id else {"id_prefix": "", "id_chars": 9}
+
+
+def _common_piece(prompt: str, text: str) -> str:
+    """The longest end of ``prompt`` that is in ``text``, of whole tags."""
+    found = next((prompt[at:] for at in range(len(prompt)) if prompt[at:] in text), "").strip()
+    return found[max(found.find("<"), 0) :]
+
+
+def _whole(text: str) -> str:
+    """Without what begins at its end and goes on behind it."""
+    return re.sub(r"(<[^>]*|[\[{,\s]+)$", "", text)
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
@@ -320,22 +312,8 @@ def _is_arguments(value: object) -> bool:
     """Whether these are the arguments: as they are, or as JSON in a string."""
     if isinstance(value, str):
         value, _ = _json_at(value, 0)
-    return value == _ARGUMENTS
+    return value == ARGUMENTS
 
 
 def _indices(text: str, char: str, start: int, end: int) -> Iterator[int]:
     return (at for at in range(start, end) if text[at] == char)
-
-
-def _common_start(*texts: str) -> str:
-    pairs = enumerate(zip(*texts, strict=False))
-    shortest = min(map(len, texts))
-    return texts[0][: next((at for at, chars in pairs if len(set(chars)) > 1), shortest)]
-
-
-def _common_end(*texts: str) -> str:
-    return _common_start(*(text[::-1] for text in texts))[::-1]
-
-
-def _tags(text: str) -> list[str]:
-    return re.findall(r"<[^<>\s]*>", text)

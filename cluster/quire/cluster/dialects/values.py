@@ -2,12 +2,14 @@
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from quire.cluster.dialects.strict_json import CONSTANTS, StrictJson, written
 
 _MAX_REFERENCES = 8
+_NUMBER_BEGUN = re.compile(r"-?([0-9]|[1-9][0-9]{1,400})(\.[0-9]*)?([eE][+-]?[0-9]*)?")
 _KINDS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (bool, ("boolean",)),  # Before int, which it is too.
     (int, ("integer", "number")),
@@ -77,6 +79,14 @@ def python_as_json(text: str) -> str:
         strict = StrictJson()
         shown = strict.strict(f"{text}\n").strip()
         return shown if strict.is_whole else f'"{written(text)}"'
+
+
+def cut_as_json(text: str) -> str:
+    """The beginning of a value, as far as it is certain what that is in JSON."""
+    text = text.strip()
+    if _NUMBER_BEGUN.fullmatch(text) or any(each.startswith(text) for each in CONSTANTS.values()):
+        return text
+    return StrictJson().strict(text)
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], num_left: int) -> frozenset[str] | None:

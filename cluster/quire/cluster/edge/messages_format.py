@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from quire.cluster.dialects.parser import CallArguments, CallBegun, Content, Reasoning
+from quire.cluster.dialects.events import CallArguments, CallBegun, Content, Reasoning
 from quire.cluster.edge.http_errors import anthropic_error
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import StreamOptions

@@ -4,15 +4,15 @@ import hashlib
 from typing import Any
 
 from quire.cluster.dialects.dialect import Dialect
-from quire.cluster.dialects.parser import (
+from quire.cluster.dialects.events import (
     CallArguments,
     CallBegun,
     CallEnded,
     Content,
     Event,
-    OutputParser,
     Reasoning,
 )
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import ToolUse
 
 Json = dict[str, Any]

@@ -17,13 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Reasoning,
-)
+from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import GenerationBody, StreamOptions
 from quire.cluster.edge.responses_schema import ResponsesBody

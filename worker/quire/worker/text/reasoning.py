@@ -108,6 +108,18 @@ REASONING_FORMATS = (
         signs=(("<|channel>", "<channel|>"),),
         opens_token="<|channel>",
     ),
+    ReasoningFormat(
+        name="kimi_k3",
+        opens="<|open|>think<|sep|>",
+        closes="<|close|>think<|sep|>",
+        signs=(("'<|open|>' + tag", "'think'"),),
+    ),
+    ReasoningFormat(
+        name="muse",
+        opens="to=self<|message|>",
+        closes="<|eom|>",
+        signs=(("to=self<|message|>", "<|eom|>"),),
+    ),
     # DeepSeek R1, Qwen3, QwQ, GLM-4.5.
     ReasoningFormat(name="think", opens="<think>", closes="</think>", signs=(("</think>",),)),
     ReasoningFormat(

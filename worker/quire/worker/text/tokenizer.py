@@ -101,14 +101,17 @@ class Tokenizer:
             config = read_config(folder)
             backend = _load_backend(folder, config)
         templates = {} if chat_template is not None else chat_templates(folder, config)
-        return cls(
-            backend,
-            chat_template=chat_template or templates.get("default"),
-            tools_template=templates.get("tool_use"),
-            special_tokens=named_tokens(config),
-            response_template=config.get("response_template"),
-            name=model_name(folder),
-        )
+        try:
+            return cls(
+                backend,
+                chat_template=chat_template or templates.get("default"),
+                tools_template=templates.get("tool_use"),
+                special_tokens=named_tokens(config),
+                response_template=config.get("response_template"),
+                name=model_name(folder),
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
 
     @staticmethod
     def is_in(path: Path) -> bool:
