@@ -59,7 +59,16 @@ class Steps:
             )
 
     def engine(self, config: EngineConfig) -> EngineConfig:
-        """``config`` with room for the largest batch, and a step for the chunk."""
+        """``config`` with room for the largest batch, and a step for the chunk.
+
+        Raises:
+            ConfigError: Shared blocks are not full.
+        """
+        if self.shared_context % config.block_size:
+            raise ConfigError(
+                f"shared_context={self.shared_context}: must be full blocks, a multiple of "
+                f"block_size={config.block_size}"
+            )
         most = max(self.batches)
         # A step for each chunk of the batch's prompts, in which its first rows decode.
         budget = max(config.max_num_batched_tokens, self.chunk, 2 * most)

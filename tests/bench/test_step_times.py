@@ -7,6 +7,7 @@ import pytest
 from bench import step_times
 
 from quire.simulate.fit import fit_cost
+from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.ranks.executor import InProcessExecutor
 from quire.worker.step.messages import StepInput
@@ -55,8 +56,9 @@ def test_steps_decode_behind_blocks_that_are_the_same(
         ({"batches": (0,)}, "must be 1 or more"),
         ({"num_steps": 0}, "must be 1 or more"),
         ({"shared_context": 256}, "must be less than context=256"),
+        ({"shared_context": 20}, "must be full blocks, a multiple of block_size=16"),
     ],
 )
 def test_steps_that_cannot_be_timed_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        step_times.Steps(**wrong)  # type: ignore[arg-type]
+        step_times.Steps(**wrong).engine(EngineConfig(model="any"))  # type: ignore[arg-type]

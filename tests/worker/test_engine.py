@@ -199,7 +199,6 @@ def test_stats_say_what_waits_runs_and_is_wasted(make_engine: MakeEngine) -> Non
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (1, 1)
     assert (stats.num_held_blocks, stats.num_wasted_slots, stats.num_held_slots) == (2, 0, 8)
-    assert stats.oldest_waiting_s > 0
     engine.step()
     stats = engine.stats()
     assert (stats.num_wasted_slots, stats.num_held_slots) == (3, 12)

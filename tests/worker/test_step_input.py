@@ -24,7 +24,6 @@ def make_sequence(prompt: list[int], params: SamplingParams) -> Sequence:
         eos_token_ids=(1,),
         block_size=4,
         root=None,
-        arrival_s=0.0,
     )
 
 

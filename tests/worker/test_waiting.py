@@ -10,7 +10,7 @@ from quire.worker.schedule.sequence import Sequence
 from quire.worker.schedule.waiting import AGING, Turn, WaitingQueue, turn_of
 
 
-def make_sequence(number: int, *, arrival_s: float = 0.0, priority: int = 0) -> Sequence:
+def make_sequence(number: int, *, priority: int = 0) -> Sequence:
     seq = Sequence(
         prepared(str(number), [1, 2, 3], priority=priority),
         seed=0,
@@ -18,13 +18,12 @@ def make_sequence(number: int, *, arrival_s: float = 0.0, priority: int = 0) -> 
         eos_token_ids=(),
         block_size=4,
         root=None,
-        arrival_s=arrival_s,
     )
     seq.number = number
     return seq
 
 
-SEQUENCES = [make_sequence(n, arrival_s=[3.0, 1.0, 2.0, 2.0, 9.0, 0.0][n]) for n in range(6)]
+SEQUENCES = [make_sequence(n) for n in range(6)]
 OPERATIONS = st.tuples(
     st.sampled_from(["push", "push", "remove"]), st.integers(0, 5), st.integers(0, 3)
 )
@@ -74,7 +73,7 @@ def test_who_lacks_what_is_known_in_order(
 
 
 @given(st.lists(OPERATIONS, max_size=120))
-def test_the_head_is_the_least_turn_and_the_oldest_the_first_arrival(
+def test_the_head_is_the_least_turn(
     operations: list[tuple[str, int, int]],
 ) -> None:
     queue, model = WaitingQueue(), dict[Sequence, Turn]()
@@ -87,8 +86,6 @@ def test_the_head_is_the_least_turn_and_the_oldest_the_first_arrival(
             del model[seq]
             queue.remove(seq)
         assert len(queue) == len(model)
-        oldest_s = min((seq.arrival_s for seq in model), default=None)
-        assert queue.oldest_arrival_s() == oldest_s
         if model:
             head = min(model, key=lambda seq: model[seq])
             assert queue.head() == (model[head], head)
@@ -101,7 +98,7 @@ def test_the_queue_keeps_no_more_than_a_few_times_what_waits() -> None:
             queue.push(seq, (0, 0.0, seq.number))
         for seq in SEQUENCES[1:]:
             queue.remove(seq)
-    assert len(queue._in_turn) + len(queue._by_arrival) < 100
+    assert len(queue._in_turn) < 100
 
 
 def test_a_turn_is_priority_then_what_is_left_less_age_then_arrival() -> None:

@@ -4,7 +4,7 @@ The meaning, to the bit, is that of `quire.kernels.reference.int8_linear`.
 """
 
 import ctypes
-from ctypes import byref, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ class Int8Linear(NativeLinear):
 
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-        num_threads = torch.get_num_threads()
         values = torch.empty(len(x_TI), self.input_bytes, dtype=torch.uint8)
         scales_TP = torch.empty(len(x_TI), self.weights.splits)
         quantize = native_abi.QuantizeArgs(
@@ -68,19 +67,8 @@ class Int8Linear(NativeLinear):
             out_stride=values.stride(0),
             scales=scales_TP.data_ptr(),
         )
-        self._library.quire_quantize(byref(quantize), num_threads)
-        arguments = native_abi.LinearArgs(
-            dtype=native_abi.DTYPES[self.dtype],
-            mode=mode,
-            weights=ctypes.pointer(self.weights),
-            x=c_void_p(values.data_ptr()),
-            x_stride=values.stride(0),
-            out=c_void_p(out_TO.data_ptr()),
-            out_stride=out_TO.stride(0),
-            num_rows=len(x_TI),
-            x_scales=c_void_p(scales_TP.data_ptr()),
-        )
-        self._library.quire_linear(byref(arguments), num_threads)
+        self._library.quire_quantize(byref(quantize), torch.get_num_threads())
+        self._multiply(values, out_TO, mode, scales_TP)
 
 
 def can_pack_int8(weight_OI: Tensor, *, num_parts: int = 1) -> bool:

@@ -6,7 +6,7 @@ what a decode step does, and a table walk for every 4 KiB would cost a tenth of 
 
 import ctypes
 from abc import ABC, abstractmethod
-from ctypes import byref, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
@@ -144,6 +144,21 @@ class NativeLinear(ABC):
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         """Puts the result where ``mode`` says."""
 
+    def _multiply(self, x: Tensor, out_TO: Tensor, mode: int, scales: Tensor | None = None) -> None:
+        """The product with rows ``x``; int8: with their ``scales``."""
+        arguments = native_abi.LinearArgs(
+            dtype=native_abi.DTYPES[self.dtype],
+            mode=mode,
+            weights=ctypes.pointer(self.weights),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            out=out_TO.data_ptr(),
+            out_stride=out_TO.stride(0),
+            num_rows=len(x),
+            x_scales=None if scales is None else scales.data_ptr(),
+        )
+        self._library.quire_linear(byref(arguments), torch.get_num_threads())
+
 
 def _check_weights(
     weight_OI: Tensor | GroupedWeight, bias_O: Tensor | None, *, num_parts: int, gated: bool
@@ -187,17 +202,7 @@ class PackedLinear(NativeLinear):
 
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         x_TI = x_TI if x_TI.stride(1) == 1 and x_TI.stride(0) % 2 == 0 else x_TI.contiguous()
-        arguments = native_abi.LinearArgs(
-            dtype=native_abi.DTYPES[self.dtype],
-            mode=mode,
-            weights=ctypes.pointer(self.weights),
-            x=c_void_p(x_TI.data_ptr()),
-            x_stride=x_TI.stride(0),
-            out=c_void_p(out_TO.data_ptr()),
-            out_stride=out_TO.stride(0),
-            num_rows=len(x_TI),
-        )
-        self._library.quire_linear(byref(arguments), torch.get_num_threads())
+        self._multiply(x_TI, out_TO, mode)
 
 
 def can_pack(weight_OI: Tensor | GroupedWeight, *, num_parts: int = 1) -> bool:

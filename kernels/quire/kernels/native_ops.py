@@ -1,16 +1,14 @@
 """A program as the native library's array of operations.
 
-What the library cannot do is refused here, by name, and so is what this file does not know of: a
-kind of operation, or a field that says something.
+What the library cannot do is refused here, by name, and so is a kind of operation that this file
+does not know of.
 """
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.native_abi import PARTIAL
@@ -41,36 +39,6 @@ from quire.kernels.rewrites import fuse_linear_add
 
 MAX_COLUMNS = 1 << 24
 """The LM head's limit: columns travel as float32, which holds integers up to there."""
-
-_KNOWN: dict[type[Op], set[str]] = {
-    Embed: {"weight_VC", "out"},
-    Norm: {"weight_C", "eps", "x", "out", "kind", "bias_C"},
-    Linear: {"name", "layer", "x", "out", "adds"},
-    GatedLinear: {"name", "layer", "x", "out"},
-    Activate: {"x"},
-    MixExperts: {"router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
-    RotateAndWrite: {
-        "kv",
-        "num_heads",
-        "num_kv_heads",
-        "head_size",
-        "table",
-        "x",
-        "out",
-        "q_norm_D",
-        "k_norm_D",
-        "eps",
-        "kind",
-        "options",
-        "q_scale_P",
-    },
-    Attend: {"kv", "scale", "x", "out", "options"},
-    AllReduce: {"x", "bias_C"},
-    Add: {"x", "to", "scale"},
-    Gather: {"x"},
-    Logits: {"name", "layer", "x", "scale", "cap"},
-}
-"""The fields that are read here; all others must have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +73,6 @@ class NativeOps:
         self.quantized_rows = 1
         """Such inputs that a token has at once."""
         ops = fuse_linear_add(program)
-        _check_known(ops)
-        _check_end(ops)
         self.dtype = next(op.weight_VC.dtype for op in ops if isinstance(op, Embed))
         if self.dtype not in native_abi.DTYPES:
             raise NotNative(f"dtype {self.dtype}")
@@ -116,6 +82,7 @@ class NativeOps:
         self._summed: Value | None = None  # by all ranks, into `PARTIAL`
         for before, op, after in zip((None, *ops), ops, (*ops[1:], None), strict=False):
             self._add(op, before, after)
+        _check_end(ops)
         if self.num_columns >= MAX_COLUMNS:
             raise ValueError(f"{self.num_columns} columns: float32 holds numbers to {MAX_COLUMNS}")
 
@@ -174,6 +141,10 @@ class NativeOps:
                     cap=op.cap or 0.0,
                 )
                 self._append(logits)
+            case Gather():
+                pass  # The norm behind it says so.
+            case _:
+                raise NotNative(f"operation {type(op).__name__}")
 
     def _append(self, op: ctypes.Structure, *, kv: int | None = None) -> None:
         if kv is not None:
@@ -335,19 +306,6 @@ def _check_end(ops: Program) -> None:
     same = getattr(ops[-3], "x", None) == getattr(ops[-2], "x", None)
     if kinds[-3:] != [Gather, Norm, Logits] or not same or kinds.count(Gather) != 1:
         raise NotNative(f"end {', '.join(kind.__name__ for kind in kinds[-3:])}")
-
-
-def _check_known(ops: Program) -> None:
-    for op in ops:
-        known = _KNOWN.get(type(op))
-        if known is None:
-            raise NotNative(f"operation {type(op).__name__}")
-        for each in fields(op):
-            value: Any = getattr(op, each.name)
-            default = None if each.default is MISSING else each.default
-            if each.name not in known and value != default:
-                said = "" if isinstance(value, Tensor) else f"={value!r}"
-                raise NotNative(f"{type(op).__name__}.{each.name}{said}")
 
 
 def _heads(ops: Program) -> HeadShape:

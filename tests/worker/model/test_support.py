@@ -1,16 +1,18 @@
 """A model that no backend can run is refused by place, field and value."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.worker import model
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.loader import Shard
 from quire.worker.model.program import make_program
-from quire.worker.model.spec import Experts, Mlp, ModelSpec
+from quire.worker.model.spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, Rope
 from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.support import check_runnable
 
@@ -78,3 +80,12 @@ def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
         with pytest.raises(CheckpointError) as caught:
             check_runnable(wrong)
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("part", [ModelSpec, Rope, Layer, Attention, Mlp, Experts, Norm])
+def test_a_description_says_nothing_that_no_program_is_made_of(part: type) -> None:
+    """Else a new field would be described and passed over."""
+    readers = [*Path(model.__path__[0]).glob("*.py")]
+    text = "".join(each.read_text() for each in readers if each.name != "spec.py")
+    for field in fields(part):
+        assert re.search(rf"\w\.{field.name}\b|\"{field.name}\"", text), field.name

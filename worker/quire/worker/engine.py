@@ -215,12 +215,10 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, pool = self._scheduler, self._pool
         block_size = pool.block_size
-        oldest_s = scheduler.waiting.oldest_arrival_s()
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=self._num_waiting,
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
-            oldest_waiting_s=0.0 if oldest_s is None else self._clock() - oldest_s,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
@@ -299,7 +297,6 @@ class Engine:
             eos_token_ids=self._model.eos_token_ids,
             block_size=self._config.block_size,
             root=root,
-            arrival_s=self._clock(),
         )
 
     def _settle(self) -> None:

@@ -11,8 +11,6 @@ class EngineStats:
     num_waiting: int
     num_pending_prefill_tokens: int
     """Tokens of waiting and running requests to compute before they can decode; less hits."""
-    oldest_waiting_s: float
-    """Since the arrival of the one in the queue that came first; 0 for an empty queue."""
     num_total_blocks: int
     num_free_blocks: int
     num_cached_blocks: int

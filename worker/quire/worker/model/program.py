@@ -188,12 +188,11 @@ class _Maker:
             **norms,
         )
         yield Attend(kv=number, scale=attention.scale, options=options, x="queries", out="attended")
-        o_OI = weights.read_matrix(prefix + names.o, (hidden, q_size), columns=q_range)
-        o_bias = self._whole_bias(prefix + names.o) if attention.o_bias else None
-        o = weights.pack(
-            self._backend.pack_linear,
-            o_OI,
-            o_bias if self._shard.size == 1 else None,
+        o, o_bias = self._last_layer(
+            prefix + names.o,
+            q_size,
+            q_range,
+            has_bias=attention.o_bias,
             num_parts=self._shard.num_parts(attention.num_heads),
         )
         yield Linear(name=f"layers.{number}.o", layer=o, x="attended", out="branch")
@@ -232,12 +231,11 @@ class _Maker:
             packed = weights.pack(self._backend.pack_linear, *read)
             yield Linear(name=f"layers.{number}.up", layer=packed, x=x, out="hidden")
             yield Activate(x="hidden")
-        down_OI = weights.read_matrix(prefix + names.down, (hidden, mlp.size), columns=mine)
-        down_bias = self._whole_bias(prefix + names.down) if mlp.bias else None
-        down = weights.pack(
-            self._backend.pack_linear,
-            down_OI,
-            down_bias if self._shard.size == 1 else None,
+        down, down_bias = self._last_layer(
+            prefix + names.down,
+            mlp.size,
+            mine,
+            has_bias=mlp.bias,
             num_parts=self._shard.num_parts(mlp.size // 2),
         )
         yield Linear(name=f"layers.{number}.down", layer=down, x="hidden", out="branch")
@@ -345,8 +343,9 @@ class _Maker:
         hidden, mine, weights = self._spec.hidden_size, self._shard.range_of(size), self._weights
         gate_up = weights.read_fused([(gate, size, mine), (up, size, mine)], hidden)
         packed = weights.pack(self._backend.pack_gated_linear, gate_up, None)
-        down_OI = weights.read_matrix(down, (hidden, size), columns=mine)
-        return Expert(up=packed, down=self._pack_down(down_OI, size))
+        num_parts = self._shard.num_parts(size // 2)
+        last, _ = self._last_layer(down, size, mine, has_bias=False, num_parts=num_parts)
+        return Expert(up=packed, down=last)
 
     def _pack_down(self, down_OI: Tensor | GroupedWeight, size: int) -> LinearLayer:
         num_parts = self._shard.num_parts(size // 2)
@@ -387,9 +386,17 @@ class _Maker:
             "kind": "layer" if is_layer else "wide" if is_wide else "rms",
         }
 
-    def _whole_bias(self, name: str) -> Tensor:
-        """A layer's whose input is split: several ranks add it to their sum."""
-        return self._weights.read(f"{name}.bias", (self._spec.hidden_size,))
+    def _last_layer(
+        self, name: str, size: int, mine: tuple[int, int], *, has_bias: bool, num_parts: int
+    ) -> tuple[LinearLayer, Tensor | None]:
+        """A layer whose input of ``size`` is split, and its bias, which several ranks add to their
+        sum."""
+        hidden, weights = self._spec.hidden_size, self._weights
+        matrix_OI = weights.read_matrix(name, (hidden, size), columns=mine)
+        bias_O = weights.read(f"{name}.bias", (hidden,)) if has_bias else None
+        own_O = bias_O if self._shard.size == 1 else None
+        layer = weights.pack(self._backend.pack_linear, matrix_OI, own_O, num_parts=num_parts)
+        return layer, bias_O
 
     def _add_branch(
         self,

@@ -1,7 +1,7 @@
 """A model as a description: what its layers are made of, not how that is computed.
 
-Knows no torch, so that a gateway can use it. It can say more than any backend runs;
-`quire.worker.model.support` names what none does.
+Knows no torch, so that a gateway can use it. Each field is one that a program is made of; values
+and combinations that no backend runs are refused by `quire.worker.model.support`.
 """
 
 from dataclasses import dataclass, field

@@ -54,13 +54,10 @@ class Sequence:
         eos_token_ids: Items[int],
         block_size: int,
         root: BlockHash | None,
-        arrival_s: float,
     ) -> None:
         sampling, prompt_token_ids = request.sampling, request.prompt_token_ids
         self.request = request
         self.seed = seed
-        self.arrival_s = arrival_s
-        """On the engine's clock."""
         self.number = 0
         """Its place in the order of arrival at the scheduler."""
         self.arrived_at_token = 0

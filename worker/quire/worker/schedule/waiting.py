@@ -63,7 +63,6 @@ class WaitingQueue:
         # Lazy deletion: stale heap entries are dropped when popped. The numbers in the
         # middle are there because sequences have no order, and one may be in twice.
         self._in_turn: list[tuple[Turn, int, Sequence]] = []
-        self._by_arrival: list[tuple[float, int, Sequence]] = []
         self._entries = count()
         self._group_of: dict[Sequence, _Group] = {}
         self._lacking: dict[BlockHash, _Group] = {}
@@ -76,8 +75,6 @@ class WaitingQueue:
     def push(self, seq: Sequence, turn: Turn, *, lacks: BlockHash | None = None) -> None:
         """Puts in ``seq``, or gives it another turn; ``lacks`` is the first block that it would
         have to compute and others may, if there is one."""
-        if seq not in self._turns:
-            heappush(self._by_arrival, (seq.arrival_s, next(self._entries), seq))
         if self._turns.get(seq) != turn:
             self._turns[seq] = turn
             heappush(self._in_turn, (turn, next(self._entries), seq))
@@ -140,12 +137,3 @@ class WaitingQueue:
         if len(self._in_turn) > 2 * len(self._turns) + 16:
             self._in_turn = [(turn, next(self._entries), seq) for seq, turn in self._turns.items()]
             heapify(self._in_turn)
-        if len(self._by_arrival) > 2 * len(self._turns) + 16:
-            self._by_arrival = [(seq.arrival_s, next(self._entries), seq) for seq in self._turns]
-            heapify(self._by_arrival)
-
-    def oldest_arrival_s(self) -> float | None:
-        """When the one came that has waited longest; None where nobody waits."""
-        while self._by_arrival and self._by_arrival[0][2] not in self._turns:
-            heappop(self._by_arrival)
-        return self._by_arrival[0][0] if self._by_arrival else None
