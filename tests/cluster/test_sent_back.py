@@ -3,16 +3,15 @@ answer, at every endpoint and in every way in which a client may have got it."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import pytest
-from quire_client import AsyncClient, Chat, SamplingParams
 from tests.cluster.test_openai_tools import HERMES, collected
 
 from quire.worker.text.tokenizer import Tokenizer
+from quire_client import AsyncClient, Chat, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
