@@ -286,6 +286,47 @@ async def test_at_grpc(talk: Talk) -> None:
         assert talk.prompt() == expected(Case(text="", content=shown)), name
 
 
+async def test_a_prefill_ends_the_prompt_wherever_it_is_sent(talk: Talk) -> None:
+    """Any part of a mark is gone on with as it is."""
+    mark = "<|end|>"
+    parts = {mark[start:end] for start in range(7) for end in range(start + 1, 8)}
+    talk.say(Case(text="."))
+    for part in [*sorted(parts), "<think>", "<think>\n I", "I </think", "<tool_call>"]:
+        messages: Any = [HELLO, {"role": "assistant", "content": part}]
+        prompt = f"<|user|>Hi?<|end|><|assistant|>{part}"
+        goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+        asked: dict[str, Any] = {"model": "hash", "messages": messages}
+        chats = talk.cluster.openai.chat.completions
+        await chats.create(**asked, max_tokens=1, extra_body=goes_on)
+        assert talk.prompt() == prompt
+        await talk.anthropic.messages.create(**asked, max_tokens=1)
+        assert talk.prompt() == prompt
+        token_ids = await talk.grpc.tokenize(Chat(messages, **goes_on))
+        told = await talk.cluster.openai.post(
+            f"{talk.cluster.http_url}/tokenize", body=asked | goes_on, cast_to=object
+        )
+        decode = talk.cluster.model.tokenizer.decode
+        for ids in (token_ids, told["tokens"]):
+            assert decode(ids, skip_special_tokens=False) == prompt
+
+
+@pytest.mark.parametrize(
+    ("begun", "thought"), [("<think>\nHm,", " so."), ("<think>\n", "so."), ("<think>", "so.")]
+)
+async def test_a_thought_that_was_begun_goes_on_with_its_space(
+    talk: Talk, begun: str, thought: str
+) -> None:
+    messages: Any = [HELLO, {"role": "assistant", "content": begun}]
+    asked: dict[str, Any] = {"model": "hash", "messages": messages}
+    asked["max_tokens"] = talk.say(Case(prefill=begun, text=" so.\n</think>\n\nYes."))
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = await talk.cluster.openai.chat.completions.create(**asked, extra_body=goes_on)
+    message = answer.choices[0].message
+    assert (message.reasoning, message.content) == (thought, "Yes.")
+    thinking, text = (await talk.anthropic.messages.create(**asked)).content
+    assert (thinking.thinking, text.text) == (thought, "Yes.")
+
+
 def plain(value: Any) -> Any:
     return value if isinstance(value, dict) else value.model_dump()
 
