@@ -91,6 +91,7 @@ def parse(
     *,
     reasoning: ReasoningFormat | None = THINK,
     is_reasoning: bool = False,
+    goes_on: bool = False,
     has_form: bool = False,
 ) -> list[Event]:
     """The events, where text that follows on is one event."""
@@ -99,6 +100,7 @@ def parse(
         tools=tools,
         reasoning=reasoning,
         is_reasoning=is_reasoning,
+        goes_on=goes_on,
         has_form=has_form,
     )
     events: list[Event] = []

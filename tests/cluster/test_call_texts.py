@@ -220,6 +220,7 @@ CASES: dict[str, list[tuple[str, list[Part]]]] = {
             [("weather", '{"city": "New Rome"}')],
         ),
         ('<|tool_call>call:calc{a:<|"|>4<|"|>}<tool_call|>', [("calc", '{"a": 4}')]),
+        ("<|tool_call>:now{}<tool_call|><|tool_call>now{}<tool_call|>", [NOW, NOW]),
         ("<|tool_call>call:now<tool_call|>", []),
         (
             '<|tool_call>call:calc{a:<|"|>four<|"|>}<tool_call|>',

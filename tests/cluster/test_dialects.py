@@ -230,6 +230,10 @@ def test_reasoning_is_at_the_beginning_or_was_begun_by_the_prompt() -> None:
     ]
     assert parse(None, ["a</think>b"], (), is_reasoning=True) == [Reasoning("a"), Content("b")]
     assert parse(None, ["a</thin"], (), is_reasoning=True) == [Reasoning("a</thin")]
+    for pieces in (["\n a</think>b"], list("\n a</think>b")):
+        assert parse(None, pieces, (), is_reasoning=True) == [Reasoning("a"), Content("b")]
+        events = parse(None, pieces, (), is_reasoning=True, goes_on=True)
+        assert events == [Reasoning("\n a"), Content("b")]
     assert parse(None, ["so <think>a</think>"], ()) == [Content("so <think>a</think>")]
     assert parse(None, ["<think>\n\n</think>\n\nx"], ()) == [Content("x")]
 

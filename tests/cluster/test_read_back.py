@@ -161,6 +161,22 @@ def test_what_a_template_writes_is_read_in_every_cut(
     assert (said.strip(), read) == ("", wanted)
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("Python", "<|start|> [weather(sure=True)]<|stop|>"),
+        (
+            "parameters with types",
+            '<calls>\n<invoke name="weather">\n<p name="sure" string="true">true</p>\n</invoke>\n'
+            "</calls>",
+        ),
+    ],
+)
+def test_slips_of_models_are_read_in_such_formats_too(form: str, text: str) -> None:
+    tokenizer = with_template(FORMATS[form])
+    assert calls_in(parse(tokenizer, text, [])) == ("", [("weather", {"sure": True})])
+
+
 @pytest.mark.parametrize(("begin", "between", "end"), [("[", ", ", "]"), ("\n", "\n", "\n")])
 def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
     begin: str, between: str, end: str

@@ -25,6 +25,20 @@ HEADERS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m['content'].strip() }}<|end|>{% endfor %}"
     "<|assistant|>"
 )
+INST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+)
+# A thought within a content is shown in a place of its own, as in Qwen3's templates.
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
+    "{% if m.role == 'assistant' %}<think>\n"
+    "{% if '</think>' in text %}{{ text.split('</think>')[0].split('<think>')[-1].strip('\n') }}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "\n</think>\n\n{{ text.lstrip('\n') }}{% else %}{{ text }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+MARKS = ["<|im_start|>assistant\n", "<|im_end|>\n", "<think>\n", "\n</think>\n\n", "<tool_call>\n"]
+MARKS += ["[INST] ", " [/INST]", " </s>", "<|end|><|assistant|>"]
 ROLES_KNOWN = (
     "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}"
     "{% elif m.role == 'system' %}[S]{{ m.content }}{% endif %}{% endfor %}"
@@ -62,6 +76,29 @@ def test_a_prefill_stands_in_the_prompt_once_whatever_marks_it_is_made_of(
     assert text.endswith(shown)
     assert ended.startswith(text)
     assert ended[len(text) :] in ("<|im_end|>\n", "<|end|><|assistant|>")
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMED, HEADERS, INST, THOUGHTS])
+def test_a_prefill_of_any_part_of_a_mark_ends_the_prompt(source: str) -> None:
+    rendered = template(source)
+    strip = {CHATML: str, THOUGHTS: lambda text: text.lstrip("\n")}.get(source, str.strip)
+    parts = {
+        mark[start:end]
+        for mark in MARKS
+        for start in range(len(mark))
+        for end in range(start + 1, len(mark) + 1)
+    }
+    for content in filter(str.strip, parts):
+        chat: list[Any] = [USER, {"role": "assistant", "content": content}]
+        text = rendered.render(chat, continue_final_message=True)
+        marked: Any = render_jinja_template(
+            [[USER, {"role": "assistant", "content": "quire"}]], chat_template=source
+        )
+        before = marked[0][0].partition("quire")[0]
+        if source == THOUGHTS and "</think>" in content:  # Behind its place is the text's.
+            assert text == before
+        else:
+            assert text == before + strip(content), content
 
 
 def test_a_prefill_that_the_template_shows_twice_or_not_at_all_is_refused() -> None:

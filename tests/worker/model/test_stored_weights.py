@@ -241,8 +241,9 @@ def test_tensors_that_change_nothing_are_left_out(
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"account for: model\.layers\.2\.eh_proj\.weight;"):
         runner_of(path)
-    _edit(path, num_nextn_predict_layers=1)
-    runner_of(path)
+    for name in ("num_nextn_predict_layers", "num_mtp_modules"):  # The latter in MiniMax-M2.
+        _edit(path, **{"num_nextn_predict_layers": 0, name: 1})
+        runner_of(path)
 
 
 def test_weights_of_4_bits_are_not_rounded_again(

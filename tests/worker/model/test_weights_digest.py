@@ -104,6 +104,16 @@ def test_a_file_is_hashed_once(folder: Path, hashed: Hashed) -> None:
     assert hashed == [["a", "b"]]
 
 
+def test_models_in_one_folder_are_hashed_once_each(folder: Path, hashed: Hashed) -> None:
+    for name in ("a", "b", "a"):
+        weight_digests(folder, (folder / name,))
+    assert hashed == [["a"], ["b"]]
+    (folder / "a").unlink()
+    flip_byte(folder / "b", 7)
+    weight_digests(folder, (folder / "b",))
+    assert [*json.loads((folder / DIGESTS_NAME).read_text())["files"]] == ["b"]
+
+
 def test_a_changed_file_is_hashed_again_though_its_size_and_time_are_the_same(
     folder: Path, hashed: Hashed
 ) -> None:

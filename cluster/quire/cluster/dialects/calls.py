@@ -265,7 +265,8 @@ class CallReader:
                 ends += tuple(f"\n{mark}" for mark in (part.key[0], *follow))
         tool = self._schemas.get(self._name)
         kinds = kinds_of(name, tool.parameters if tool is not None else {})
-        if part.attribute is not None and attribute == part.attribute["string"]:
+        may_be_text = kinds is None or "string" in kinds  # Models say so of other values, too.
+        if may_be_text and part.attribute is not None and attribute == part.attribute["string"]:
             kinds = frozenset({"string"})
         if kinds == frozenset({"string"}):
             self.argue('"')

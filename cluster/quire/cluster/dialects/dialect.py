@@ -76,6 +76,10 @@ class Dialect:
         leaves that to the model."""
         return self.reasoning.begun(tokenizer, prompt_token_ids) if self.reasoning else False
 
+    def goes_on(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool:
+        """Whether the prompt, which ends within reasoning, has a text of it."""
+        return self.reasoning is not None and self.reasoning.goes_on(tokenizer, prompt_token_ids)
+
 
 def choose_dialect(
     tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"

@@ -153,6 +153,8 @@ _DEEPSEEK = (
     "<｜tool▁call▁end｜>",
 )
 
+_BRACED_NAME = (Literal("call", is_optional=True), Literal(":", is_optional=True), Name())
+
 # The more particular formats first: each is tried for a template in this order.
 TOOL_FORMATS = (
     ToolFormat(
@@ -300,7 +302,7 @@ TOOL_FORMATS = (
         opens=("<start_function_call>",),
         shapes=(
             Shape(
-                call=(Literal("call:"), Name(), Braces("<escape>")),
+                call=(*_BRACED_NAME, Braces("<escape>")),
                 end="<end_function_call>",
                 gap="",
             ),
@@ -313,7 +315,7 @@ TOOL_FORMATS = (
         opens=("<|tool_call>",),
         shapes=(
             Shape(
-                call=(Literal("call:"), Name(), Braces('<|"|>')),
+                call=(*_BRACED_NAME, Braces('<|"|>')),
                 end="<tool_call|>",
                 gap="",
             ),

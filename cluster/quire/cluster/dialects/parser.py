@@ -25,8 +25,8 @@ _MAX_REREAD_CHARS = 4096
 
 class OutputParser:
     """Parses one answer. Without ``tools`` there are no calls in it, and without ``reasoning`` no
-    reasoning. ``is_reasoning``: the prompt ended within it. ``has_form``: a grammar keeps the
-    calls to their schemas."""
+    reasoning. ``is_reasoning``: the prompt ended within it, and, where the answer ``goes_on``, has
+    a text of it. ``has_form``: a grammar keeps the calls to their schemas."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         reasoning: ReasoningFormat | None = None,
         is_reasoning: bool = False,
+        goes_on: bool = False,
         has_form: bool = False,
     ) -> None:
         self._format = calls if tools or (calls and calls.around) else None
@@ -43,6 +44,7 @@ class OutputParser:
         self._schemas: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
+        self._goes_on = goes_on
         self._has_form = has_form
         self._reader = Reader()
         self._events: list[Event] = []
@@ -183,8 +185,11 @@ class OutputParser:
         if not is_opened and not self._is_reasoning:
             reader.put_back(reader.recorded())
             return
-        reader.forget()
-        yield from reader.spaces()
+        if self._goes_on and not is_opened:
+            reader.put_back(reader.recorded())
+        else:
+            reader.forget()
+            yield from reader.spaces()
         calls = self._format
         opens = self._opens(calls) if calls is not None else ()
         while marker := (yield from reader.until((reasoning.closes, *opens), self._reason)):

@@ -237,6 +237,8 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
         opens, begin = "", before.lstrip()
         if begin.strip() != "[" and not isinstance(core.parts[0], CallObject):
             return None  # It would begin as any text does.
+    elif opens.endswith("["):  # Some answers have space before it.
+        opens, begin = opens.removesuffix("["), f"[{begin}"
     last = between if between is not None else end
     tail = _whole(common_start(last, end))
     shape = Shape(

@@ -73,7 +73,7 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
     """The messages. Raises InvalidRequest: one is of another role, or a block of another type, or
     lacks a field, or has one that is not known; or there is none."""
     said = _texts(system, "system")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": said}] if said else []
+    messages: list[_Message] = [{"role": "system", "content": [said]}] if said else []
     num_before = len(messages)
     for index, turn in enumerate(turns):
         place = f"messages[{index}]"
@@ -88,9 +88,10 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
             _check(block, f"{place}.content[{number}]", _TYPES[turn.role])
         if turn.role == "system":
             _add_system(messages, _texts(turn.content, place))
+        elif turn.role == "assistant":
+            _add_assistant(messages, turn.content)
         else:
-            add = _assistant if turn.role == "assistant" else _user
-            messages += add(turn.content, place)
+            messages += _user(turn.content, place)
     if len(messages) == num_before:
         raise InvalidRequest("messages is empty: send a list of messages", param="messages")
     if messages[-1].get("tool_calls"):
@@ -98,36 +99,49 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
             "messages: the last one has a tool_use: send its tool_result behind it",
             param="messages",
         )
-    return [ChatTurn(**message) for message in messages]
+    return [_joined(message) for message in messages]
 
 
-def _add_system(messages: list[dict[str, Any]], text: str) -> None:
+_Message = dict[str, Any]
+"""Of a chat, with its texts in pieces: those may be many."""
+
+
+def _joined(message: _Message) -> ChatTurn:
+    for name in message.keys() & {"content", "reasoning_content"}:
+        message[name] = "".join(message[name])
+    return ChatTurn(**message)
+
+
+def _add_system(messages: list[_Message], text: str) -> None:
     """Adds a system's message; two in a row are one, as templates read the first alone."""
     if messages and messages[-1]["role"] == "system":
-        messages[-1]["content"] += f"\n\n{text}"
+        messages[-1]["content"] += ["\n\n", text]
     else:
-        messages.append({"role": "system", "content": text})
+        messages.append({"role": "system", "content": [text]})
 
 
-def _user(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
+def _user(blocks: Iterable[Block], place: str) -> list[_Message]:
     """Results of tools are messages of their own; text in a row is one."""
-    messages: list[dict[str, Any]] = []
+    messages: list[_Message] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
             where = f"{place}.content[{number}].content"
             content = "" if block.content is None else block.content
             text = _texts(_Result.model_validate({"content": content}).content, where)
-            message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+            message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": [text]}
             messages.append(message)
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += block.text
+            messages[-1]["content"].append(block.text)
         else:
-            messages.append({"role": "user", "content": block.text})
-    return messages or [{"role": "user", "content": ""}]
+            messages.append({"role": "user", "content": [block.text]})
+    return messages or [{"role": "user", "content": []}]
 
 
-def _assistant(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
-    message: dict[str, Any] = {"role": "assistant"}
+def _add_assistant(messages: list[_Message], blocks: Iterable[Block]) -> None:
+    """Adds an assistant's message; two in a row are one, such as a prefill and its answer."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    message = messages[-1]
     for block in blocks:
         if block.type == "tool_use":
             arguments = json.dumps(block.input, ensure_ascii=False)
@@ -136,11 +150,8 @@ def _assistant(blocks: Iterable[Block], place: str) -> list[dict[str, Any]]:
             message.setdefault("tool_calls", []).append(call)
         else:
             is_thinking = block.type == "thinking"
-            name, text = (
-                ("reasoning_content", block.thinking) if is_thinking else ("content", block.text)
-            )
-            message[name] = message.get(name, "") + text
-    return [message]
+            name = "reasoning_content" if is_thinking else "content"
+            message.setdefault(name, []).append(block.thinking if is_thinking else block.text)
 
 
 def _texts(blocks: Iterable[Block], place: str) -> str:

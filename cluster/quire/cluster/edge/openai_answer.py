@@ -22,7 +22,13 @@ class Answer:
     """Reads one choice. ``name`` is unlike that of any other: ids of calls derive from it."""
 
     def __init__(
-        self, name: str, *, dialect: Dialect, tool_use: ToolUse, is_reasoning: bool
+        self,
+        name: str,
+        *,
+        dialect: Dialect,
+        tool_use: ToolUse,
+        is_reasoning: bool,
+        goes_on: bool,
     ) -> None:
         self.has_calls = False
         """Whether there are calls, all of them whole."""
@@ -35,6 +41,7 @@ class Answer:
             tools=tool_use.tools,
             reasoning=dialect.reasoning,
             is_reasoning=is_reasoning,
+            goes_on=goes_on,
             has_form=tool_use.has_form,
         )
 

@@ -286,10 +286,16 @@ class _Api:
         if tool_use is None:
             return
         dialect = self._gateway.dialect
-        reasons = dialect.reasons(self._gateway.tokenizer, prepared.prompt_token_ids)
+        prompt = (self._gateway.tokenizer, prepared.prompt_token_ids)
+        reasons = bool(dialect.reasons(*prompt))
+        goes_on = reasons and dialect.goes_on(*prompt)
         for number in range(prepared.sampling.n):
             yield Answer(
-                f"{name}/{number}", dialect=dialect, tool_use=tool_use, is_reasoning=bool(reasons)
+                f"{name}/{number}",
+                dialect=dialect,
+                tool_use=tool_use,
+                is_reasoning=reasons,
+                goes_on=goes_on,
             )
 
     def _model(self) -> dict[str, object]:

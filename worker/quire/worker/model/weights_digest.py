@@ -116,11 +116,14 @@ def _read(kept: Path) -> dict[str, object]:
 
 
 def _keep(folder: Path, stamps: Mapping[Path, _Stamp], digests: Mapping[Path, str]) -> None:
-    entries = {
-        file.name: {"stamp": stamps[file], "sha256": digest} for file, digest in digests.items()
-    }
-    content = json.dumps({"files": entries, "check": _check(entries)}, indent=1)
+    """Beside those of the folder's other files, which are of other models."""
+    new = {file.name: {"stamp": stamps[file], "sha256": digest} for file, digest in digests.items()}
     for kept in _places(folder):
+        others = {
+            name: entry for name, entry in _read(kept).items() if _is_of(folder / name, entry)
+        }
+        entries = others | new
+        content = json.dumps({"files": entries, "check": _check(entries)}, indent=1)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             _write(kept, content)
@@ -129,6 +132,14 @@ def _keep(folder: Path, stamps: Mapping[Path, _Stamp], digests: Mapping[Path, st
         else:
             return
     _log.warning("the digests of %s cannot be kept: each start hashes its weights again", folder)
+
+
+def _is_of(file: Path, entry: object) -> bool:
+    """Whether the file is still what it was."""
+    try:
+        return isinstance(entry, dict) and entry.get("stamp") == _stamp(file)
+    except (OSError, ValueError):
+        return False
 
 
 def _write(kept: Path, content: str) -> None:

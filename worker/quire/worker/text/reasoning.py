@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # The command line reads the names of formats, and needs no N
 
 _TAIL_TOKENS = 8
 """Of a prompt, in which a template that begins the reasoning has done so."""
+_OPENS_TOKENS = 32
+"""More than a mark has that begins reasoning, with space behind it."""
 _MAX_TURN_TOKENS = 32_768
 """How many of the last tokens of a prompt are searched for the marks of reasoning."""
 
@@ -66,6 +68,12 @@ class ReasoningFormat:
             return False if text.endswith(self.closes) else text.endswith(self.opens) or None
         opened, closed = text.rfind(self.opens), text.rfind(self.closes)
         return None if opened == closed else opened > closed
+
+    def goes_on(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool:
+        """Whether a prompt that ends within reasoning has a text of it, and not only its mark."""
+        token_ids = prompt_token_ids[-_OPENS_TOKENS:].tolist()
+        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        return not text.rstrip().endswith(self.opens)
 
     def _last_turn(self, tokenizer: "Tokenizer", token_ids: list[int]) -> list[int] | None:
         """What is behind the last special token that is no mark of reasoning: it ends the turn

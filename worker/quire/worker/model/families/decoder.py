@@ -74,8 +74,8 @@ def decoder(
 
 def extra_layers(config: Fields) -> int:
     """Layers behind the last one, for multi-token prediction."""
-    name = "num_nextn_predict_layers"
-    return config.count(name) if config.raw.get(name) else 0
+    names = ("num_nextn_predict_layers", "num_mtp_modules")
+    return max(config.count(name) if config.raw.get(name) else 0 for name in names)
 
 
 def dtype_name(config: Fields) -> str:
