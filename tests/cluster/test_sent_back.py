@@ -294,7 +294,7 @@ async def test_a_prefill_ends_the_prompt_wherever_it_is_sent(talk: Talk) -> None
     for part in [*sorted(parts), "<think>", "<think>\n I", "I </think", "<tool_call>"]:
         messages: Any = [HELLO, {"role": "assistant", "content": part}]
         prompt = f"<|user|>Hi?<|end|><|assistant|>{part}"
-        goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+        goes_on: Any = {"add_generation_prompt": False, "continue_final_message": True}
         asked: dict[str, Any] = {"model": "hash", "messages": messages}
         chats = talk.cluster.openai.chat.completions
         await chats.create(**asked, max_tokens=1, extra_body=goes_on)

@@ -81,7 +81,8 @@ def test_a_prefill_stands_in_the_prompt_once_whatever_marks_it_is_made_of(
 @pytest.mark.parametrize("source", [CHATML, TRIMMED, HEADERS, INST, THOUGHTS])
 def test_a_prefill_of_any_part_of_a_mark_ends_the_prompt(source: str) -> None:
     rendered = template(source)
-    strip = {CHATML: str, THOUGHTS: lambda text: text.lstrip("\n")}.get(source, str.strip)
+    strips: dict[str, Any] = {CHATML: str, THOUGHTS: lambda text: text.lstrip("\n")}
+    strip = strips.get(source, str.strip)
     parts = {
         mark[start:end]
         for mark in MARKS
