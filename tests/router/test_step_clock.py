@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.router.policies.decide import decide
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
 from quire.router.policies.step_clock import MIN_STEPS, StepClock
@@ -110,7 +111,7 @@ def test_a_clock_that_goes_back_teaches_nothing() -> None:
 
 def chosen(first: GroupState, second: GroupState) -> str:
     request = RouteRequest(hashes=(), num_prompt_tokens=1000, block_size=16, now_s=10.0)
-    return decide(PrefixAware(), request, [first, second], [0, 0]).group
+    return decide(PrefixAware(), request, Loads([first, second]), [0, 0]).group
 
 
 def test_of_groups_alike_the_one_whose_step_ends_first_is_chosen() -> None:

@@ -71,7 +71,7 @@ class Group:
     slot: Slot | None = None
     """Its slot in the directory, once it has one."""
     loads: Loads | None = None
-    """Where its state is kept up to date, if it is."""
+    """Where its state is kept up to date, while it is a member."""
     _state: GroupState | None = None
     """None if something has changed since the last read."""
 

@@ -1,8 +1,7 @@
-"""The loads of many groups at once: `GroupState`, each number of which is an array over the groups.
+"""The groups' loads: `GroupState`, each number of which is an array over the groups.
 
-With arrays, the costs of five hundred groups take as long as those of sixteen one by one, from the
-same formula. `RoutingTable` updates the arrays as groups change, so that a decision does not visit
-every group.
+With arrays, the costs of five hundred groups take as long as those of sixteen one by one.
+`RoutingTable` updates them as groups change, so that a decision does not visit every group.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,11 @@ from math import inf
 
 import numpy as np
 
-from quire.router.policies.policy import LATE_STEPS, Column, GroupState
+from quire.router.policies.policy import Column, GroupState
+
+LATE_STEPS = 2.0
+"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
+frame went to other gateways only, or the group hangs."""
 
 
 class Loads:
@@ -38,8 +41,16 @@ class Loads:
         # An unknown step counts as just begun.
         step_s[position] = state.step_s or inf
 
+    @property
+    def num_queued_tokens(self) -> Column:
+        return self.num_pending_prefill_tokens + self.num_reserved_tokens
+
+    @property
+    def num_requests(self) -> Column:
+        return self.num_running + self.num_waiting + self.num_reserved_requests
+
     def step_over(self, now_s: float) -> Column:
-        """See `GroupState.step_over`."""
+        """Which share of each group's present step is over; 0 where nothing is known."""
         share = (now_s - self._step_began_s) / self._step_s
         over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
         return over

@@ -10,7 +10,7 @@ makes sense, so that a policy does not need to know how fast the hardware is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,8 @@ from quire.router.policies.pace import Pace
 from quire.router.prefix_index.directory import GroupId
 from quire.worker.api.hashing import BlockHash
 
-LATE_STEPS = 2.0
-"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
-frame went to other gateways only, or the group hangs."""
+if TYPE_CHECKING:
+    from quire.router.policies.loads import Loads
 
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each group. Every count that can occur is exact in it."""
@@ -86,13 +85,6 @@ class GroupState:
     def num_requests(self) -> int:
         return self.num_running + self.num_waiting + self.num_reserved_requests
 
-    def step_over(self, now_s: float) -> float:
-        """Which share of its present step is over; 0 where nothing is known."""
-        if not self.step_s:
-            return 0.0
-        share = (now_s - self.step_began_s) / self.step_s
-        return min(share, 1.0) if 0 < share < LATE_STEPS else 0.0
-
     @property
     def fill(self) -> float:
         """The share of the cache that running sequences hold."""
@@ -119,12 +111,8 @@ class Policy(Protocol):
     pressure: float | None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
-    reads_steps: bool
-    """Whether it uses the progress of groups' steps."""
 
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
+    def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
 
         ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
@@ -170,8 +158,8 @@ class Decision:
     """Which of ``groups`` was chosen."""
     forecast_s: float | None
     """Seconds to the first token; None while too little was seen of the group."""
-    hits: Sequence[int] | Column
-    costs: Sequence[float] | Column
+    hits: Column
+    costs: Column
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
