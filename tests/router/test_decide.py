@@ -13,7 +13,6 @@ from tests.router.plain_policy import WrittenOut
 from quire.router.errors import NoGroupAvailable
 from quire.router.policies.decide import TIE_TOKENS, decide
 from quire.router.policies.loads import Loads
-from quire.router.policies.pace import Pace
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware, PrefixAwareConfig
 from quire.router.prefix_index.directory import GroupId
@@ -38,7 +37,6 @@ states = st.builds(
     step_began_s=st.sampled_from([0.0, 9.0, 9.9, 9.95, 10.0, 10.1]) | st.floats(9, 10.5),
     step_s=st.sampled_from([0.0, 0.05, 0.1, 0.2]) | st.floats(0.001, 1.0),
     num_step_tokens=few_numbers,
-    pace=st.none() | st.builds(Pace, *[st.floats(0, 1)] * 4),
 )
 changes: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
     [{}, {"num_reserved_requests": 1}, {"num_reserved_tokens": 32}]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire.router.policies.pace import Pace
 from quire.router.prefix_index.directory import GroupId
 from quire.worker.api.hashing import BlockHash
 
@@ -74,8 +73,9 @@ class GroupState:
     """How long that step is expected to take; 0 where nothing is known."""
     num_step_tokens: int = 0
     """Prompt tokens that it computes, of those pending."""
-    pace: Pace | None = None
-    """Its learned speed; None while it has too few observations."""
+    wait: tuple[float, float] | None = None
+    """A first token's seconds, fixed and for each token ahead of it, its own prompt's among them;
+    None while too little was seen."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -94,13 +94,10 @@ class GroupState:
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
-        if self.pace is None:
+        if self.wait is None:
             return None
-        return self.pace.wait_s(
-            num_missing=num_prefill_tokens,
-            num_queued=self.num_queued_tokens,
-            num_sequences=self.num_requests,
-        )
+        fixed_s, per_token_s = self.wait
+        return fixed_s + per_token_s * (self.num_queued_tokens + num_prefill_tokens)
 
 
 class Policy(Protocol):
