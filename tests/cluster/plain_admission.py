@@ -10,24 +10,16 @@ from math import inf
 
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.speeds import GroupPace
+from quire.cluster.serving.speeds import PRIOR_OUTPUT_PER_S, GroupPace
 from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad, order
 from quire.router.policies.policy import GroupState
 from quire.v1 import group_pb2 as pb
 
 
 class PlainCapacity(Capacity):
-    def room(
-        self,
-        states: Sequence[GroupState],
-        *,
-        wait_s: float,
-        tokens_each: float,
-        enough: float = inf,
-    ) -> float:
+    def room(self, states: Sequence[GroupState], *, wait_s: float, tokens_each: float) -> float:
         each = [self.room_in(state, wait_s, max(tokens_each, 1.0)) for state in states]
-        sums = list(accumulate(each, initial=0.0))
-        return next((so_far for so_far in sums[1:] if so_far >= enough), sums[-1])
+        return list(accumulate(each, initial=0.0))[-1]
 
     def room_in(self, state: GroupState, wait_s: float, tokens_each: float) -> float:
         pace, mean, gateways = self.pace(state), self._outputs.mean, self.num_gateways
@@ -37,13 +29,13 @@ class PlainCapacity(Capacity):
         limits.append(0.0 if spare_tokens < 0 else spare_tokens / tokens_each + 1)
         if pace.max_num_seqs:
             busy = state.num_running + state.num_waiting + state.num_reserved_requests * gateways
-            limits.append(pace.max_num_seqs - busy + pace.output_per_s / mean * wait_s)
+            limits.append(pace.max_num_seqs - busy + full_per_s(pace) / mean * wait_s)
         elif state.num_waiting > 0:
             limits.append(0.0)
         if state.num_running and state.num_available_blocks is not None:
             free, size = state.num_available_blocks, pace.block_size
             held = max((state.num_blocks or 0) - free, 0)
-            let_go = pace.short_output_per_s / mean * wait_s * held / state.num_running
+            let_go = short_per_s(pace) / mean * wait_s * held / state.num_running
             tokens = state.num_pending_prefill_tokens + state.num_reserved_tokens
             free_then = free + let_go - (tokens / size + state.num_running)
             limits.append(free_then / (tokens_each / size + 1))
@@ -54,7 +46,7 @@ class PlainCapacity(Capacity):
         per_s = []
         for pace in map(self.pace, states):
             prefills = pace.prefill_per_s / max(tokens_each, 1.0)
-            per_s.append(min(prefills, pace.output_per_s / self._outputs.mean))
+            per_s.append(min(prefills, full_per_s(pace) / self._outputs.mean))
         return sum(per_s)
 
     def num_queued(self, states: Sequence[GroupState]) -> tuple[int, int]:
@@ -68,6 +60,20 @@ class PlainCapacity(Capacity):
 
     def pace(self, state: GroupState) -> GroupPace:
         return self._groups.get(state.group) or GroupPace(pb.GroupDescription(), self._all)
+
+
+def full_per_s(pace: GroupPace) -> float:
+    """Output tokens per second with every slot taken."""
+    if pace.max_num_seqs is None:
+        return inf
+    prior = PRIOR_OUTPUT_PER_S * pace.max_num_seqs
+    return pace.own.output_when_full.per_s(pace._others.output_when_full.per_s(prior))
+
+
+def short_per_s(pace: GroupPace) -> float:
+    """Output tokens per second with slots left."""
+    prior = PRIOR_OUTPUT_PER_S * (pace.max_num_seqs or 1)
+    return pace.own.output_when_short.per_s(pace._others.output_when_short.per_s(prior))
 
 
 class PlainAdmission(Admission):

@@ -1,4 +1,4 @@
-"""Among many groups at once, admission decides as it does looking at one after the other."""
+"""Admission decides from arrays as it does looking at one group after the other."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -40,12 +40,11 @@ class TwinMachine(RuleBasedStateMachine):
 
     @initialize(
         config=st.sampled_from(CONFIGS),
-        many=st.sampled_from([1, 2, 6, 12]),
         names=st.lists(st.sampled_from(NAMES), min_size=3, unique=True),
     )
-    def begin(self, config: AdmissionConfig, many: int, names: list[GroupId]) -> None:
+    def begin(self, config: AdmissionConfig, names: list[GroupId]) -> None:
         self.now_s = 0.0
-        self.capacities = (Capacity(many=many), PlainCapacity())
+        self.capacities = (Capacity(), PlainCapacity())
         self.admissions = (
             Admission(config, self.capacities[0]),
             PlainAdmission(config, self.capacities[1]),
@@ -250,13 +249,10 @@ class TwinMachine(RuleBasedStateMachine):
         before, self.shown = self.shown, self.table.states()
         ours, plain = self.capacities
         for states in (before, self.shown, self.shown):
-            for enough in (inf, 1.0):
-                rooms = [
-                    each.room(states, wait_s=wait_s, tokens_each=tokens_each, enough=enough)
-                    for each in (ours, plain)
-                ]
-                assert (rooms[0] >= enough) == (rooms[1] >= enough)
-                assert enough < inf or rooms[0] == rooms[1]
+            rooms = [
+                each.room(states, wait_s=wait_s, tokens_each=tokens_each) for each in (ours, plain)
+            ]
+            assert rooms[0] == rooms[1]
             speeds = [each.begun_per_s(states, tokens_each=tokens_each) for each in (ours, plain)]
             assert speeds[0] == speeds[1]
             assert ours.num_queued(states) == plain.num_queued(states)

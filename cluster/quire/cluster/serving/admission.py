@@ -176,11 +176,9 @@ class Admission:
         if wait_s == inf:
             return True
         # The other gateways, which are not seen, are taken to have as much ahead of theirs.
-        enough = ahead.num_requests * self._capacity.num_gateways + 1.0
-        room = self._capacity.room(
-            states, wait_s=wait_s, tokens_each=ahead.tokens_each_with(ticket), enough=enough
-        )
-        return room >= enough
+        need = ahead.num_requests * self._capacity.num_gateways + 1.0
+        tokens_each = ahead.tokens_each_with(ticket)
+        return self._capacity.room(states, wait_s=wait_s, tokens_each=tokens_each) >= need
 
     def _refusal(
         self,

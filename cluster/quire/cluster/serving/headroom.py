@@ -1,4 +1,4 @@
-"""How many requests one group, or many groups, can begin within a time.
+"""How many requests the groups can begin within a time.
 
 A request waits for three things, and begins when it has the last of them:
 
@@ -6,12 +6,11 @@ A request waits for three things, and begins when it has the last of them:
     a slot   sequences that must end before it   over  sequences that end per second
     blocks   KV that must be let go before it    over  blocks let go per second
 
-`room_of` says it of one group. `Headroom` says the same, to the last bit, of many: it keeps each
-one's numbers in arrays and does the same operations in the same order on them."""
+Each group's numbers are kept in arrays, and the sum is taken in the groups' order.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import compress, count
-from math import inf
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -41,42 +40,6 @@ class Ask(NamedTuple):
     tokens_each: float
     """To compute; 1 at least."""
     mean_output: float
-
-
-def room_of(state: GroupState, pace: GroupPace, ask: Ask, *, num_gateways: int) -> float:
-    """How many requests beyond those sent the group could begin."""
-    wait_s, tokens_each, mean_output = ask
-    tokens_ahead = state.num_pending_prefill_tokens + state.num_reserved_tokens * num_gateways
-    # The last request begins when the tokens ahead of it have been computed, without its own.
-    spare_tokens = pace.prefill_per_s * wait_s - tokens_ahead
-    room = spare_tokens / tokens_each + 1 if spare_tokens >= 0 else 0.0
-    slots = free_slots(state, pace, num_gateways=num_gateways)
-    if pace.max_num_seqs is not None:
-        slots += pace.output_per_s / mean_output * wait_s
-    room = min(room, slots)  # One that does not say how many it runs is full if some wait.
-    if state.num_available_blocks is not None and state.num_running:
-        room = min(room, _room_in_blocks(state, pace, ask))
-    if not state.num_requests:
-        room = max(room, 1.0)  # An idle group can begin one request, whatever its learned speed.
-    return max(room, 0.0)
-
-
-def free_slots(state: GroupState, pace: GroupPace, *, num_gateways: int) -> float:
-    """Its slots less the requests that were sent to it; less than 0 where some of these wait."""
-    if pace.max_num_seqs is None:
-        return -inf if state.num_waiting else inf
-    ahead = state.num_waiting + state.num_reserved_requests * num_gateways
-    return pace.max_num_seqs - state.num_running - ahead
-
-
-def _room_in_blocks(state: GroupState, pace: GroupPace, ask: Ask) -> float:
-    assert state.num_available_blocks is not None
-    num_held = max(0, (state.num_blocks or 0) - state.num_available_blocks)
-    num_ending = pace.short_output_per_s / ask.mean_output * ask.wait_s
-    num_let_go = num_ending * num_held / state.num_running
-    num_wanted = state.num_queued_tokens / pace.block_size + state.num_running
-    spare = state.num_available_blocks + num_let_go - num_wanted
-    return spare / (ask.tokens_each / pace.block_size + 1)
 
 
 class Headroom:
@@ -109,10 +72,6 @@ class Headroom:
         self._rows: list[Any] = [row.data for row in table]
         for position, state in enumerate(states):
             self._put(position, state)
-
-    def shows(self, states: Sequence[GroupState]) -> bool:
-        """Whether the arrays are up to date with these states."""
-        return states is self._states and not self._stale
 
     def heard(self, group: GroupId) -> None:
         """The group's speeds have changed, and with them the averages over all groups."""
@@ -149,7 +108,9 @@ class Headroom:
         return int(self._waiting.sum()), int(self._reserved.sum())
 
     def room(self, ask: Ask) -> float:
-        """The sum of `room_of` over the groups, in their order."""
+        """How many requests beyond those sent all groups together could begin."""
+        if not self._states:
+            return 0.0
         answer = self._answers.get(ask)
         if answer is None:
             if len(self._answers) >= _MAX_REMEMBERED:
@@ -160,7 +121,7 @@ class Headroom:
         return answer
 
     def begun_per_s(self, *, tokens_each: float, mean_output: float) -> float:
-        """The same of `GroupPace.begun_per_s`."""
+        """How many requests the groups begin per second when they have enough of them."""
         prefill, full, _ = self._speeds_now()
         per_s = prefill / tokens_each
         np.minimum(per_s, full / mean_output, out=per_s, where=np.isfinite(self._slots))
@@ -170,6 +131,7 @@ class Headroom:
     def _rooms(self, ask: Ask) -> Column:
         wait_s, tokens_each, mean_output = ask
         prefill, full, short = self._speeds_now()
+        # The last request begins when the tokens ahead of it have been computed, without its own.
         spare_tokens = prefill * wait_s - self._tokens_ahead
         room: Column = (spare_tokens / tokens_each + 1) * (spare_tokens >= 0)
         np.minimum(room, self._slots + full / mean_output * wait_s, out=room)
@@ -180,7 +142,7 @@ class Headroom:
         return room
 
     def _speeds_now(self) -> Column:
-        """`GroupPace.prefill_per_s`, `output_per_s` where it is finite, `short_output_per_s`."""
+        """Prompt tokens per second, output tokens with every slot taken, and with slots left."""
         if self._speeds is None:
             prior = np.empty_like(self._terms[:, 0])
             prior[0] = PRIOR_PREFILL_PER_S
@@ -192,7 +154,13 @@ class Headroom:
     def _put(self, position: int, state: GroupState) -> None:
         pace = self._pace_of(state.group)
         # A resource that does not limit a group must not be the minimum.
-        slots = free_slots(state, pace, num_gateways=self._num_gateways)
+        ahead = state.num_waiting + state.num_reserved_requests * self._num_gateways
+        if (
+            pace.max_num_seqs is None
+        ):  # One that does not say how many it runs is full if some wait.
+            slots = -np.inf if state.num_waiting else np.inf
+        else:
+            slots = pace.max_num_seqs - state.num_running - ahead
         running, held, available = 1, 0, np.inf
         if state.num_available_blocks is not None and state.num_running:
             running, available = state.num_running, float(state.num_available_blocks)
@@ -202,7 +170,7 @@ class Headroom:
             state.num_reserved_requests,
             state.num_pending_prefill_tokens + state.num_reserved_tokens * self._num_gateways,
             slots,
-            0 if state.num_requests else 1,
+            0 if state.num_requests else 1,  # An idle group can begin one, whatever its speed.
             running,
             held,
             available,
