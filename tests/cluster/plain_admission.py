@@ -4,7 +4,6 @@ What it takes from the code is how fast a group is (`quire.cluster.serving.speed
 """
 
 from bisect import insort
-from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
@@ -12,13 +11,14 @@ from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.speeds import PRIOR_OUTPUT_PER_S, GroupPace
 from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad, order
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState
 from quire.v1 import group_pb2 as pb
 
 
 class PlainCapacity(Capacity):
-    def room(self, states: Sequence[GroupState], *, wait_s: float, tokens_each: float) -> float:
-        each = [self.room_in(state, wait_s, max(tokens_each, 1.0)) for state in states]
+    def room(self, loads: Loads, *, wait_s: float, tokens_each: float) -> float:
+        each = [self.room_in(state, wait_s, max(tokens_each, 1.0)) for state in loads.states]
         return list(accumulate(each, initial=0.0))[-1]
 
     def room_in(self, state: GroupState, wait_s: float, tokens_each: float) -> float:
@@ -42,16 +42,16 @@ class PlainCapacity(Capacity):
         is_idle = state.num_running == state.num_waiting == state.num_reserved_requests == 0
         return max(min(limits), 1.0 if is_idle else 0.0)
 
-    def begun_per_s(self, states: Sequence[GroupState], *, tokens_each: float) -> float:
+    def begun_per_s(self, loads: Loads, *, tokens_each: float) -> float:
         per_s = []
-        for pace in map(self.pace, states):
+        for pace in map(self.pace, loads.states):
             prefills = pace.prefill_per_s / max(tokens_each, 1.0)
             per_s.append(min(prefills, full_per_s(pace) / self._outputs.mean))
         return sum(per_s)
 
-    def num_queued(self, states: Sequence[GroupState]) -> tuple[int, int]:
+    def num_queued(self, loads: Loads) -> tuple[int, int]:
         waiting = reserved = 0
-        for state in states:
+        for state in loads.states:
             waiting, reserved = (
                 waiting + state.num_waiting,
                 reserved + state.num_reserved_requests,
@@ -77,11 +77,11 @@ def short_per_s(pace: GroupPace) -> float:
 
 
 class PlainAdmission(Admission):
-    def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
+    def offer(self, ticket: Ticket, loads: Loads, *, now_s: float) -> list[Ticket]:
         displaced: list[Ticket] = []
-        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, loads)
         if not begins:
-            displaced = self._make_room(ticket, states, now_s)
+            displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
                 self.leave(victim)
         self._num_offered += 1
@@ -90,6 +90,6 @@ class PlainAdmission(Admission):
         ticket.stage = Stage.QUEUED
         insort(self._queue, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if self._queue[0] is ticket and self._can_begin(ticket, states):
+        if self._queue[0] is ticket and self._can_begin(ticket, loads):
             self._release(ticket)
         return displaced

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Lengths, Slot
 from quire.router.reservations import Group
@@ -40,10 +39,6 @@ class Members:
             group.position, group.loads = position, self.loads
             self.heard(group, group.slot)
         return left
-
-    def states(self) -> list[GroupState]:
-        """Each group's load, which never changes but is replaced."""
-        return self.loads.states.copy()
 
     def heard(self, group: Group, slot: Slot | None) -> None:
         """The directory knows the group as ``slot``, if it does."""

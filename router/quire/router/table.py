@@ -25,6 +25,7 @@ from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
 from quire.router.policies.decide import decide
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.prefix_index.directory import (
     Applied,
@@ -255,8 +256,12 @@ class RoutingTable:
 
     def states(self) -> list[GroupState]:
         """Each group's load as the next decision will see it."""
+        return self.loads().states
+
+    def loads(self) -> Loads:
+        """The same with arrays of each number. The caller's own."""
         with self._lock:
-            return self._members.states()
+            return self._members.loads.copy()
 
     def num_to_compute(self, num_prompt_tokens: float) -> float:
         """How many of so many prompt tokens no group has cached, as recent decisions had it."""

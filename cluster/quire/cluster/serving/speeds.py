@@ -37,10 +37,10 @@ class Speeds:
         self.output_when_full = Rate()  # Every slot is taken.
         self.output_when_short = Rate()  # Slots are left, and yet requests wait.
 
-    def terms(self) -> tuple[float, ...]:
-        """`Rate.terms` of the three rates, in this order."""
-        full, short = self.output_when_full, self.output_when_short
-        return (*self.prefill.terms(), *full.terms(), *short.terms())
+    def terms(self) -> tuple[tuple[float, ...], ...]:
+        """`Rate.terms` of the three rates, in this order: the first ones, the second, the third."""
+        rates = (self.prefill, self.output_when_full, self.output_when_short)
+        return tuple(zip(*(rate.terms() for rate in rates), strict=True))
 
 
 class GroupPace:

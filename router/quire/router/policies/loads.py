@@ -20,7 +20,9 @@ class Loads:
     """The numbers of each group in ``states`` as arrays; arrays and states always agree."""
 
     def __init__(self, states: Sequence[GroupState]) -> None:
-        self._set(list(states), np.empty((8, len(states))))
+        self.names = tuple(state.group for state in states)
+        """One object for as long as the groups are the same."""
+        self._set(list(states), np.empty((10, len(states))))
         for position, state in enumerate(states):
             self.put(position, state)
 
@@ -30,13 +32,17 @@ class Loads:
     def put(self, position: int, state: GroupState) -> None:
         """The group at ``position`` is in this state now."""
         self.states[position] = state
-        running, waiting, pending, requests, tokens, step_tokens, began_s, step_s = self._rows
+        running, waiting, pending, requests, tokens, step_tokens = self._rows[:6]
+        available, blocks, began_s, step_s = self._rows[6:]
         running[position] = state.num_running
         waiting[position] = state.num_waiting
         pending[position] = state.num_pending_prefill_tokens
         requests[position] = state.num_reserved_requests
         tokens[position] = state.num_reserved_tokens
         step_tokens[position] = state.num_step_tokens
+        is_known = state.num_available_blocks is not None
+        available[position] = state.num_available_blocks if is_known else inf
+        blocks[position] = state.num_blocks or 0
         began_s[position] = state.step_began_s
         # An unknown step counts as just begun.
         step_s[position] = state.step_s or inf
@@ -58,8 +64,16 @@ class Loads:
     def only(self, positions: Sequence[int]) -> "Loads":
         """The groups at these positions, as they are now."""
         few = Loads.__new__(Loads)
+        few.names = tuple(self.names[position] for position in positions)
         few._set([self.states[position] for position in positions], self._table[:, positions])
         return few
+
+    def copy(self) -> "Loads":
+        """All groups, as they are now."""
+        same = Loads.__new__(Loads)
+        same.names = self.names
+        same._set(self.states.copy(), self._table.copy())
+        return same
 
     def _set(self, states: list[GroupState], table: Column) -> None:
         self.states = states
@@ -70,6 +84,8 @@ class Loads:
         self.num_reserved_requests: Column
         self.num_reserved_tokens: Column
         self.num_step_tokens: Column
+        self.num_available_blocks: Column  # Infinite where it is not known.
+        self.num_blocks: Column
         (
             self.num_running,
             self.num_waiting,
@@ -77,6 +93,8 @@ class Loads:
             self.num_reserved_requests,
             self.num_reserved_tokens,
             self.num_step_tokens,
+            self.num_available_blocks,
+            self.num_blocks,
             self._step_began_s,
             self._step_s,
         ) = table
