@@ -23,6 +23,8 @@ class Loads:
         self.names = tuple(state.group for state in states)
         """One object for as long as the groups are the same."""
         self._set(list(states), np.empty((10, len(states))))
+        # A number is written through one of these in half the time that the array takes.
+        self._rows = [row.data for row in self._table]
         for position, state in enumerate(states):
             self.put(position, state)
 
@@ -62,14 +64,14 @@ class Loads:
         return over
 
     def only(self, positions: Sequence[int]) -> "Loads":
-        """The groups at these positions, as they are now."""
+        """The groups at these positions, as they are now; nothing is put into it."""
         few = Loads.__new__(Loads)
         few.names = tuple(self.names[position] for position in positions)
         few._set([self.states[position] for position in positions], self._table[:, positions])
         return few
 
     def copy(self) -> "Loads":
-        """All groups, as they are now."""
+        """All groups, as they are now; nothing is put into it."""
         same = Loads.__new__(Loads)
         same.names = self.names
         same._set(self.states.copy(), self._table.copy())
@@ -98,5 +100,3 @@ class Loads:
             self._step_began_s,
             self._step_s,
         ) = table
-        # A number is written through one of these in half the time that the array takes.
-        self._rows = [row.data for row in table]
