@@ -2,9 +2,9 @@
 
     python -m bench.decisions [--groups N …] [--rounds N] [--beside CHECKOUT] [--output FILE.md]
 
-Times `RoutingTable.route`: as it is, looking at one group after the other however many there are
-(`one by one`), and as in another checkout of this project (`before`). Each runs in a process of its
-own, in turn, ``--rounds`` times; a number in the tables is the median over the rounds. The cases:
+Times `RoutingTable.route` as it is, and as in another checkout of this project (`before`). Each
+runs in a process of its own, in turn, ``--rounds`` times; a number in the tables is the median over
+the rounds. The cases:
 
     mixed    prompts of 250 blocks, which up to four groups hold; between two decisions three
              groups' frames come
@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -59,11 +58,11 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=600, help="fewer where groups are many")
     parser.add_argument("--beside", type=Path, help="another checkout, timed as `before`")
     parser.add_argument("--output", type=Path, help="of the tables; they are printed anyway")
-    parser.add_argument("--measure", choices=("now", "one by one"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         (num_groups,) = arguments.groups
-        print(json.dumps(measure(num_groups, arguments.decisions, how=arguments.measure)))
+        print(json.dumps(measure(num_groups, arguments.decisions)))
         return
     rows = {}
     for num_groups in arguments.groups:
@@ -77,27 +76,23 @@ def main() -> None:
         arguments.output.write_text(text)
 
 
-def measure(num_groups: int, num_decisions: int, *, how: str) -> Times:
+def measure(num_groups: int, num_decisions: int) -> Times:
     """All cases in this process."""
     num_decisions = max(min(num_decisions, 500_000 // num_groups), 20)
     return {
-        **_quantiles("mixed", _decide(_Cluster(num_groups, how), num_decisions)),
-        **_quantiles("begun", _decide(_Cluster(num_groups, how, shared=True), num_decisions)),
-        **_quantiles("idle", _decide_idle(_Cluster(num_groups, how, idle=True), num_decisions)),
-        **_from_tokens(_Cluster(num_groups, how), num_decisions),
+        **_quantiles("mixed", _decide(_Cluster(num_groups), num_decisions)),
+        **_quantiles("begun", _decide(_Cluster(num_groups, shared=True), num_decisions)),
+        **_quantiles("idle", _decide_idle(_Cluster(num_groups, idle=True), num_decisions)),
+        **_from_tokens(_Cluster(num_groups), num_decisions),
     }
 
 
 class _Cluster:
     """A table that knows of groups, their loads and their caches."""
 
-    def __init__(
-        self, num_groups: int, how: str, *, shared: bool = False, idle: bool = False
-    ) -> None:
+    def __init__(self, num_groups: int, *, shared: bool = False, idle: bool = False) -> None:
         self.draw = draw = random.Random(0)
-        # What is timed as it was before does not know the option.
-        options: dict[str, Any] = {"many": 10**9} if how == "one by one" else {}
-        self.table = RoutingTable(block_size=BLOCK_SIZE, **options)
+        self.table = RoutingTable(block_size=BLOCK_SIZE)
         self.groups = [GroupId(f"group-{number:05}") for number in range(num_groups)]
         self.table.update_members(self.groups)
         beginning = draw.randbytes(HASH_BYTES * NUM_SHARED_BLOCKS) if shared else b""
@@ -177,25 +172,24 @@ def _rounds(
     num_groups: int, num_rounds: int, num_decisions: int, beside: Path | None
 ) -> dict[str, Times]:
     """Each way in turn."""
-    ways: dict[str, Path | None] = {"now": None, "one by one": None}
+    ways: dict[str, Path | None] = {"now": None}
     if beside is not None:
         ways["before"] = beside
     found: dict[str, list[Times]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, checkout in ways.items():
-            found[way].append(_in_process(num_groups, num_decisions, way, checkout))
+            found[way].append(_in_process(num_groups, num_decisions, checkout))
     return {
         way: {name: median(each[name] for each in times) for name in times[0]}
         for way, times in found.items()
     }
 
 
-def _in_process(num_groups: int, num_decisions: int, way: str, checkout: Path | None) -> Times:
+def _in_process(num_groups: int, num_decisions: int, checkout: Path | None) -> Times:
     environment = dict(os.environ)
     if checkout is not None:
         environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in PARTS)
-    how = "now" if way == "before" else way
-    command = [sys.executable, __file__, "--groups", str(num_groups), "--measure", how]
+    command = [sys.executable, __file__, "--groups", str(num_groups), "--measure"]
     done = subprocess.run(
         [*command, "--decisions", str(num_decisions)],
         stdout=subprocess.PIPE,

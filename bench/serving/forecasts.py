@@ -1,7 +1,7 @@
 """How right the gateway's forecasts of the time to first token were, as `quire explain` shows them.
 
 A forecast is of the time from routing to the first token at the gateway, made as the request is
-routed, from what earlier requests saw of the group (`quire.router.policies.pace`).
+routed, from what earlier requests saw of the group (`quire.router.policies.line`).
 """
 
 from collections.abc import Iterator, Sequence

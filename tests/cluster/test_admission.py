@@ -14,6 +14,7 @@ from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Stage, Ticket
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2 as pb
@@ -66,7 +67,7 @@ def test_speeds_are_those_of_a_busy_group() -> None:
         idle = pb.Load(num_running=1, num_prompt_tokens=100_000, num_output_tokens=10_000)
         known.observe(described, idle, now_s=now_s)
     # 100 tokens/s in outputs of 50 end 2 sequences a second; 1,000 tokens/s begin 10 of 100.
-    assert known.begun_per_s([FULL], tokens_each=100) == pytest.approx(2, rel=0.1)
+    assert known.begun_per_s(Loads([FULL]), tokens_each=100) == pytest.approx(2, rel=0.1)
 
 
 def after_steps(num_tokens: int, *, step_s: float, decode_s: float) -> Capacity:
@@ -88,12 +89,12 @@ def after_steps(num_tokens: int, *, step_s: float, decode_s: float) -> Capacity:
 
 def test_a_short_prompt_alone_in_a_step_does_not_pass_for_a_slow_group() -> None:
     known = after_steps(20, step_s=0.1, decode_s=0.1)
-    assert known.room([group()], wait_s=1, tokens_each=20) >= 100
+    assert known.room(Loads([group()]), wait_s=1, tokens_each=20) >= 100
 
 
 def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
     known = after_steps(1500, step_s=2.1, decode_s=0.1)
-    per_s = known.begun_per_s([group()], tokens_each=1500)
+    per_s = known.begun_per_s(Loads([group()]), tokens_each=1500)
     assert per_s == pytest.approx(0.5, rel=0.1)
 
 
@@ -110,7 +111,7 @@ def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decode
             num_pending_prefill_tokens=1000 * (steps_ahead - 1) + 3000,
         )
         known.observe(described, load, now_s=float(second))
-    assert known.begun_per_s([group()], tokens_each=1000) == pytest.approx(1, rel=0.2)
+    assert known.begun_per_s(Loads([group()]), tokens_each=1000) == pytest.approx(1, rel=0.2)
 
 
 def after_a_slow_time(*, is_awaited: bool) -> float:
@@ -134,7 +135,7 @@ def after_a_slow_time(*, is_awaited: bool) -> float:
         frame()
         num_begun, now_s = num_begun + 1, now_s + 0.18
         frame()
-    return known.begun_per_s([group()], tokens_each=300)
+    return known.begun_per_s(Loads([group()]), tokens_each=300)
 
 
 def test_prompts_that_are_sent_one_by_one_show_the_speed_while_others_wait_here() -> None:
@@ -163,15 +164,15 @@ def test_prompts_that_nobody_waits_behind_show_no_speed() -> None:
 def test_the_room_is_what_its_narrowest_resource_allows(
     state: GroupState, tokens_each: float, expected: float
 ) -> None:
-    room = capacity().room([state], wait_s=2, tokens_each=tokens_each)
+    room = capacity().room(Loads([state]), wait_s=2, tokens_each=tokens_each)
     assert room == pytest.approx(expected, rel=0.1)
 
 
 def test_other_gateways_are_taken_to_have_sent_as_much() -> None:
     state = group(num_reserved_requests=1, num_reserved_tokens=400)
     alone, among = capacity(), capacity(gateways=4)
-    assert alone.room([state], wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
-    assert among.room([state], wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
+    assert alone.room(Loads([state]), wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
+    assert among.room(Loads([state]), wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
 
 
 def test_there_are_as_many_gateways_as_the_group_says_that_knows_of_most() -> None:
@@ -202,12 +203,12 @@ def test_an_output_under_way_counts_for_the_mean_length() -> None:
     for second in range(100):
         load = pb.Load(num_running=1, num_output_tokens=second * 100)
         known.observe(described, load, now_s=float(second))
-    assert known.begun_per_s([FULL], tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
+    assert known.begun_per_s(Loads([FULL]), tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
 
 
 def test_a_request_that_can_begin_is_released_at_once() -> None:
     queue, first = admission(), ticket()
-    assert queue.offer(first, [group()], now_s=0) == []
+    assert queue.offer(first, Loads([group()]), now_s=0) == []
     stages = [first.stage]
     assert queue.unbegun == (1, 10)
     queue.begun(first)
@@ -219,22 +220,22 @@ def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
     queue = admission(max_queue_wait_s=10)
     tickets = [ticket(priority=priority) for priority in (0, 5, -5, 0)]
     for each in tickets:
-        queue.offer(each, [FULL], now_s=0)
+        queue.offer(each, Loads([FULL]), now_s=0)
         assert each.stage is Stage.QUEUED
-    assert queue.release([FULL]) == []
-    assert queue.release([group(num_running=1)]) == [tickets[2], tickets[0], tickets[3]]
-    assert queue.release([FULL]) == [], "the three are on their way"
+    assert queue.release(Loads([FULL])) == []
+    assert queue.release(Loads([group(num_running=1)])) == [tickets[2], tickets[0], tickets[3]]
+    assert queue.release(Loads([FULL])) == [], "the three are on their way"
     for each in tickets:
         queue.routed(each)
-    assert queue.release([group()]) == [tickets[1]]
+    assert queue.release(Loads([group()])) == [tickets[1]]
 
 
 def test_one_that_would_wait_too_long_is_refused_with_numbers() -> None:
     queue = admission(max_queue_wait_s=2.1)
     for _ in range(4):  # 2 s are what 4 need to end.
-        queue.offer(ticket(), [FULL], now_s=0)
+        queue.offer(ticket(), Loads([FULL]), now_s=0)
     with pytest.raises(Overloaded, match=r"max-queue-wait-s is 2.1; try again in") as raised:
-        queue.offer(ticket(), [FULL], now_s=0)
+        queue.offer(ticket(), Loads([FULL]), now_s=0)
     assert raised.value.reason == "wait"
     assert 0 < raised.value.retry_after_s <= 2
 
@@ -260,7 +261,7 @@ def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
     """What the first of equal requests is told that is not taken."""
     for _ in range(100):
         try:
-            queue.offer(ticket(**values), [state], now_s=0)
+            queue.offer(ticket(**values), Loads([state]), now_s=0)
         except Overloaded as error:
             return error
     raise AssertionError("all were taken")
@@ -270,8 +271,8 @@ def test_by_default_none_is_refused_for_its_wait_nor_for_its_deadline() -> None:
     queue = admission()
     waiting = [ticket(10_000, deadline_s=10.0) for _ in range(500)]
     for each in waiting:
-        queue.offer(each, [FULL], now_s=0)
-    queue.check(0, [FULL], now_s=9)
+        queue.offer(each, Loads([FULL]), now_s=0)
+    queue.check(0, Loads([FULL]), now_s=9)
     assert list(queue.queued) == waiting
 
 
@@ -293,11 +294,11 @@ def test_a_refusal_names_the_flag_that_bounds_it(bounds: dict[str, Any], told: s
 
 def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
     queue = admission(max_queue_wait_s=10)
-    queue.offer(ticket(), [FULL], now_s=5)
-    queue.offer(ticket(), [FULL], now_s=5)
-    queue.offer(ticket(deadline_s=9.0), [FULL], now_s=5)
+    queue.offer(ticket(), Loads([FULL]), now_s=5)
+    queue.offer(ticket(), Loads([FULL]), now_s=5)
+    queue.offer(ticket(deadline_s=9.0), Loads([FULL]), now_s=5)
     with pytest.raises(Overloaded, match="after its deadline") as raised:
-        queue.offer(ticket(deadline_s=6.0), [FULL], now_s=5)
+        queue.offer(ticket(deadline_s=6.0), Loads([FULL]), now_s=5)
     assert raised.value.reason == "deadline"
 
 
@@ -305,35 +306,35 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
     queue = admission(max_queued_requests=3, max_queue_wait_s=10)
     low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
     for each in low:
-        queue.offer(each, [FULL], now_s=0)
+        queue.offer(each, Loads([FULL]), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-requests is 3"):
-        queue.offer(ticket(priority=9), [FULL], now_s=0)
+        queue.offer(ticket(priority=9), Loads([FULL]), now_s=0)
     high = ticket(priority=1)
-    assert queue.offer(high, [FULL], now_s=0) == [low[2]]
+    assert queue.offer(high, Loads([FULL]), now_s=0) == [low[2]]
     assert low[2].stage is Stage.LEFT
     assert list(queue.queued) == [high, low[0], low[1]]
 
 
 def test_what_has_no_chance_is_refused_before_its_size_is_known() -> None:
     queue = admission(max_queued_requests=1)
-    queue.check(5, [FULL], now_s=0)
+    queue.check(5, Loads([FULL]), now_s=0)
     waiting = ticket(priority=5)
-    queue.offer(waiting, [FULL], now_s=0)
+    queue.offer(waiting, Loads([FULL]), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-requests is 1"):
-        queue.check(5, [FULL], now_s=0)
-    queue.check(1, [FULL], now_s=0)  # It would displace the other.
+        queue.check(5, Loads([FULL]), now_s=0)
+    queue.check(1, Loads([FULL]), now_s=0)  # It would displace the other.
     assert list(queue.queued) == [waiting]
 
 
 def test_without_groups_requests_wait_within_the_bounds() -> None:
     queue = admission(max_queued_bytes=100)
     big, small = ticket(num_bytes=5000), ticket(num_bytes=10)
-    queue.offer(big, [], now_s=0)
+    queue.offer(big, Loads([]), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-bytes 100"):
-        queue.offer(small, [], now_s=0)
+        queue.offer(small, Loads([]), now_s=0)
     assert list(queue.queued) == [big]
     queue.leave(big)
-    queue.offer(small, [], now_s=0)
+    queue.offer(small, Loads([]), now_s=0)
     assert list(queue.queued) == [small]
 
 
@@ -362,7 +363,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.queue = admission(max_queued_requests=5, max_queued_bytes=2000, max_queue_wait_s=3)
         self.live: list[Ticket] = []
         self.now_s = 0.0
-        self.states = [FULL]
+        self.states = Loads([FULL])
 
     @rule(
         tokens=st.integers(1, 3000),
@@ -398,7 +399,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     )
     def load(self, running: int, waiting: int, pending: int, there: bool) -> None:
         state = group(num_running=running, num_waiting=waiting, num_pending_prefill_tokens=pending)
-        self.states = [state] if there else []
+        self.states = Loads([state] if there else [])
         before = list(self.queue.queued)
         released = self.queue.release(self.states)
         assert released == before[: len(released)], "by priority, then in order of arrival"
@@ -444,6 +445,6 @@ def test_the_order_does_not_depend_on_chance() -> None:
     queue = admission(max_queued_requests=200, max_queue_wait_s=1e6)
     tickets = [ticket(priority=rng.randint(-3, 3)) for _ in range(150)]
     for each in tickets:
-        queue.offer(each, [], now_s=0)
+        queue.offer(each, Loads([]), now_s=0)
     expected = sorted(tickets, key=lambda each: each.priority)  # A stable sort.
     assert list(queue.queued) == expected

@@ -1,4 +1,4 @@
-"""Among many groups at once, admission decides as it does looking at one after the other."""
+"""Admission decides from arrays as it does looking at one group after the other."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +15,7 @@ from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Stage, Ticket
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import GroupLoad, RoutingTable
@@ -40,12 +41,11 @@ class TwinMachine(RuleBasedStateMachine):
 
     @initialize(
         config=st.sampled_from(CONFIGS),
-        many=st.sampled_from([1, 2, 6, 12]),
         names=st.lists(st.sampled_from(NAMES), min_size=3, unique=True),
     )
-    def begin(self, config: AdmissionConfig, many: int, names: list[GroupId]) -> None:
+    def begin(self, config: AdmissionConfig, names: list[GroupId]) -> None:
         self.now_s = 0.0
-        self.capacities = (Capacity(many=many), PlainCapacity())
+        self.capacities = (Capacity(), PlainCapacity())
         self.admissions = (
             Admission(config, self.capacities[0]),
             PlainAdmission(config, self.capacities[1]),
@@ -56,7 +56,7 @@ class TwinMachine(RuleBasedStateMachine):
         self.steps = dict.fromkeys(NAMES, (0, 0))
         self.members: set[GroupId] = set()
         self.change_members(names)
-        self.shown = self.table.states()
+        self.shown = self.table.loads()
 
     @rule(
         num_tokens=st.sampled_from([1, 10, 300, 3000, 20_000]) | st.integers(1, 9000),
@@ -83,7 +83,7 @@ class TwinMachine(RuleBasedStateMachine):
             deadline_s=self.now_s + patience_s,
         )
         pair = (ticket, replace(ticket))
-        states = self.table.states()
+        states = self.table.loads()
         answers: list[Any] = []
         for admission, each in zip(self.admissions, pair, strict=True):
             try:
@@ -99,7 +99,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(priority=st.integers(-1, 2))
     def check(self, priority: int) -> None:
-        states = self.table.states()
+        states = self.table.loads()
         answers = []
         for admission in self.admissions:
             try:
@@ -111,7 +111,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule()
     def release(self) -> None:
-        states = self.table.states()
+        states = self.table.loads()
         released = [
             [each.number for each in admission.release(states)] for admission in self.admissions
         ]
@@ -247,16 +247,13 @@ class TwinMachine(RuleBasedStateMachine):
     )
     def they_see_the_same(self, wait_s: float, tokens_each: float) -> None:
         """To the last bit; also of states that were shown before, with what was learnt since."""
-        before, self.shown = self.shown, self.table.states()
+        before, self.shown = self.shown, self.table.loads()
         ours, plain = self.capacities
         for states in (before, self.shown, self.shown):
-            for enough in (inf, 1.0):
-                rooms = [
-                    each.room(states, wait_s=wait_s, tokens_each=tokens_each, enough=enough)
-                    for each in (ours, plain)
-                ]
-                assert (rooms[0] >= enough) == (rooms[1] >= enough)
-                assert enough < inf or rooms[0] == rooms[1]
+            rooms = [
+                each.room(states, wait_s=wait_s, tokens_each=tokens_each) for each in (ours, plain)
+            ]
+            assert rooms[0] == rooms[1]
             speeds = [each.begun_per_s(states, tokens_each=tokens_each) for each in (ours, plain)]
             assert speeds[0] == speeds[1]
             assert ours.num_queued(states) == plain.num_queued(states)
@@ -292,5 +289,5 @@ def test_whichever_of_a_hundred_groups_change_the_room_is_that_of_each_in_turn(
         states = states.copy()
         for position, tokens in changes.items():
             states[position] = replace(states[position], num_pending_prefill_tokens=1000 * tokens)
-        rooms = [each.room(states, wait_s=0.3, tokens_each=7) for each in (ours, plain)]
+        rooms = [each.room(Loads(states), wait_s=0.3, tokens_each=7) for each in (ours, plain)]
         assert rooms[0] == rooms[1]

@@ -193,7 +193,7 @@ class ModelGateway:
     def arrive(self, client: Client) -> None:
         now_s = self._world.now_s
         try:
-            displaced = self.admission.offer(client.ticket, self.table.states(), now_s=now_s)
+            displaced = self.admission.offer(client.ticket, self.table.loads(), now_s=now_s)
         except Overloaded:
             client.refused_s = now_s
             return
@@ -205,7 +205,7 @@ class ModelGateway:
 
     def forecast_s(self) -> float:
         """The least bound with which a request would be taken now, to three percent."""
-        states, waiting = self.table.states(), self.admission.queued
+        states, waiting = self.table.loads(), self.admission.queued
         tokens_each = sum(each.num_prompt_tokens for each in waiting) / max(len(waiting), 1)
         wait_s = 0.1
         while self.capacity.room(states, wait_s=wait_s, tokens_each=tokens_each) <= len(waiting):
@@ -225,7 +225,7 @@ class ModelGateway:
         self.capacity.observe(
             group.description, load, now_s=self._world.now_s, is_awaited=bool(self.admission.queued)
         )
-        for ticket in self.admission.release(self.table.states()):
+        for ticket in self.admission.release(self.table.loads()):
             self._send(self._clients[ticket])
 
     def token(self, client: Client, *, is_last: bool) -> None:

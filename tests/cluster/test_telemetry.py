@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cluster.deploy import wait_idle
-from quire.router.policies.pace import MIN_OBSERVATIONS
+from quire.router.policies.line import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -95,12 +95,7 @@ async def test_forecasts_and_their_errors_are_told_by_group(page: str) -> None:
     assert errors
     assert {sample.labels["group"] for sample in errors} <= {"g0", "g1"}
     paces = families["quire_group_pace_seconds"].samples
-    assert {s.labels["part"] for s in paces} == {
-        "missing_token",
-        "queued_token",
-        "sequence",
-        "fixed",
-    }
+    assert {s.labels["part"] for s in paces} == {"missing_token", "fixed"}
     assert all(sample.value >= 0 for sample in paces)
 
 

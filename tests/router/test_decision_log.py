@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.router.decision_log import MAX_OUTCOME_CHARS, DecisionLog
 from quire.router.policies.decide import decide
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
 from quire.router.prefix_index.directory import GroupId
@@ -27,7 +28,9 @@ def decision_of(num_groups: int) -> Decision:
         for number in range(num_groups)
     ]
     request = RouteRequest(hashes=(), num_prompt_tokens=1000, block_size=16)
-    return decide(PrefixAware(), request, states, [20 + number for number in range(num_groups)])
+    return decide(
+        PrefixAware(), request, Loads(states), [20 + number for number in range(num_groups)]
+    )
 
 
 def add(log: DecisionLog, request_id: str, *, num_groups: int = 2, client_id: str = "") -> None:

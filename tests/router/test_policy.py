@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.router.errors import NoGroupAvailable
 from quire.router.policies.decide import decide
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.prefix_index.directory import GroupId
 from quire.simulate.baselines import SIMULATED_POLICIES
@@ -54,9 +56,8 @@ def route(
     policy: str = "prefix_aware",
 ) -> Decision:
     """What a policy that has seen nothing yet decides."""
-    return decide(
-        SIMULATED_POLICIES[policy](), request, groups, [overlap.get(s.group, 0) for s in groups]
-    )
+    lengths = [overlap.get(s.group, 0) for s in groups]
+    return decide(SIMULATED_POLICIES[policy](), request, Loads(groups), lengths)
 
 
 def request(blocks: Blocks, name: object, *, num_tokens: int) -> RouteRequest:
@@ -205,7 +206,7 @@ def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Block
     for second in range(60):
         # However long they have been so.
         now = replace(prompt, now_s=float(second))
-        decision = decide(policy, now, [home, *others, idle_one], [640, *[0] * 7])
+        decision = decide(policy, now, Loads([home, *others, idle_one]), [640, *[0] * 7])
         assert decision.group == "idle"
 
 
@@ -214,7 +215,7 @@ def after_requests_that_bring(num_tokens: int) -> Policy:
     policy = SIMULATED_POLICIES["prefix_aware"]()
     asked = RouteRequest(hashes=(), num_prompt_tokens=100_000, block_size=BLOCK_SIZE)
     for _ in range(1000):
-        policy.costs(asked, idle("a", "b"), [0, 100_000 - num_tokens])
+        policy.costs(asked, Loads(idle("a", "b")), np.array([0.0, 100_000 - num_tokens]))
     return policy
 
 
@@ -224,7 +225,7 @@ def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: B
         prompt = request(blocks, "p", num_tokens=num_tokens)
         policy, cached = after_requests_that_bring(500), num_tokens // BLOCK_SIZE
         groups = [queued("a", 2 * num_tokens), *idle("b")]
-        assert decide(policy, prompt, groups, [cached, 0]).group == expected
+        assert decide(policy, prompt, Loads(groups), [cached, 0]).group == expected
 
 
 def test_a_queue_is_of_more_requests_where_each_brings_less(blocks: Blocks) -> None:
@@ -232,7 +233,7 @@ def test_a_queue_is_of_more_requests_where_each_brings_less(blocks: Blocks) -> N
     prompt, groups = request(blocks, "p", num_tokens=1024), [queued("a", 7000), queued("b", 3000)]
     for num_tokens, expected in ((100, "a"), (10_000, "b")):
         policy = after_requests_that_bring(num_tokens)
-        assert decide(policy, prompt, groups, [64, 0]).group == expected
+        assert decide(policy, prompt, Loads(groups), [64, 0]).group == expected
 
 
 def test_a_decision_explains_itself(blocks: Blocks) -> None:

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.router.policies.decide import decide
+from quire.router.policies.line import MIN_OBSERVATIONS
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policies.step_clock import MIN_STEPS, StepClock
+from quire.router.policies.step_clock import StepClock
 from quire.router.prefix_index.directory import GroupId
 
 
@@ -26,7 +28,7 @@ def run(clock: StepClock, queues: list[int], *, fixed_s: float, per_token_s: flo
 
 
 @given(
-    queues=st.lists(st.integers(0, 8192), min_size=MIN_STEPS, max_size=100),
+    queues=st.lists(st.integers(0, 8192), min_size=MIN_OBSERVATIONS, max_size=100),
     fixed_s=st.floats(0.001, 0.1),
     per_token_s=st.floats(0, 1e-3),
 )
@@ -52,7 +54,7 @@ def test_a_step_does_not_compute_all_of_a_long_queue() -> None:
 
 def test_nothing_is_known_before_enough_steps_were_seen() -> None:
     clock = StepClock()
-    run(clock, [100] * (MIN_STEPS - 1), fixed_s=0.02, per_token_s=0.0)
+    run(clock, [100] * (MIN_OBSERVATIONS - 1), fixed_s=0.02, per_token_s=0.0)
     assert clock.length_s == 0
 
 
@@ -110,7 +112,7 @@ def test_a_clock_that_goes_back_teaches_nothing() -> None:
 
 def chosen(first: GroupState, second: GroupState) -> str:
     request = RouteRequest(hashes=(), num_prompt_tokens=1000, block_size=16, now_s=10.0)
-    return decide(PrefixAware(), request, [first, second], [0, 0]).group
+    return decide(PrefixAware(), request, Loads([first, second]), [0, 0]).group
 
 
 def test_of_groups_alike_the_one_whose_step_ends_first_is_chosen() -> None:

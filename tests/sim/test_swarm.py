@@ -152,10 +152,10 @@ def _keeps_places_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Admission.offer
 
-    def offer(self: Admission, ticket: Ticket, states: Any, *, now_s: float) -> Any:
-        if states and not any(state.num_requests for state in states):
+    def offer(self: Admission, ticket: Ticket, loads: Any, *, now_s: float) -> Any:
+        if loads and not loads.num_requests.any():
             raise Overloaded("not now", reason="wait", retry_after_s=1.0)
-        return original(self, ticket, states, now_s=now_s)
+        return original(self, ticket, loads, now_s=now_s)
 
     monkeypatch.setattr(Admission, "offer", offer)
 

@@ -1,32 +1,22 @@
-"""The groups to route to, in one order, as lists and arrays for decisions.
-
-Where groups are few, or the policy looks at one after the other, their states are enough. Where
-they are many, `loads` has them in arrays, and each group keeps its place there up to date.
-"""
+"""The groups to route to, in one order, with their loads as arrays for decisions."""
 
 import itertools
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Lengths, Slot
 from quire.router.reservations import Group
 
-MANY = 32
-"""Fewer groups take less time one after the other, frames included."""
-
 
 class Members:
-    def __init__(self, *, many: int | None) -> None:
-        """With ``many`` groups and more there are `loads`; None: never."""
+    def __init__(self) -> None:
         self.groups: dict[GroupId, Group] = {}
-        self.loads: Loads | None = None
+        self.loads = Loads([])
         self.numbers = array("Q")
-        self._many = many
         self._new_numbers = itertools.count()
         self._slots = np.empty(0, dtype=np.intp)
         self._is_heard = np.empty(0, dtype=np.int64)
@@ -42,8 +32,7 @@ class Members:
         for name in names - groups.keys():
             groups[name] = Group(name, next(self._new_numbers))
         self.numbers = array("Q", [group.number for group in groups.values()])
-        is_many = self._many is not None and len(groups) >= self._many
-        self.loads = Loads([group.state() for group in groups.values()]) if is_many else None
+        self.loads = Loads([group.state() for group in groups.values()])
         self._slots = np.zeros(len(groups), dtype=np.intp)
         self._is_heard = np.zeros(len(groups), dtype=np.int64)
         for position, group in enumerate(groups.values()):
@@ -51,27 +40,12 @@ class Members:
             self.heard(group, group.slot)
         return left
 
-    def states(self) -> list[GroupState]:
-        """Each group's load, which never changes but is replaced."""
-        if self.loads is not None:
-            return self.loads.states.copy()
-        return [group.state() for group in self.groups.values()]
-
     def heard(self, group: Group, slot: Slot | None) -> None:
         """The directory knows the group as ``slot``, if it does."""
         if slot is None:
             return
         group.slot = slot
         self._slots[group.position], self._is_heard[group.position] = slot, 1
-
-    def by_name(self, lengths: Mapping[GroupId, int]) -> list[int]:
-        """In the members' order, 0 for those without a name here; others' names are left out."""
-        in_order = [0] * len(self.groups)
-        for name, length in lengths.items():
-            group = self.groups.get(name)
-            if group is not None:
-                in_order[group.position] = length
-        return in_order
 
     def by_slot(self, lengths: Lengths) -> "array[int]":
         """In the members' order, what is given by the directory's slots."""

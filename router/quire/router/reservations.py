@@ -13,8 +13,8 @@ from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
 from quire.router.in_flight import new_counts
+from quire.router.policies.line import Line
 from quire.router.policies.loads import Loads
-from quire.router.policies.pace import PaceFit
 from quire.router.policies.policy import Decision, GroupState, RouteRequest
 from quire.router.policies.step_clock import StepClock
 from quire.router.prefix_index.directory import GroupId
@@ -26,6 +26,10 @@ _FRAMES_UNTIL_SHOWN = 2
 first frame after a submit may have left the group before the submit arrived; the second follows a
 step with it. An idle group's first frame has the first token, which `RoutingTable.started` takes as
 proof."""
+_WAITS_KEPT = 20
+"""First tokens that a forecast is learned from."""
+_MIN_WAIT_S = 1e-3
+"""Differences of less than a millisecond are noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,7 @@ class Group:
     num_reserved_tokens: int = 0
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
-    fit: PaceFit = field(default_factory=PaceFit)
+    waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
     clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
     """Mean of its recent forecasts' errors, as shares of the waits."""
@@ -71,7 +75,7 @@ class Group:
     slot: Slot | None = None
     """Its slot in the directory, once it has one."""
     loads: Loads | None = None
-    """Where its state is kept up to date, if it is."""
+    """Where its state is kept up to date, while it is a member."""
     _state: GroupState | None = None
     """None if something has changed since the last read."""
 
@@ -112,12 +116,10 @@ class Group:
 
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
         """From the first token of a request sent here."""
-        self.fit.observe(
-            num_missing=max(request.request.num_prompt_tokens - num_cached_tokens, 0),
-            num_queued=request.state.num_queued_tokens,
-            num_sequences=request.state.num_requests,
-            waited_s=waited_s,
-        )
+        num_missing = max(request.request.num_prompt_tokens - num_cached_tokens, 0)
+        # Relative errors count, so that short waits teach as much as long ones.
+        weight = 1 / max(waited_s, _MIN_WAIT_S) ** 2
+        self.waits.add(num_missing + request.state.num_queued_tokens, waited_s, weight=weight)
         self._changed()
 
     def reserve(self, request: "InFlight", *, is_submitted: bool) -> None:
@@ -156,7 +158,7 @@ class Group:
             step_began_s=self.clock.began_s,
             step_s=self.clock.length_s,
             num_step_tokens=self.clock.num_tokens,
-            pace=self.fit.pace,
+            wait=self.waits.parts,
         )
 
 

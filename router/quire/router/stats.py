@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.router.accuracy import AccuracyStats
-from quire.router.policies.pace import Pace
 from quire.router.prefix_index.directory import DirectoryStats, GroupId
 
 
@@ -12,7 +11,8 @@ from quire.router.prefix_index.directory import DirectoryStats, GroupId
 class GroupForecasts:
     """The learned speed of one group, and its accuracy."""
 
-    pace: Pace | None
+    wait: tuple[float, float] | None
+    """See `GroupState.wait`."""
     mean_error: float | None
     """Mean error of its recent forecasts, as a share of the wait; None before the first."""
 

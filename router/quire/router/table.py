@@ -18,15 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
-from quire.router.members import MANY, Members
+from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
-from quire.router.policies.decide import PolicyOfMany, decide, decide_among_many
+from quire.router.policies.decide import decide
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.prefix_index.directory import (
     Applied,
@@ -53,24 +52,21 @@ class RoutingTable:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         policy: Policy | None = None,
-        many: int = MANY,
         first_ordinal: int = 0,
     ) -> None:
         """``wall_clock`` dates explanations; all else goes by ``clock``.
 
-        ``policy`` decides in place of the one that ``config`` names. ``many`` groups are looked at
-        at once, where the policy can; that changes no decision. ``first_ordinal`` numbers the first
-        decision: gateways that begin with the same one draw the same groups, one request after the
-        other.
+        ``policy`` decides in place of the one that ``config`` names. ``first_ordinal`` numbers the
+        first decision: gateways that begin with the same one draw the same groups, one request
+        after the other.
         """
         self._config = config = config or RoutingConfig()
-        self._policy = policy = policy or POLICIES[config.policy]()
-        self._policy_of_many = policy if isinstance(policy, PolicyOfMany) else None
+        self._policy = policy or POLICIES[config.policy]()
         self.block_size = block_size
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._members = Members(many=many if self._policy_of_many else None)
+        self._members = Members()
         self._in_flight = Reservations(
             max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
@@ -112,7 +108,8 @@ class RoutingTable:
         with self._lock:
             self._forget(request_id)
             hashes = BlockHashes.of(hashes)
-            held = self._held(hashes)
+            members = self._members
+            held = members.by_slot(self._directory.prefix_lengths(hashes))
             now_s = self._clock()
             request = RouteRequest(
                 hashes=hashes,
@@ -123,7 +120,8 @@ class RoutingTable:
                 now_s=now_s,
             )
             try:
-                decision = self._decide(request, hashes, held)
+                overlap = self._in_flight.extend(hashes, members.numbers, held)
+                decision = decide(self._policy, request, members.loads, overlap)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
@@ -135,7 +133,7 @@ class RoutingTable:
             if oldest is not None:
                 self._forget(oldest)
                 self._log.ended(oldest, "forgotten: too many are in flight")
-            group = self._members.groups[decision.group]
+            group = members.groups[decision.group]
             use_directory = self._config.use_directory
             self._in_flight.add(
                 request_id,
@@ -258,8 +256,12 @@ class RoutingTable:
 
     def states(self) -> list[GroupState]:
         """Each group's load as the next decision will see it."""
+        return self.loads().states
+
+    def loads(self) -> Loads:
+        """The same with arrays of each number. The caller's own."""
         with self._lock:
-            return self._members.states()
+            return self._members.loads.copy()
 
     def num_to_compute(self, num_prompt_tokens: float) -> float:
         """How many of so many prompt tokens no group has cached, as recent decisions had it."""
@@ -273,7 +275,7 @@ class RoutingTable:
                 num_unroutable=self._num_unroutable,
                 accuracy=self._accuracy.stats(),
                 forecasts={
-                    name: GroupForecasts(pace=group.fit.pace, mean_error=group.forecast_error)
+                    name: GroupForecasts(wait=group.waits.parts, mean_error=group.forecast_error)
                     for name, group in groups.items()
                 },
                 num_in_flight=len(self._in_flight),
@@ -287,20 +289,6 @@ class RoutingTable:
                 max_candidates_kept=config.max_candidates_kept,
                 directory=self._directory.stats(),
             )
-
-    def _held(self, hashes: BlockHashes) -> Sequence[int]:
-        """How many of the prompt's blocks each member holds."""
-        if self._members.loads is None:
-            return self._members.by_name(self._directory.longest_prefix(hashes))
-        return self._members.by_slot(self._directory.prefix_lengths(hashes))
-
-    def _decide(self, request: RouteRequest, hashes: BlockHashes, held: Sequence[int]) -> Decision:
-        members = self._members
-        overlap = self._in_flight.extend(hashes, members.numbers, held)
-        if members.loads is None or self._policy_of_many is None:
-            return decide(self._policy, request, members.states(), overlap)
-        lengths = np.frombuffer(overlap, dtype=np.int64)
-        return decide_among_many(self._policy_of_many, request, members.loads, lengths)
 
     def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from quire.router.policies.catalog import POLICIES
 from quire.router.policies.decide import distance_from
 from quire.router.policies.policy import GroupState, Policy, Reason, RouteRequest
-from quire.router.policies.simple import Forgetful
+from quire.router.policies.simple import OneByOne
 from quire.router.prefix_index.directory import GroupId
 from quire.simulate.prefix_memory import PrefixMemory
 from quire.worker.api.hashing import BlockHash
@@ -23,26 +23,26 @@ _REQUEST = 64.0
 """Where a rule counts requests: more than what the common tie-break takes for a tie."""
 
 
-class AnyGroup(Forgetful):
+class AnyGroup(OneByOne):
     """Any group; the same one for the same ordinal."""
 
     reason: Reason = "random"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         drawn = Random(request.ordinal).choice(sorted(state.group for state in groups))
         return [0.0 if state.group == drawn else inf for state in groups]
 
 
-class BoundedHash(Forgetful):
+class BoundedHash(OneByOne):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018), of the
     first block: the first group in the prefix's own order that has no more than 1.25 times its
     share of the requests. Rendezvous order stands for the ring."""
 
     reason: Reason = "consistent_hash"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         loads = [state.num_requests for state in groups]
@@ -56,7 +56,7 @@ class BoundedHash(Forgetful):
         return costs
 
 
-class SglangCacheAware(Forgetful):
+class SglangCacheAware(OneByOne):
     """SGLang's router, ``cache_aware``, with its defaults (sgl-router, README and CLI).
 
     Where requests in flight differ by more than 64 and by more than half, the fewest win. Else
@@ -70,7 +70,7 @@ class SglangCacheAware(Forgetful):
         self._sent = PrefixMemory(max_blocks=32_768)  # 2**24 characters per group.
         self._approximate = approximate
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         loads = [state.num_requests for state in groups]
@@ -94,7 +94,7 @@ class SglangCacheAware(Forgetful):
         self._sent.drop(group)
 
 
-class RayPrefixAffinity(Forgetful):
+class RayPrefixAffinity(OneByOne):
     """Ray Serve LLM's ``PrefixCacheAffinityRouter`` with its defaults (ray.llm, 2.60).
 
     The longest match of what was sent wins if it is at least 10 % of the prompt, however loaded;
@@ -108,7 +108,7 @@ class RayPrefixAffinity(Forgetful):
     def __init__(self, *, max_blocks: int = 2**17) -> None:
         self._sent = PrefixMemory(max_blocks=max_blocks)
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         names = [state.group for state in groups]
@@ -129,7 +129,7 @@ class RayPrefixAffinity(Forgetful):
         self._sent.drop(group)
 
 
-class LlmdScorers(Forgetful):
+class LlmdScorers(OneByOne):
     """llm-d's inference scheduler: prefix : queue : KV scorers as 3 : 2 : 2 (its default profile).
 
     Prefix is the matched share of the prompt, queue is 1 for the shortest and 0 for the longest,
@@ -138,7 +138,7 @@ class LlmdScorers(Forgetful):
 
     reason: Reason = "least_loaded"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         queues = [state.num_waiting + state.num_reserved_requests for state in groups]
@@ -152,7 +152,7 @@ class LlmdScorers(Forgetful):
         ]
 
 
-class Preble(Forgetful):
+class Preble(OneByOne):
     """Preble's E2 (Srivatsa et al., ICLR 2025), section 3.2.
 
     Where the longest match is more than half of the prompt it is exploited, unless that group's
@@ -169,7 +169,7 @@ class Preble(Forgetful):
         self._num_tokens = self._num_hit_tokens = 1
         self._hits: dict[GroupId, int] = {}
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         self._hits = {s.group: hit for s, hit in zip(groups, hits, strict=True)}
@@ -207,13 +207,13 @@ class Preble(Forgetful):
         return self._loads[group]
 
 
-class Mooncake(Forgetful):
+class Mooncake(OneByOne):
     """Mooncake's Conductor (Qin et al., FAST 2025, algorithm 1) without fetching from peers:
     the least of what is queued and the prefill of what is missing."""
 
     reason: Reason = "least_loaded"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         num_tokens = request.num_prompt_tokens
@@ -223,7 +223,7 @@ class Mooncake(Forgetful):
         ]
 
 
-class DynamoCost(Forgetful):
+class DynamoCost(OneByOne):
     """NVIDIA Dynamo's KV router: ``weight * prefill blocks + decode blocks``, temperature 0.
 
     Prefill counts what is queued and what this request lacks; decode counts the different blocks
@@ -238,7 +238,7 @@ class DynamoCost(Forgetful):
         self._active: dict[GroupId, Counter[BlockHash]] = defaultdict(Counter)
         self._num_ends: dict[GroupId, int] = defaultdict(int)  # Partial blocks at prompts' ends.
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         hashes, num_tokens, size = request.hashes, request.num_prompt_tokens, request.block_size

@@ -3,10 +3,12 @@
 import pickle
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -66,9 +68,9 @@ def test_a_policy_grows_no_more_with_prompts_that_it_has_not_seen(
             ordinal=number,
             now_s=float(number),
         )
-        groups = [GroupState(group=group) for group in GROUPS]
-        costs = policy.costs(request, groups, [0] * len(GROUPS))
-        group = GROUPS[costs.index(min(costs))]
+        groups = Loads([GroupState(group=group) for group in GROUPS])
+        costs = policy.costs(request, groups, np.zeros(len(GROUPS)))
+        group = GROUPS[int(costs.argmin())]
         policy.routed(request, group)
         policy.finished(request, group)
         sizes.append(len(pickle.dumps(policy)))

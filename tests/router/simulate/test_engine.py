@@ -132,13 +132,13 @@ def test_equal_prompts_that_arrive_at_random_wait_as_long_as_in_an_m_d_1_queue(
 ) -> None:
     """Pollaczek and Khinchine: the mean wait is ``load * service / (2 * (1 - load))``."""
     rng, now_ms, service_ms, rows = random.Random(1), 0.0, 20.0, []
-    for _ in range(40_000):
+    for _ in range(20_000):
         now_ms += rng.expovariate(load / service_ms)
         rows.append(row(now_ms, 100, 1))
     engine = SimulatedEngine(chunk_tokens=100)  # A step for each.
     result = simulate(trace_of(*rows), replace(ONE_GROUP, engine=engine))
     waits_ms = 1000 * result.ttft_s.mean() - service_ms
-    assert waits_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.05)
+    assert waits_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.07)
 
 
 def test_round_robin_over_many_groups_is_many_queues() -> None:

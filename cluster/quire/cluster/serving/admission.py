@@ -22,14 +22,14 @@ from quire.cluster.errors import Overloaded, RefusalReason
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad, order
-from quire.router.policies.policy import GroupState
+from quire.router.policies.loads import Loads
 
 _MAX_RETRY_AFTER_S = 60.0
 
 
 class Admission:
-    """The queue of one gateway. Decides and executes nothing; ``states`` are the groups' loads as
-    the next routing decision will see them."""
+    """The queue of one gateway. Decides and executes nothing; ``loads`` are the groups' as the
+    next routing decision will see them."""
 
     def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
         self._config = config
@@ -50,16 +50,16 @@ class Admission:
         """Sums over the requests that no group has begun; zero when there are none."""
         return Queued(self._waiting.num_requests, self._waiting.num_tokens)
 
-    def offer(self, ticket: Ticket, states: Sequence[GroupState], *, now_s: float) -> list[Ticket]:
+    def offer(self, ticket: Ticket, loads: Loads, *, now_s: float) -> list[Ticket]:
         """Releases or queues a new request; returns those that it displaced, which have left.
 
         Raises:
             Overloaded: It is refused; nothing has changed.
         """
         displaced: list[Ticket] = []
-        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, states)
+        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, loads)
         if not begins:
-            displaced = self._make_room(ticket, states, now_s)
+            displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
                 self.leave(victim)
         self._num_offered += 1
@@ -72,7 +72,7 @@ class Admission:
             self._release(ticket)
         return displaced
 
-    def check(self, priority: int, states: Sequence[GroupState], *, now_s: float) -> None:
+    def check(self, priority: int, loads: Loads, *, now_s: float) -> None:
         """Refuses early what `offer` would refuse whatever its size: before it costs anything.
 
         Raises:
@@ -81,12 +81,12 @@ class Admission:
         if not self._queue:
             return
         least = Ticket(num_prompt_tokens=0, priority=priority)
-        self._make_room(least, states, now_s)
+        self._make_room(least, loads, now_s)
 
-    def release(self, states: Sequence[GroupState]) -> list[Ticket]:
+    def release(self, loads: Loads) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []
-        while self._queue and self._can_begin(self._queue[0], states):
+        while self._queue and self._can_begin(self._queue[0], loads):
             released.append(self._queue[0])
             self._release(self._queue[0])
         return released
@@ -116,37 +116,33 @@ class Admission:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         ticket.stage = Stage.LEFT
 
-    def _can_begin(self, ticket: Ticket, states: Sequence[GroupState]) -> bool:
+    def _can_begin(self, ticket: Ticket, loads: Loads) -> bool:
         """Whether a group begins it soon, behind the released requests that no group state shows
         yet."""
         wait_s = self._config.max_group_wait_s
-        return self._begins_within(wait_s, ticket, states, ahead=self._unrouted)
+        return self._begins_within(wait_s, ticket, loads, ahead=self._unrouted)
 
-    def _make_room(
-        self, ticket: Ticket, states: Sequence[GroupState], now_s: float
-    ) -> list[Ticket]:
+    def _make_room(self, ticket: Ticket, loads: Loads, now_s: float) -> list[Ticket]:
         """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
         bound_s = self._config.max_queue_wait_s
-        if states and bound_s < inf:
+        if loads and bound_s < inf:
             ahead = self._ahead_of(ticket).plus(self._unrouted)
-            if not self._is_bearable(ticket, states, ahead):
-                raise self._refusal("wait", ticket, states, ahead, too_short_s=bound_s)
+            if not self._is_bearable(ticket, loads, ahead):
+                raise self._refusal("wait", ticket, loads, ahead, too_short_s=bound_s)
             time_s = max(0.0, ticket.deadline_s - now_s)
-            if not self._begins_within(time_s, ticket, states, ahead=ahead):
-                raise self._refusal("deadline", ticket, states, ahead, too_short_s=time_s)
+            if not self._begins_within(time_s, ticket, loads, ahead=ahead):
+                raise self._refusal("deadline", ticket, loads, ahead, too_short_s=time_s)
         victims: list[Ticket] = []
         rest = self._all_queued()
-        while self._exceeds_bounds(ticket, states, rest):
+        while self._exceeds_bounds(ticket, loads, rest):
             victim = self._queue[-1 - len(victims)]
             if victim.priority <= ticket.priority:
-                raise self._refusal("queue_full", ticket, states, rest)
+                raise self._refusal("queue_full", ticket, loads, rest)
             victims.append(victim)
             rest.remove_ticket(victim)
         return victims
 
-    def _exceeds_bounds(
-        self, ticket: Ticket, states: Sequence[GroupState], queued: WaitingLoad
-    ) -> bool:
+    def _exceeds_bounds(self, ticket: Ticket, loads: Loads, queued: WaitingLoad) -> bool:
         """Whether the queue would be too full with ``ticket``, or its last wait for too long."""
         config = self._config
         if not queued.num_requests:
@@ -154,39 +150,35 @@ class Admission:
         return (
             queued.num_requests + ticket.num_requests > config.max_queued_requests
             or queued.num_bytes + ticket.num_bytes > config.max_queued_bytes
-            or (bool(states) and not self._is_bearable(ticket, states, queued.plus(self._unrouted)))
+            or (bool(loads) and not self._is_bearable(ticket, loads, queued.plus(self._unrouted)))
         )
 
-    def _is_bearable(
-        self, ticket: Ticket, states: Sequence[GroupState], ahead: WaitingLoad
-    ) -> bool:
+    def _is_bearable(self, ticket: Ticket, loads: Loads, ahead: WaitingLoad) -> bool:
         """Whether one request behind ``ahead`` waits for no longer than the bound."""
         config = self._config
         if config.max_queue_wait_s == inf:
             return True
-        num_waiting, num_reserved = self._capacity.num_queued(states)
+        num_waiting, num_reserved = self._capacity.num_queued(loads)
         num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
-        if num_waiting < len(states) * config.min_queued_per_group:
+        if num_waiting < len(loads) * config.min_queued_per_group:
             return True
-        return self._begins_within(config.max_queue_wait_s, ticket, states, ahead=ahead)
+        return self._begins_within(config.max_queue_wait_s, ticket, loads, ahead=ahead)
 
     def _begins_within(
-        self, wait_s: float, ticket: Ticket, states: Sequence[GroupState], *, ahead: WaitingLoad
+        self, wait_s: float, ticket: Ticket, loads: Loads, *, ahead: WaitingLoad
     ) -> bool:
         if wait_s == inf:
             return True
         # The other gateways, which are not seen, are taken to have as much ahead of theirs.
-        enough = ahead.num_requests * self._capacity.num_gateways + 1.0
-        room = self._capacity.room(
-            states, wait_s=wait_s, tokens_each=ahead.tokens_each_with(ticket), enough=enough
-        )
-        return room >= enough
+        need = ahead.num_requests * self._capacity.num_gateways + 1.0
+        tokens_each = ahead.tokens_each_with(ticket)
+        return self._capacity.room(loads, wait_s=wait_s, tokens_each=tokens_each) >= need
 
     def _refusal(
         self,
         reason: RefusalReason,
         ticket: Ticket,
-        states: Sequence[GroupState],
+        loads: Loads,
         ahead: WaitingLoad,
         *,
         too_short_s: float = 0.0,
@@ -194,10 +186,10 @@ class Admission:
         """``too_short_s``: a wait within which the request was found not to begin."""
         config, tokens_each = self._config, ahead.tokens_each_with(ticket)
         predicted_s = retry_after_s = 1.0
-        if states:
-            room = self._capacity.room(states, wait_s=too_short_s, tokens_each=tokens_each)
+        if loads:
+            room = self._capacity.room(loads, wait_s=too_short_s, tokens_each=tokens_each)
             need = ahead.num_requests * self._capacity.num_gateways + 1
-            per_s = self._capacity.begun_per_s(states, tokens_each=tokens_each)
+            per_s = self._capacity.begun_per_s(loads, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
             allowed_s = config.max_queue_wait_s if reason == "wait" else 0.0
             retry_after_s = min(max(predicted_s - allowed_s, 1.0), _MAX_RETRY_AFTER_S)

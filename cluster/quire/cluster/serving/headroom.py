@@ -1,4 +1,4 @@
-"""How many requests one group, or many groups, can begin within a time.
+"""How many requests the groups can begin within a time.
 
 A request waits for three things, and begins when it has the last of them:
 
@@ -6,14 +6,11 @@ A request waits for three things, and begins when it has the last of them:
     a slot   sequences that must end before it   over  sequences that end per second
     blocks   KV that must be let go before it    over  blocks let go per second
 
-`room_of` says it of one group. `Headroom` says the same, to the last bit, of many: it keeps each
-one's numbers in arrays and does the same operations in the same order on them."""
+The groups' loads come as arrays; their speeds are kept here, as arrays in the same order.
+"""
 
-from collections.abc import Callable, Sequence
-from itertools import compress, count
-from math import inf
-from operator import is_not
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +21,10 @@ from quire.cluster.serving.speeds import (
     GroupPace,
     Speeds,
 )
-from quire.router.policies.policy import Column, GroupState
+from quire.router.policies.loads import Loads
+from quire.router.policies.policy import Column
 from quire.router.prefix_index.directory import GroupId
 
-_CHUNK = 32
-"""Number of groups that are compared with their former states at a time."""
-_MAX_REMEMBERED = 8
-"""Number of cached answers; a request asks two or three questions, one of them several times."""
 _NUM_SPEEDS = 3
 
 
@@ -43,180 +37,97 @@ class Ask(NamedTuple):
     mean_output: float
 
 
-def room_of(state: GroupState, pace: GroupPace, ask: Ask, *, num_gateways: int) -> float:
-    """How many requests beyond those sent the group could begin."""
-    wait_s, tokens_each, mean_output = ask
-    tokens_ahead = state.num_pending_prefill_tokens + state.num_reserved_tokens * num_gateways
-    # The last request begins when the tokens ahead of it have been computed, without its own.
-    spare_tokens = pace.prefill_per_s * wait_s - tokens_ahead
-    room = spare_tokens / tokens_each + 1 if spare_tokens >= 0 else 0.0
-    slots = free_slots(state, pace, num_gateways=num_gateways)
-    if pace.max_num_seqs is not None:
-        slots += pace.output_per_s / mean_output * wait_s
-    room = min(room, slots)  # One that does not say how many it runs is full if some wait.
-    if state.num_available_blocks is not None and state.num_running:
-        room = min(room, _room_in_blocks(state, pace, ask))
-    if not state.num_requests:
-        room = max(room, 1.0)  # An idle group can begin one request, whatever its learned speed.
-    return max(room, 0.0)
-
-
-def free_slots(state: GroupState, pace: GroupPace, *, num_gateways: int) -> float:
-    """Its slots less the requests that were sent to it; less than 0 where some of these wait."""
-    if pace.max_num_seqs is None:
-        return -inf if state.num_waiting else inf
-    ahead = state.num_waiting + state.num_reserved_requests * num_gateways
-    return pace.max_num_seqs - state.num_running - ahead
-
-
-def _room_in_blocks(state: GroupState, pace: GroupPace, ask: Ask) -> float:
-    assert state.num_available_blocks is not None
-    num_held = max(0, (state.num_blocks or 0) - state.num_available_blocks)
-    num_ending = pace.short_output_per_s / ask.mean_output * ask.wait_s
-    num_let_go = num_ending * num_held / state.num_running
-    num_wanted = state.num_queued_tokens / pace.block_size + state.num_running
-    spare = state.num_available_blocks + num_let_go - num_wanted
-    return spare / (ask.tokens_each / pace.block_size + 1)
-
-
 class Headroom:
-    """Room in many groups, one entry each, as of the last calls to `heard` and `follow`."""
+    """Room in the groups, whose speeds are those at the last calls to `heard`."""
 
-    def __init__(
-        self,
-        states: Sequence[GroupState],
-        pace_of: Callable[[GroupId], GroupPace],
-        others: Speeds,
-        *,
-        num_gateways: int,
-    ) -> None:
+    def __init__(self, pace_of: Callable[[GroupId], GroupPace], others: Speeds) -> None:
         """``others``: the speeds that `GroupPace` assumes for a group with few observations."""
-        self._states = states
         self._pace_of = pace_of
         self._others = others
-        self._num_gateways = num_gateways
-        self._positions = {state.group: position for position, state in enumerate(states)}
+        self._names: tuple[GroupId, ...] = ()
         self._stale: set[GroupId] = set()
         self._speeds: Column | None = None
-        self._answers: dict[Ask, float] = {}
-        # In the order in which `_put` has the numbers of one.
-        table = np.empty((11 + 3 * _NUM_SPEEDS, len(states)))
-        self._waiting, self._reserved, self._tokens_ahead, self._slots, self._least = table[:5]
-        self._running, self._held, self._available, self._wanted, self._block_size = table[5:10]
-        self._num_seqs = table[10]
-        self._terms = table[11:].reshape(_NUM_SPEEDS, 3, len(states))
-        # A number is written through one of these in half the time that the array takes.
-        self._rows: list[Any] = [row.data for row in table]
-        for position, state in enumerate(states):
-            self._put(position, state)
-
-    def shows(self, states: Sequence[GroupState]) -> bool:
-        """Whether the arrays are up to date with these states."""
-        return states is self._states and not self._stale
+        self._follow(())
 
     def heard(self, group: GroupId) -> None:
         """The group's speeds have changed, and with them the averages over all groups."""
         self._speeds = None
-        self._answers.clear()
-        if group in self._positions:
-            self._stale.add(group)
+        self._stale.add(group)
 
-    def follow(self, states: Sequence[GroupState]) -> bool:
-        """Takes the groups' current states. False if they belong to other groups: build a new one.
+    def room(self, loads: Loads, ask: Ask, *, num_gateways: int) -> float:
+        """How many requests beyond those sent all groups together could begin."""
+        if not len(loads):
+            return 0.0
+        wait_s, tokens_each, mean_output = ask
+        speeds = self._speeds_of(loads)
+        num_full, num_short = speeds[1:] / mean_output * wait_s  # Sequences that end until then.
+        tokens_ahead = loads.num_pending_prefill_tokens + loads.num_reserved_tokens * num_gateways
+        # The last request begins when the tokens ahead of it have been computed, without its own.
+        spare_tokens = speeds[0] * wait_s - tokens_ahead
+        room: Column = (spare_tokens / tokens_each + 1) * (spare_tokens >= 0)
+        ahead = loads.num_waiting + loads.num_reserved_requests * num_gateways
+        slots = self._num_seqs - loads.num_running - ahead + num_full
+        if self._num_silent:  # A group that says no number of slots is full if some wait.
+            any_or_none = np.where(loads.num_waiting > 0, -np.inf, np.inf)
+            slots = np.where(self._is_silent, any_or_none, slots)
+        np.minimum(room, slots, out=room)
+        running, available = loads.num_running, loads.num_available_blocks
+        held = np.maximum(loads.num_blocks - available, 0)
+        num_let_go = num_short * held / np.maximum(running, 1)
+        num_wanted = loads.num_queued_tokens / self._block_size + running
+        spare = available + num_let_go - num_wanted
+        in_blocks = spare / (tokens_each / self._block_size + 1)
+        np.minimum(room, in_blocks, out=room, where=running > 0)
+        # An idle group can begin one request, whatever its speed.
+        np.maximum(room, loads.num_requests == 0, out=room)
+        # Sums up from the first to the last, which `numpy.sum` does not.
+        return float(np.add.accumulate(room)[-1])
 
-        A state is replaced and never changed in place; nor does the caller change ``states``.
-        """
-        before = self._states
-        changed = {self._positions[group] for group in self._stale}
-        if states is not before:
-            if len(states) != len(before):
-                return False
-            for begin in range(0, len(states), _CHUNK):
-                olds, news = before[begin : begin + _CHUNK], states[begin : begin + _CHUNK]
-                if olds != news:
-                    changed.update(compress(count(begin), map(is_not, news, olds)))
-            if any(states[position].group != before[position].group for position in changed):
-                return False
-            self._states = states
-            self._answers.clear()
-        for position in changed:
-            self._put(position, states[position])
-        self._stale.clear()
-        return True
-
-    def num_queued(self) -> tuple[int, int]:
-        """How many requests wait at the groups, and how many were sent beyond these."""
-        return int(self._waiting.sum()), int(self._reserved.sum())
-
-    def room(self, ask: Ask) -> float:
-        """The sum of `room_of` over the groups, in their order."""
-        answer = self._answers.get(ask)
-        if answer is None:
-            if len(self._answers) >= _MAX_REMEMBERED:
-                self._answers.clear()
-            # Sums up from the first to the last, which `numpy.sum` does not.
-            answer = float(np.add.accumulate(self._rooms(ask))[-1])
-            self._answers[ask] = answer
-        return answer
-
-    def begun_per_s(self, *, tokens_each: float, mean_output: float) -> float:
-        """The same of `GroupPace.begun_per_s`."""
-        prefill, full, _ = self._speeds_now()
+    def begun_per_s(self, loads: Loads, *, tokens_each: float, mean_output: float) -> float:
+        """How many requests the groups begin per second when they have enough of them."""
+        prefill, full, _ = self._speeds_of(loads)
         per_s = prefill / tokens_each
-        np.minimum(per_s, full / mean_output, out=per_s, where=np.isfinite(self._slots))
+        np.minimum(per_s, full / mean_output, out=per_s, where=~self._is_silent)
         total: float = sum(per_s.tolist())
         return total
 
-    def _rooms(self, ask: Ask) -> Column:
-        wait_s, tokens_each, mean_output = ask
-        prefill, full, short = self._speeds_now()
-        spare_tokens = prefill * wait_s - self._tokens_ahead
-        room: Column = (spare_tokens / tokens_each + 1) * (spare_tokens >= 0)
-        np.minimum(room, self._slots + full / mean_output * wait_s, out=room)
-        num_let_go = short / mean_output * wait_s * self._held / self._running
-        spare = self._available + num_let_go - self._wanted
-        np.minimum(room, spare / (tokens_each / self._block_size + 1), out=room)
-        np.maximum(room, self._least, out=room)
-        return room
-
-    def _speeds_now(self) -> Column:
-        """`GroupPace.prefill_per_s`, `output_per_s` where it is finite, `short_output_per_s`."""
+    def _speeds_of(self, loads: Loads) -> Column:
+        """Prompt tokens per second, output tokens with every slot taken, and with slots left."""
+        if loads.names is not self._names:
+            self._follow(loads.names)
+        for group in self._stale:
+            if group in self._positions:
+                self._put(self._positions[group], self._pace_of(group))
+        if self._stale:
+            self._stale.clear()
+            self._num_silent = int(self._is_silent.sum())
         if self._speeds is None:
-            prior = np.empty_like(self._terms[:, 0])
-            prior[0] = PRIOR_PREFILL_PER_S
-            prior[1:] = PRIOR_OUTPUT_PER_S * self._num_seqs
-            others = np.array(self._others.terms()).reshape(_NUM_SPEEDS, 3, 1)
-            self._speeds = _per_s(self._terms, _per_s(others, prior))
+            others = np.array(self._others.terms()).reshape(3, _NUM_SPEEDS, 1)
+            self._speeds = _per_s(self._terms, _per_s(others, self._prior))
         return self._speeds
 
-    def _put(self, position: int, state: GroupState) -> None:
-        pace = self._pace_of(state.group)
-        # A resource that does not limit a group must not be the minimum.
-        slots = free_slots(state, pace, num_gateways=self._num_gateways)
-        running, held, available = 1, 0, np.inf
-        if state.num_available_blocks is not None and state.num_running:
-            running, available = state.num_running, float(state.num_available_blocks)
-            held = max(0, (state.num_blocks or 0) - state.num_available_blocks)
-        numbers = (
-            state.num_waiting,
-            state.num_reserved_requests,
-            state.num_pending_prefill_tokens + state.num_reserved_tokens * self._num_gateways,
-            slots,
-            0 if state.num_requests else 1,
-            running,
-            held,
-            available,
-            state.num_queued_tokens / pace.block_size + state.num_running,
-            pace.block_size,
-            pace.max_num_seqs or 1,
-            *pace.own.terms(),
-        )
-        for row, number in zip(self._rows, numbers, strict=True):
-            row[position] = number
+    def _follow(self, names: tuple[GroupId, ...]) -> None:
+        self._names = names
+        self._positions = {name: position for position, name in enumerate(names)}
+        self._block_size, self._num_seqs = np.empty((2, len(names)))
+        self._is_silent = np.zeros(len(names), dtype=bool)
+        self._num_silent = 0
+        self._terms = np.empty((3, _NUM_SPEEDS, len(names)))
+        self._prior = np.empty((_NUM_SPEEDS, len(names)))
+        self._prior[0] = PRIOR_PREFILL_PER_S
+        self._speeds = None
+        self._stale.update(names)
+
+    def _put(self, position: int, pace: GroupPace) -> None:
+        self._block_size[position] = pace.block_size
+        self._num_seqs[position] = pace.max_num_seqs or 1
+        self._is_silent[position] = pace.max_num_seqs is None
+        self._prior[1:, position] = PRIOR_OUTPUT_PER_S * (pace.max_num_seqs or 1)
+        self._terms[:, :, position] = np.reshape(pace.own.terms(), (3, _NUM_SPEEDS))
 
 
 def _per_s(terms: Column, prior: Column) -> Column:
-    """`Rate.per_s` of many: terms are along the second axis."""
-    amount, prior_s, time_s = terms[:, 0], terms[:, 1], terms[:, 2]
+    """`Rate.per_s` of many."""
+    amount, prior_s, time_s = terms
     per_s: Column = np.maximum((amount + prior * prior_s) / time_s, MIN_PER_S)
     return per_s

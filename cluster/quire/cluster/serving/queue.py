@@ -85,7 +85,7 @@ class AdmissionQueue:
     def check(self, priority: int) -> None:
         """Refuses a request that has no chance, before it is tokenized. Raises Overloaded."""
         try:
-            self._admission.check(priority, self._table.states(), now_s=self._clock())
+            self._admission.check(priority, self._table.loads(), now_s=self._clock())
         except Overloaded as error:
             self.refused(error.reason)
             raise
@@ -124,7 +124,7 @@ class AdmissionQueue:
         begin_s = self._clock()
         try:
             try:
-                displaced = self._admission.offer(ticket, self._table.states(), now_s=begin_s)
+                displaced = self._admission.offer(ticket, self._table.loads(), now_s=begin_s)
             except Overloaded as error:
                 self.refused(error.reason)
                 raise
@@ -221,7 +221,7 @@ class AdmissionQueue:
             self._has_groups, self._changed_s = has_groups, self._clock()
         for ticket in self._waiters:
             self._set_timeout(ticket)
-        self.capacity.keep(state.group for state in self._table.states())
+        self.capacity.keep(self._table.loads().names)
         self._pump_soon()
 
     def _pump_soon(self) -> None:
@@ -234,7 +234,7 @@ class AdmissionQueue:
         self._will_pump = False
         if not self._admission.queued:
             return
-        for ticket in self._admission.release(self._table.states()):
+        for ticket in self._admission.release(self._table.loads()):
             future = self._waiters[ticket].future
             if not future.done():
                 future.set_result(None)

@@ -37,10 +37,10 @@ class Speeds:
         self.output_when_full = Rate()  # Every slot is taken.
         self.output_when_short = Rate()  # Slots are left, and yet requests wait.
 
-    def terms(self) -> tuple[float, ...]:
-        """`Rate.terms` of the three rates, in this order."""
-        full, short = self.output_when_full, self.output_when_short
-        return (*self.prefill.terms(), *full.terms(), *short.terms())
+    def terms(self) -> tuple[tuple[float, ...], ...]:
+        """`Rate.terms` of the three rates, in this order: the first ones, the second, the third."""
+        rates = (self.prefill, self.output_when_full, self.output_when_short)
+        return tuple(zip(*(rate.terms() for rate in rates), strict=True))
 
 
 class GroupPace:
@@ -61,22 +61,6 @@ class GroupPace:
     def prefill_per_s(self) -> float:
         prior = self._others.prefill.per_s(PRIOR_PREFILL_PER_S)
         return self.own.prefill.per_s(prior)
-
-    @property
-    def output_per_s(self) -> float:
-        if self.max_num_seqs is None:
-            return inf
-        prior = PRIOR_OUTPUT_PER_S * self.max_num_seqs
-        return self.own.output_when_full.per_s(self._others.output_when_full.per_s(prior))
-
-    @property
-    def short_output_per_s(self) -> float:
-        prior = PRIOR_OUTPUT_PER_S * (self.max_num_seqs or 1)
-        return self.own.output_when_short.per_s(self._others.output_when_short.per_s(prior))
-
-    def begun_per_s(self, *, tokens_each: float, mean_output: float) -> float:
-        """How many requests it begins per second when it has enough of them."""
-        return min(self.prefill_per_s / tokens_each, self.output_per_s / mean_output)
 
     def observe(self, load: pb.Load, now_s: float, *, is_awaited: bool = False) -> None:
         """Takes in the group's load after a step. ``is_awaited``: requests wait at the gateway."""

@@ -215,16 +215,15 @@ def _per_group(stats: RoutingStats) -> Iterator[Metric]:
     )
     paces = GaugeMetricFamily(
         "quire_group_pace_seconds",
-        "What a group takes to the first token, as learned: for each missing_token of the prompt, "
-        "each queued_token before it, each sequence beside it, and for every request (fixed).",
+        "What a group takes to the first token, as learned: for each missing_token, the prompt's "
+        "own or queued before it, and for every request (fixed).",
         labels=["group", "part"],
     )
     for group_id, forecasts in stats.forecasts.items():
         if forecasts.mean_error is not None:
             errors.add_metric([group_id], forecasts.mean_error)
-        if forecasts.pace is not None:
-            parts = ("missing_token", "queued_token", "sequence", "fixed")
-            for part, seconds in zip(parts, forecasts.pace, strict=True):
+        if forecasts.wait is not None:
+            for part, seconds in zip(("fixed", "missing_token"), forecasts.wait, strict=True):
                 paces.add_metric([group_id, part], seconds)
     yield errors
     yield paces

@@ -10,18 +10,16 @@ makes sense, so that a policy does not need to know how fast the hardware is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.router.policies.pace import Pace
 from quire.router.prefix_index.directory import GroupId
 from quire.worker.api.hashing import BlockHash
 
-LATE_STEPS = 2.0
-"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
-frame went to other gateways only, or the group hangs."""
+if TYPE_CHECKING:
+    from quire.router.policies.loads import Loads
 
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each group. Every count that can occur is exact in it."""
@@ -75,8 +73,9 @@ class GroupState:
     """How long that step is expected to take; 0 where nothing is known."""
     num_step_tokens: int = 0
     """Prompt tokens that it computes, of those pending."""
-    pace: Pace | None = None
-    """Its learned speed; None while it has too few observations."""
+    wait: tuple[float, float] | None = None
+    """A first token's seconds, fixed and for each token ahead of it, its own prompt's among them;
+    None while too little was seen."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -85,13 +84,6 @@ class GroupState:
     @property
     def num_requests(self) -> int:
         return self.num_running + self.num_waiting + self.num_reserved_requests
-
-    def step_over(self, now_s: float) -> float:
-        """Which share of its present step is over; 0 where nothing is known."""
-        if not self.step_s:
-            return 0.0
-        share = (now_s - self.step_began_s) / self.step_s
-        return min(share, 1.0) if 0 < share < LATE_STEPS else 0.0
 
     @property
     def fill(self) -> float:
@@ -102,13 +94,10 @@ class GroupState:
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
-        if self.pace is None:
+        if self.wait is None:
             return None
-        return self.pace.wait_s(
-            num_missing=num_prefill_tokens,
-            num_queued=self.num_queued_tokens,
-            num_sequences=self.num_requests,
-        )
+        fixed_s, per_token_s = self.wait
+        return fixed_s + per_token_s * (self.num_queued_tokens + num_prefill_tokens)
 
 
 class Policy(Protocol):
@@ -119,12 +108,8 @@ class Policy(Protocol):
     pressure: float | None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
-    reads_steps: bool
-    """Whether it uses the progress of groups' steps."""
 
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
+    def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
 
         ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
@@ -170,8 +155,8 @@ class Decision:
     """Which of ``groups`` was chosen."""
     forecast_s: float | None
     """Seconds to the first token; None while too little was seen of the group."""
-    hits: Sequence[int] | Column
-    costs: Sequence[float] | Column
+    hits: Column
+    costs: Column
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -22,37 +22,13 @@ would cost as much as computing it again elsewhere.
 docs/decisions/0018-routing-policy.md says why each term is there and what else was tried.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
 from quire.router.policies.simple import Forgetful
-
-N = TypeVar("N", float, Column)
-"""A number of one group, or one for each of many."""
-N_co = TypeVar("N_co", float, Column, covariant=True)
-
-
-class Load(Protocol[N_co]):
-    """The load of one group, or of many: a `GroupState`, or `Loads`."""
-
-    @property
-    def num_running(self) -> N_co: ...
-    @property
-    def num_waiting(self) -> N_co: ...
-    @property
-    def num_pending_prefill_tokens(self) -> N_co: ...
-    @property
-    def num_reserved_requests(self) -> N_co: ...
-    @property
-    def num_reserved_tokens(self) -> N_co: ...
-    @property
-    def num_step_tokens(self) -> N_co: ...
-    def step_over(self, now_s: float) -> N_co: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,54 +54,25 @@ class PrefixAware(Forgetful):
     """See the module's docstring. Each call of `costs` is taken for a request."""
 
     reason: Reason = "least_loaded"
-    reads_steps = True
 
     def __init__(self, config: PrefixAwareConfig | None = None) -> None:
         self._config = config = config or PrefixAwareConfig()
         self._fresh = config.first_fresh
         self._num_seen = config.fresh_prior
 
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
-        num_tokens, now_s = request.num_prompt_tokens, request.now_s
-        work = [self._work(state, now_s) for state in groups]
-        costs = self._costs(work, [num_tokens - hit for hit in hits])
-        self.pressure = self._pressure(groups[costs.index(min(costs))])
-        self._see(num_tokens - max(hits))
+    def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
+        config, queued = self._config, groups.num_queued_tokens
+        num_in_step = groups.num_running + groups.num_waiting
+        rest = config.request_tokens * num_in_step
+        rest = rest - groups.step_over(request.now_s) * (rest + groups.num_step_tokens)
+        beside = config.request_tokens * (num_in_step + groups.num_reserved_requests)
+        missing = request.num_prompt_tokens - hits
+        behind = (queued + config.meanwhile * missing) / self._fresh
+        np.minimum(behind, config.max_behind, out=behind)
+        costs: Column = queued + (rest + beside) + (config.missing + behind) * missing
+        self.pressure = self._pressure(groups.states[int(costs.argmin())])
+        self._see(float(missing.min()))
         return costs
-
-    def costs_of_many(self, request: RouteRequest, loads: Loads, hits: Column) -> Column:
-        work = self._work(loads, request.now_s)
-        costs = self._cost(*work, request.num_prompt_tokens - hits, np.minimum)
-        self.pressure = self._pressure(loads.states[int(costs.argmin())])
-        self._see(request.num_prompt_tokens - float(hits.max()))
-        return costs
-
-    def _work(self, load: Load[N], now_s: float) -> tuple[N, N]:
-        """The queued work, and all other terms that do not depend on the request."""
-        queued = load.num_pending_prefill_tokens + load.num_reserved_tokens
-        num_in_step = load.num_running + load.num_waiting
-        rest = self._config.request_tokens * num_in_step
-        rest = rest - load.step_over(now_s) * (rest + load.num_step_tokens)
-        beside = self._config.request_tokens * (num_in_step + load.num_reserved_requests)
-        return queued, rest + beside
-
-    def _cost(self, queued: N, other: N, missing: N | float, lesser: Callable[[N, float], N]) -> N:
-        config = self._config
-        behind = lesser((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
-        return queued + other + (config.missing + behind) * missing
-
-    def _costs(self, work: Sequence[tuple[float, float]], missing: Sequence[float]) -> list[float]:
-        """`_cost` of each group: written out, for calls would take most of the time."""
-        config, fresh, most = self._config, self._fresh, self._config.max_behind
-        weight, meanwhile = config.missing, config.meanwhile
-        return [
-            queued
-            + other
-            + (weight + (b if (b := (queued + meanwhile * num) / fresh) < most else most)) * num
-            for (queued, other), num in zip(work, missing, strict=True)
-        ]
 
     def _pressure(self, state: GroupState) -> float:
         return min(state.num_queued_tokens / self._fresh, self._config.max_behind)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from math import inf
 from random import Random
 
-from quire.router.policies.policy import GroupState, Reason, RouteRequest
+import numpy as np
+
+from quire.router.policies.loads import Loads
+from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
 from quire.router.prefix_index.directory import GroupId
 
 RUNNING_TOKENS = 64.0
@@ -18,7 +21,6 @@ class Forgetful:
     """A policy that keeps nothing from one request to the next."""
 
     pressure: float | None = None
-    reads_steps: bool = False
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         pass
@@ -30,12 +32,25 @@ class Forgetful:
         pass
 
 
-class RoundRobin(Forgetful):
+class OneByOne(Forgetful):
+    """A policy that looks at one group after the other."""
+
+    def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
+        num_hits = [int(hit) for hit in hits]
+        return np.array(self.costs_of(request, groups.states, num_hits), dtype=float)
+
+    def costs_of(
+        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+    ) -> Sequence[float]:
+        raise NotImplementedError
+
+
+class RoundRobin(OneByOne):
     """The groups in turn, in the order of their names."""
 
     reason: Reason = "round_robin"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         turn = sorted(state.group for state in groups)[request.ordinal % len(groups)]
@@ -47,18 +62,16 @@ class LeastLoaded(Forgetful):
 
     reason: Reason = "least_loaded"
 
-    def costs(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
-    ) -> list[float]:
-        return [s.num_queued_tokens + RUNNING_TOKENS * s.num_requests for s in groups]
+    def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
+        return groups.num_queued_tokens + RUNNING_TOKENS * groups.num_requests
 
 
-class PowerOfTwo(Forgetful):
+class PowerOfTwo(OneByOne):
     """The one with fewer requests of two drawn at random (Mitzenmacher 2001; Serve's default)."""
 
     reason: Reason = "random"
 
-    def costs(
+    def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> list[float]:
         names = sorted(state.group for state in groups)
