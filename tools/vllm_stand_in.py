@@ -21,14 +21,9 @@ from typing import Any
 
 import pytest
 
+from quire.cluster.dialects.events import CallArguments, CallBegun, Content, Event
 from quire.cluster.dialects.formats import ToolFormat
-from quire.cluster.dialects.parser import (
-    CallArguments,
-    CallBegun,
-    Content,
-    Event,
-    OutputParser,
-)
+from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, check_tools
 from quire.worker.api.errors import InvalidRequest
 
