@@ -10,7 +10,7 @@ from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire import native_build
-from quire.kernels import native, reference
+from quire.kernels import native
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
@@ -323,7 +323,7 @@ def test_an_int8_cache_holds_what_the_twins_does_and_nothing_else_is_touched(
     values[1] = 0
     shape = (64 // block_size, block_size, 2, 16 + SCALE_BYTES)
     caches = [torch.full(shape, -128, dtype=torch.int8) for _ in range(4)]
-    for writer, (k_cache, v_cache) in ((any_isa, caches[:2]), (reference, caches[2:])):
+    for writer, (k_cache, v_cache) in ((any_isa, caches[:2]), (twins, caches[2:])):
         writer.write_kv(values[:, :2], values[:, 2:], k_cache, v_cache, slots)
     for native_cache, twin_cache in zip(caches[:2], caches[2:], strict=True):
         # The order within a block is the library's own.
