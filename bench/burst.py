@@ -46,7 +46,7 @@ class Addresses:
     """With its scheme."""
     grpc: str
     pid: int
-    """Of ``quire serve``."""
+    """The process ID of ``quire serve``."""
 
 
 @contextmanager

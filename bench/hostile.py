@@ -34,6 +34,18 @@ from statistics import quantiles
 import grpc.aio
 import httpx
 from bench.burst import serving
+from bench.http2_frames import (
+    CONTINUATION,
+    END_HEADERS,
+    HEAD,
+    HEADERS,
+    HELLO,
+    PRIORITY,
+    RST,
+    WINDOW_UPDATE,
+    frame,
+    header,
+)
 from bench.ingress import descendants, resident_mb
 
 from quire.v1 import inference_pb2 as pb
@@ -41,8 +53,6 @@ from quire.v1 import inference_pb2_grpc
 
 NUM_VICTIMS = 4
 KEY = "sk-a-victim-of-the-bench"
-HEADERS, PRIORITY, RST, SETTINGS, WINDOW_UPDATE, CONTINUATION = 1, 2, 3, 4, 8, 9
-END_HEADERS = 4
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Felt:
     """What the victims felt, in seconds."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """Of a whole stream."""
+    """From each request to its last token."""
     gaps_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -219,59 +229,34 @@ class _Flood:
     name: str
 
     def __call__(self, results: "multiprocessing.Queue[str]", address: str, host: str) -> None:
-        hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0)
         target, port = address.rsplit(":", 1)
         while True:
             try:
                 with socket.socket() as client:
                     client.bind((host, 0))
                     client.connect((target, int(port)))
-                    client.sendall(hello)
+                    client.sendall(HELLO)
                     for frames in FLOODS[self.name]():
                         client.sendall(frames)
             except OSError as error:
                 results.put(type(error).__name__)
 
 
-def _frame(kind: int, stream: int, data: bytes = b"", *, flags: int = 0) -> bytes:
-    return struct.pack(">I", len(data))[1:] + struct.pack(">BBI", kind, flags, stream) + data
-
-
-def _header(name: str, value: str) -> bytes:
-    """As HPACK writes one that is in no table."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-
-_HEAD = b"".join(
-    _header(*each)
-    for each in (
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", "/quire.v1.Inference/Generate"),
-        (":authority", "here"),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-    )
-)
-
-
 def _endless_head() -> Iterator[bytes]:
-    yield _frame(HEADERS, 1, _HEAD)
-    yield from itertools.repeat(_frame(CONTINUATION, 1, _header("x", "aaa") * 1500) * 20)
+    yield frame(HEADERS, 1, HEAD)
+    yield from itertools.repeat(frame(CONTINUATION, 1, header("x", "aaa") * 1500) * 20)
 
 
 def _streams(*, is_reset: bool) -> Iterator[bytes]:
     for stream in range(1, 2**31, 2):
-        reset = _frame(RST, stream, struct.pack(">I", 8)) if is_reset else b""
-        yield _frame(HEADERS, stream, _HEAD, flags=END_HEADERS) + reset
+        reset = frame(RST, stream, struct.pack(">I", 8)) if is_reset else b""
+        yield frame(HEADERS, stream, HEAD, flags=END_HEADERS) + reset
 
 
 FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
     "continuation": _endless_head,
-    "window-update": lambda: itertools.repeat(
-        _frame(WINDOW_UPDATE, 0, struct.pack(">I", 1)) * 1000
-    ),
-    "priority": lambda: itertools.repeat(_frame(PRIORITY, 1, b"\0\0\0\0\0") * 1000),
+    "window-update": lambda: itertools.repeat(frame(WINDOW_UPDATE, 0, struct.pack(">I", 1)) * 1000),
+    "priority": lambda: itertools.repeat(frame(PRIORITY, 1, b"\0\0\0\0\0") * 1000),
     "half-open": lambda: _streams(is_reset=False),
     "reset": lambda: _streams(is_reset=True),
 }

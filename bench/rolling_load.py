@@ -50,7 +50,7 @@ class Load:
     expected: dict[Ask, list[list[int]]] = field(default_factory=dict)
     """The right answers: one for each numerics that was asked."""
     answers: list[tuple[str, Ask, list[int]]] = field(default_factory=list)
-    """Of streams that finished, with their client."""
+    """The client, the request and the tokens of each stream that finished."""
     broken: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)

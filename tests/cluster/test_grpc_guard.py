@@ -14,6 +14,18 @@ from typing import Any
 import grpc.aio
 import pytest
 import trustme
+from bench.http2_frames import (
+    CONTINUATION,
+    END_HEADERS,
+    HEAD,
+    HEADERS,
+    HELLO,
+    PRIORITY,
+    RST,
+    WINDOW_UPDATE,
+    frame,
+    header,
+)
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_guard import GrpcGuard
@@ -26,32 +38,9 @@ pytestmark = pytest.mark.anyio
 
 KEY = [("authorization", "Bearer right")]
 PROMPT = [5, 6, 7]
-DATA, HEADERS, PRIORITY, RST, SETTINGS, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 8, 9
-END_HEADERS = 4
 MAX_FLOOD_BYTES = 64 * 2**20
 
 
-def frame(kind: int, stream: int, data: bytes = b"", *, flags: int = 0) -> bytes:
-    return struct.pack(">I", len(data))[1:] + struct.pack(">BBI", kind, flags, stream) + data
-
-
-def header(name: str, value: str) -> bytes:
-    """As HPACK writes one that is in no table."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-
-
-HEAD = b"".join(
-    header(*each)
-    for each in (
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", "/quire.v1.Inference/Generate"),
-        (":authority", "here"),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-    )
-)
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0)
 STREAMS = range(1, 2**31, 2)
 
 

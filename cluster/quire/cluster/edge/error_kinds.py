@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     """One kind of error."""
 
     status: int
-    """Of HTTP."""
+    """The HTTP status."""
     type: str
     """In OpenAI's API."""
     code: str | None

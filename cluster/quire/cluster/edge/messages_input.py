@@ -103,7 +103,7 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
 
 
 _Message = dict[str, Any]
-"""Of a chat, with its texts in pieces: those may be many."""
+"""A message of a chat whose text is a list of pieces, of which there may be many."""
 
 
 def _joined(message: _Message) -> ChatTurn:

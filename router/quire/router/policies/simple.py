@@ -1,5 +1,6 @@
 """Policies that know nothing of caches."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import inf
 from random import Random
@@ -32,17 +33,18 @@ class Forgetful:
         pass
 
 
-class OneByOne(Forgetful):
+class OneByOne(Forgetful, ABC):
     """A policy that looks at one group after the other."""
 
     def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
         num_hits = [int(hit) for hit in hits]
         return np.array(self.costs_of(request, groups.states, num_hits), dtype=float)
 
+    @abstractmethod
     def costs_of(
         self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
     ) -> Sequence[float]:
-        raise NotImplementedError
+        """The cost of each group, in their order."""
 
 
 class RoundRobin(OneByOne):
