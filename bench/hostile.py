@@ -4,10 +4,11 @@
     python -m bench.hostile floods [--connections 8 32] [--seconds 12] [--same-address]
 
 ``quire serve`` with the demo model, one group. Four victims have one stream after the other. Shown
-are their longest gap between two tokens, their tokens per second and, beside floods, their p99 of
-four tokens and the gateway's memory: alone, beside attackers that only burn CPU, and beside each
+are their longest gap between two tokens, their tokens per second and, beside floods, their p99 and
+longest of four tokens and the gateway's memory: alone, beside attackers that only burn CPU, and beside each
 attack. Attackers run at niceness 10. Those of floods have no key, connect again as soon as they are
-cut off, and come from addresses of their own unless told otherwise.
+cut off, and begin with the victims. They come from addresses that no attack used before, unless
+told otherwise.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import quantiles
 
@@ -198,17 +200,19 @@ def beside_floods(arguments: argparse.Namespace) -> None:
         with serving("--num-gateways", "1", "--api-keys-file", keys.name) as addresses:
             gateway = _gateway(addresses.pid)
             attacks = [("alone", None, 0), *_flood_attacks(arguments)]
-            for name, flood, num in attacks:
-                hosts = ["127.0.0.1" if arguments.same_address else None] * num
-                work = [
-                    (addresses.grpc, host or f"127.0.{1 + number // 200}.{1 + number % 200}")
-                    for number, host in enumerate(hosts)
-                ]
+            for attack, (name, flood, num) in enumerate(attacks):
+                # An address that has flooded is shut out: each attack comes from new ones.
+                hosts = (
+                    "127.0.0.1" if arguments.same_address else f"127.{attack}.1.{1 + number}"
+                    for number in range(num)
+                )
+                work = [(addresses.grpc, host) for host in hosts]
                 before = resident_mb(gateway)
                 with _attackers(flood or _burn, work) as answers, _peak(gateway) as peak:
                     felt = asyncio.run(_victims_over_grpc(addresses.grpc, arguments.seconds))
                 print(
-                    f"{name}: p99 {felt.p99_ms():.0f} ms, {len(felt.latencies_s)} answers, memory "
+                    f"{name}: p99 {felt.p99_ms():.0f} ms, longest {max(felt.latencies_s):.2f} s, "
+                    f"{len(felt.latencies_s)} answers, memory "
                     f"{before:.0f} MB, at most {peak() - before:+.0f} MB, "
                     f"errors {dict(felt.errors)}; connections of attackers: {answers()}",
                     flush=True,
@@ -336,15 +340,15 @@ def _attackers(
     """A process for each of the work's arguments; after the block, how its attempts ended."""
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[str] = context.Queue()
+    all_ready = context.Barrier(len(work) + 1)
     processes: list[BaseProcess] = [
-        context.Process(target=_attacker, args=(attack, results, *each), daemon=True)
+        context.Process(target=_attacker, args=(attack, all_ready, results, *each), daemon=True)
         for each in work
     ]
     seen: Counter[str] = Counter()
     for process in processes:
         process.start()
-    if processes:
-        time.sleep(2)
+    all_ready.wait(timeout=60)
     try:
         yield lambda: dict(seen)
     finally:
@@ -358,9 +362,13 @@ def _attackers(
 
 
 def _attacker(
-    attack: Callable[..., None], results: "multiprocessing.Queue[str]", *arguments: str
+    attack: Callable[..., None],
+    all_ready: Barrier,
+    results: "multiprocessing.Queue[str]",
+    *arguments: str,
 ) -> None:
     os.nice(10)
+    all_ready.wait()
     attack(results, *arguments)
 
 

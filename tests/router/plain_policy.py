@@ -3,8 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp, log2
 
 from quire.router.policies.policy import GroupState, RouteRequest
+from quire.worker.api.hashing import BlockHash
 
 
 @dataclass
@@ -12,6 +14,7 @@ class WrittenOut:
     fresh: float = 3072.0
     num_seen: int = 20
     last_costs: list[float] = field(default_factory=list)
+    regrets: list[tuple[BlockHash, float]] = field(default_factory=list)
 
     def cost(self, state: GroupState, missing: float, now_s: float) -> float:
         queued = state.num_pending_prefill_tokens + state.num_reserved_tokens
@@ -38,9 +41,34 @@ class WrittenOut:
         return self.last_costs
 
     def chosen(
-        self, request: RouteRequest, groups: Sequence[GroupState], hits: Sequence[int]
+        self,
+        request: RouteRequest,
+        groups: Sequence[GroupState],
+        hits: Sequence[int],
+        cached: Sequence[int],
     ) -> int:
-        return first_of(request, groups, hits, self.costs(request, groups, hits))
+        home = first_of(request, groups, hits, self.costs(request, groups, hits))
+        missing = request.num_prompt_tokens - hits[home]
+        costs = [self.cost(state, missing, request.now_s) for state in groups]
+        other = first_of(request, groups, hits, costs)
+        blocks = request.hashes[hits[other] // 16 : hits[home] // 16]
+        if not blocks:
+            self.regrets.append((BlockHash(b""), 0.0))
+            return home
+        begun = costs[home] - max(hits[home] - 16 * cached[home], 0)
+        saved = sum(max(begun - cost, 0.0) for cost in costs)
+        key = blocks[2 ** int(log2(len(blocks))) - 1]
+        self.regrets.append((key, saved / (len(costs) - 1)))
+        paid, fading = 0.0, exp(-1 / (1000 * len(groups)))
+        for name, amount in self.regrets:
+            paid = paid * fading + amount * (name == key)
+        ties = [i for i, each in enumerate(costs) if each <= min(costs) + 32]
+        first = next(i for i in ties if hits[i] == hits[other])
+        missing = request.num_prompt_tokens - hits[other]
+        if paid < 4 * (self.cost(groups[first], missing, request.now_s) - costs[first]):
+            return home
+        self.regrets = [(BlockHash(b"") if n == key else n, amount) for n, amount in self.regrets]
+        return other
 
 
 def first_of(

@@ -69,15 +69,17 @@ def test_a_decision_is_the_one_of_the_formula_written_out_for_each_group(
 ) -> None:
     lengths = st.sampled_from([0, 0, 1, 2, 3, 8]) | st.integers(0, 600)
     overlap = data.draw(st.lists(lengths, min_size=len(groups), max_size=len(groups)))
+    cached = [data.draw(st.integers(0, length)) for length in overlap]
     policy, plain, loads = PrefixAware(), WrittenOut(), Loads(groups)
     if {state.group for state in groups} <= request.exclude:
         with pytest.raises(NoGroupAvailable):
             decide(policy, request, loads, overlap)
         return
     for _ in range(data.draw(st.sampled_from([6, 60]))):
-        decision = decide(policy, request, loads, overlap)
-        hits = [int(hit) for hit in decision.hits]
-        assert decision.index == plain.chosen(request, decision.groups, hits)
+        decision = decide(policy, request, loads, overlap, cached)
+        hits, names = [int(hit) for hit in decision.hits], [state.group for state in groups]
+        known = [cached[names.index(state.group)] for state in decision.groups]
+        assert decision.index == plain.chosen(request, decision.groups, hits, known)
         assert list(decision.costs) == plain.last_costs
 
 

@@ -121,7 +121,7 @@ class RoutingTable:
             )
             try:
                 overlap = self._in_flight.extend(hashes, members.numbers, held)
-                decision = decide(self._policy, request, members.loads, overlap)
+                decision = decide(self._policy, request, members.loads, overlap, held)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise

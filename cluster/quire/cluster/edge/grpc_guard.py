@@ -50,8 +50,11 @@ _DESCRIPTORS_S = 0.5
 _ALLOWED_BYTES = 512 * 2**10
 """Beside what calls explain. Until the event loop sees its first call, a client may have sent the
 64 KiB of each message that HTTP/2 lets it."""
-_ALLOWED_AGAIN_BYTES = 96 * 2**10
-"""The same for an address that has flooded: gRPC core takes 0.4 s of CPU for a MiB of headers."""
+_ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
+"""The same while there are floods, for addresses that flooded or that no client came from: gRPC core
+takes 0.4 s of CPU for a MiB of headers."""
+_MAX_EXCESS_BYTES = 2**20
+"""Of all strangers' connections beyond that: more is a flood, be it from many addresses."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20
 """For a client that has been let in: calls that are cancelled before the event loop sees them
 explain nothing."""
@@ -130,6 +133,7 @@ class GrpcGuard:
         self._is_to_be_told = False  # Whether the kernel knows others than `_shut_out`.
         self._shut_out: dict[str, float] = {}  # By host, as are the next: until when;
         self._floods: dict[str, tuple[float, int]] = {}  # when the last one was, and how many;
+        self._flooded_s = -inf  # The last of any.
         self._let_in: dict[str, float] = {}  # when one of its clients was there last.
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grpc-guard", daemon=True)
@@ -170,12 +174,18 @@ class GrpcGuard:
             self._descriptors = descriptors()
             self._descriptors_due_s = now_s + _DESCRIPTORS_S
         self._find()
+        num_excess_bytes = 0.0
         for fd, connection in list(self._connections.items()):
             if fd not in self._connections:
                 continue  # It went with another of its address.
+            acked, received = acked_and_received(fd)
             if not connection.account.is_stranger:
                 _remember(self._let_in, connection.host, now_s)
-            acked, received = acked_and_received(fd)
+            elif not self._is_shared(connection.host, now_s):
+                excess = received - self._refilled(connection, now_s) - _ALLOWED_IN_ATTACK_BYTES
+                num_excess_bytes += max(excess, 0.0)
+                if num_excess_bytes > _MAX_EXCESS_BYTES:
+                    self._flooded_s = now_s
             if received > self._allowed_bytes(connection, acked, now_s):
                 self._flooded(fd, connection, now_s)
         self._bound()
@@ -213,15 +223,22 @@ class GrpcGuard:
         self._others.pop(fd, None)
 
     def _allowed_bytes(self, connection: _Connection, acked: int, now_s: float) -> float:
-        account = connection.account
-        refilled = _ALLOWED_BYTES_PER_S * (now_s - account.begin_s)
+        account, refilled = connection.account, self._refilled(connection, now_s)
         if account.is_stranger:
-            last_s, _ = self._floods.get(connection.host, (-inf, 0))
-            has_flooded = now_s - last_s < _MEMORY_S
-            allowed = _ALLOWED_AGAIN_BYTES if has_flooded else _ALLOWED_BYTES
+            host = connection.host
+            is_suspect = host in self._floods or not self._is_shared(host, now_s)
+            in_attack = now_s - self._flooded_s < _MEMORY_S
+            allowed = _ALLOWED_IN_ATTACK_BYTES if in_attack and is_suspect else _ALLOWED_BYTES
             return allowed + refilled - _STRANGE_CALL_BYTES * account.num_strange_calls
         # Those who read send frames about it, shorter than ours.
         return _ALLOWED_LET_IN_BYTES + refilled + account.explained_bytes + acked
+
+    def _refilled(self, connection: _Connection, now_s: float) -> float:
+        return _ALLOWED_BYTES_PER_S * (now_s - connection.account.begin_s)
+
+    def _is_shared(self, host: str, now_s: float) -> bool:
+        """Whether a client that was let in came from there."""
+        return now_s - self._let_in.get(host, -inf) < _MEMORY_S
 
     def _flooded(self, fd: int, connection: _Connection, now_s: float) -> None:
         host = connection.host
@@ -229,8 +246,9 @@ class GrpcGuard:
         last_s, num = self._floods.pop(host, (now_s, 0))
         num = num + 1 if now_s - last_s < _MEMORY_S else 1
         _remember(self._floods, host, (now_s, num))
-        is_shared = now_s - self._let_in.get(host, -inf) < _MEMORY_S
-        if self._limits.shut_out_s and num >= (_MAX_FLOODS_SHARED if is_shared else _MAX_FLOODS):
+        self._flooded_s = now_s
+        most = _MAX_FLOODS_SHARED if self._is_shared(host, now_s) else _MAX_FLOODS
+        if self._limits.shut_out_s and num >= most:
             self._shut_out_host(host, until_s=now_s + self._limits.shut_out_s)
 
     def _shut_out_host(self, host: str, *, until_s: float) -> None:

@@ -1,7 +1,7 @@
 """Chooses the group for a request: the least cost, with ties decided alike by all gateways."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,27 +16,41 @@ TIE_TOKENS = 32.0
 
 
 def decide(
-    policy: Policy, request: RouteRequest, groups: Loads, overlap: npt.ArrayLike
+    policy: Policy,
+    request: RouteRequest,
+    groups: Loads,
+    overlap: npt.ArrayLike,
+    cached: Sequence[int] | None = None,
 ) -> Decision:
     """Chooses one of ``groups``. ``overlap`` counts the prompt's leading blocks that each group has
-    cached or is computing.
+    cached or is computing, ``cached`` those that it has cached: by default all of them.
 
     Raises:
         NoGroupAvailable: Every group is excluded, or there is none.
     """
     num_groups, overlap = len(groups), np.asarray(overlap, dtype=np.int64)
+    cached = overlap if cached is None else cached
     if request.exclude:
         allowed = [i for i, each in enumerate(groups.states) if each.group not in request.exclude]
-        groups, overlap = groups.only(allowed), overlap[allowed]
+        groups, overlap, cached = (
+            groups.only(allowed),
+            overlap[allowed],
+            [cached[i] for i in allowed],
+        )
     if not len(groups):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
     costs = policy.costs(request, groups, hits)
-    index = cheapest(request, groups, hits, costs)
+    index = home = cheapest(request, groups, hits, costs)
+    if hits[home] > hits.min():
+        num_coming = max(int(hits[home]) - int(cached[home]) * request.block_size, 0)
+        index = policy.second_home(request, groups, hits, home, num_coming)
     state, num_hit_tokens = groups.states[index], int(hits[index])
     reason = policy.reason
     if len(groups) == 1:
         reason = "only_group"
+    elif index != home:
+        reason = "copied_prefix"
     elif 0 < num_hit_tokens == hits.max():
         reason = "cached_prefix"
     policy.routed(request, state.group)
@@ -67,11 +81,21 @@ def cheapest(request: RouteRequest, groups: Loads, hits: Column, costs: Column) 
 
     So gateways that know nothing of each other send the same cold prefix to the same group.
     """
+    return nearest(request, groups, tied(hits, costs))
+
+
+def tied(hits: Column, costs: Column) -> list[int]:
+    """The indices of the longest hits among the least costs."""
     ties = (costs <= costs.min() + TIE_TOKENS).nonzero()[0]
     if len(ties) > 1:
         tied_hits = hits[ties]
         ties = ties[tied_hits == tied_hits.max()]
     indices: list[int] = ties.tolist()
+    return indices
+
+
+def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int:
+    """That of ``indices`` whose group the prefix's name is nearest to."""
     if len(indices) == 1:
         return indices[0]
     far, states = distance_from(request), groups.states

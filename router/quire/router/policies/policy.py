@@ -26,6 +26,7 @@ Column: TypeAlias = npt.NDArray[np.float64]
 
 Reason = Literal[
     "cached_prefix",
+    "copied_prefix",
     "least_loaded",
     "only_group",
     "round_robin",
@@ -114,6 +115,16 @@ class Policy(Protocol):
 
         ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
         order of the groups means nothing.
+        """
+
+    def second_home(
+        self, request: RouteRequest, groups: "Loads", hits: Column, home: int, num_coming: int
+    ) -> int:
+        """The index of the group that takes the request in place of ``home``, the cheapest one, to
+        copy the prefix that this one has; ``home`` where none shall.
+
+        Asked right after `costs`, of the same. The cache of ``home`` still lacks the last
+        ``num_coming`` tokens of its hit.
         """
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:

@@ -19,6 +19,13 @@ quadratic term is weighted 1/16 rather than 1/2, because a copy also benefits la
 missing token counts a quarter more than one, or waiting for a prefix that a group is computing
 would cost as much as computing it again elsewhere.
 
+A prefix gets a second home when one home has cost its requests too much. Each request adds to its
+prefix's regret what one more home would have saved it, on average over the other groups; waiting
+for the prefix itself does not count, since another group would compute it no sooner. When the sum
+reaches four times the cost of a copy (``patience``), the next request makes it: the rule of renting
+skis until the rent would have bought them. A prefix is named by a block in the second half of what
+the other group lacks, so that requests of one name share at least half of that.
+
 docs/decisions/0018-routing-policy.md says why each term is there and what else was tried.
 """
 
@@ -26,9 +33,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.router.policies.decide import TIE_TOKENS, nearest, tied
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
+from quire.router.policies.replication import Regrets
 from quire.router.policies.simple import Forgetful
+from quire.worker.api.hashing import BlockHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,10 @@ class PrefixAwareConfig:
     """Requests after which an observation counts for a third (1/e)."""
     min_fresh: float = 128.0
     max_fresh: float = 8192.0
+    patience: float = 4.0
+    """A copy is made when the summed regret reaches this many times its cost."""
+    patience_memory: int = 1000
+    """Requests per group after which a regret counts for a third (1/e)."""
 
 
 class PrefixAware(Forgetful):
@@ -59,6 +73,10 @@ class PrefixAware(Forgetful):
         self._config = config = config or PrefixAwareConfig()
         self._fresh = config.first_fresh
         self._num_seen = config.fresh_prior
+        self._regrets = Regrets()
+        self._memory_age = 0.0
+        # What does not depend on the request that `costs` was asked about last.
+        self._work: tuple[Column, Column] = np.empty(0), np.empty(0)
 
     def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
         config, queued = self._config, groups.num_queued_tokens
@@ -66,20 +84,63 @@ class PrefixAware(Forgetful):
         rest = config.request_tokens * num_in_step
         rest = rest - groups.step_over(request.now_s) * (rest + groups.num_step_tokens)
         beside = config.request_tokens * (num_in_step + groups.num_reserved_requests)
+        self._work = queued, rest + beside
         missing = request.num_prompt_tokens - hits
-        behind = (queued + config.meanwhile * missing) / self._fresh
-        np.minimum(behind, config.max_behind, out=behind)
-        costs: Column = queued + (rest + beside) + (config.missing + behind) * missing
+        costs = self._costs(missing)
         self.pressure = self._pressure(groups.states[int(costs.argmin())])
-        self._see(float(missing.min()))
+        self._see(float(missing.min()), len(groups))
         return costs
+
+    def second_home(
+        self, request: RouteRequest, groups: Loads, hits: Column, home: int, num_coming: int
+    ) -> int:
+        costs = self._costs(request.num_prompt_tokens - hits[home])  # If all had what it has.
+        if costs[home] <= costs.min() + TIE_TOKENS:
+            return home
+        ties = tied(hits, costs)
+        sooner = ties[0]
+        if hits[sooner] >= hits[home]:
+            return home
+        saved = np.maximum(costs[home] - num_coming - costs, 0.0).sum()
+        copied = self._costs(request.num_prompt_tokens - hits[sooner])[sooner]
+        is_paid = self._is_paid(
+            _name(request, int(hits[sooner]), int(hits[home])),
+            float(saved) / (len(costs) - 1),
+            price=float(copied - costs[sooner]),
+        )
+        return nearest(request, groups, ties) if is_paid else home
+
+    def _costs(self, missing: Column | float) -> Column:
+        """Of the groups that were asked about last, where they lack ``missing`` tokens."""
+        config, (queued, other) = self._config, self._work
+        behind = np.minimum((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
+        costs: Column = queued + other + (config.missing + behind) * missing
+        return costs
+
+    def _is_paid(self, name: BlockHash | None, regret: float, *, price: float) -> bool:
+        if name is None:
+            return False
+        if self._regrets.add(name, regret, at=self._memory_age) < self._config.patience * price:
+            return False
+        self._regrets.forget(name)
+        return True
 
     def _pressure(self, state: GroupState) -> float:
         return min(state.num_queued_tokens / self._fresh, self._config.max_behind)
 
-    def _see(self, num_fresh: float) -> None:
+    def _see(self, num_fresh: float, num_groups: int) -> None:
         """Learns from a request that brings ``num_fresh`` tokens that no group has."""
         config = self._config
         self._num_seen = min(self._num_seen + 1, config.fresh_memory)
+        self._memory_age += 1 / (config.patience_memory * num_groups)
         mean = self._fresh + (num_fresh - self._fresh) / self._num_seen
         self._fresh = min(max(mean, config.min_fresh), config.max_fresh)
+
+
+def _name(request: RouteRequest, num_held: int, num_wanted: int) -> BlockHash | None:
+    """Names the prefix that a group lacks when it holds ``num_held`` tokens of the prompt."""
+    begin = num_held // request.block_size
+    end = min(num_wanted // request.block_size, len(request.hashes))
+    if end <= begin:
+        return None
+    return request.hashes[begin + (1 << ((end - begin).bit_length() - 1)) - 1]

@@ -23,6 +23,11 @@ class Forgetful:
 
     pressure: float | None = None
 
+    def second_home(
+        self, request: RouteRequest, groups: Loads, hits: Column, home: int, num_coming: int
+    ) -> int:
+        return home
+
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         pass
 
