@@ -5,10 +5,10 @@
 
 ``quire serve`` with the demo model, one group. Four victims have one stream after the other. Shown
 are their longest gap between two tokens, their tokens per second and, beside floods, their p99 and
-longest of four tokens and the gateway's memory: alone, beside attackers that only burn CPU, and beside each
-attack. Attackers run at niceness 10. Those of floods have no key, connect again as soon as they are
-cut off, and begin with the victims. They come from addresses that no attack used before, unless
-told otherwise.
+longest of four tokens and the gateway's memory: alone, beside attackers that only burn CPU, and
+beside each attack. Attackers run at niceness 10. Those of floods have no key, connect again as soon
+as they are cut off, and begin with the victims. They come from addresses that no attack used
+before, unless told otherwise.
 """
 
 import argparse

@@ -51,8 +51,8 @@ _ALLOWED_BYTES = 512 * 2**10
 """Beside what calls explain. Until the event loop sees its first call, a client may have sent the
 64 KiB of each message that HTTP/2 lets it."""
 _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
-"""The same while there are floods, for addresses that flooded or that no client came from: gRPC core
-takes 0.4 s of CPU for a MiB of headers."""
+"""The same during floods, for addresses that flooded or that no client came from: gRPC core takes
+0.4 s of CPU for a MiB of headers."""
 _MAX_EXCESS_BYTES = 2**20
 """Of all strangers' connections beyond that: more is a flood, be it from many addresses."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20

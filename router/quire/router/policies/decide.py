@@ -29,7 +29,7 @@ def decide(
         NoGroupAvailable: Every group is excluded, or there is none.
     """
     num_groups, overlap = len(groups), np.asarray(overlap, dtype=np.int64)
-    cached = overlap if cached is None else cached
+    held: Sequence[int] | npt.NDArray[np.int64] = overlap if cached is None else cached
     if request.exclude:
         allowed = [i for i, each in enumerate(groups.states) if each.group not in request.exclude]
         groups, overlap, cached = (
@@ -43,7 +43,7 @@ def decide(
     costs = policy.costs(request, groups, hits)
     index = home = cheapest(request, groups, hits, costs)
     if hits[home] > hits.min():
-        num_coming = max(int(hits[home]) - int(cached[home]) * request.block_size, 0)
+        num_coming = max(int(hits[home]) - int(held[home]) * request.block_size, 0)
         index = policy.second_home(request, groups, hits, home, num_coming)
     state, num_hit_tokens = groups.states[index], int(hits[index])
     reason = policy.reason
