@@ -32,11 +32,8 @@ def decide(
     held: Sequence[int] | npt.NDArray[np.int64] = overlap if cached is None else cached
     if request.exclude:
         allowed = [i for i, each in enumerate(groups.states) if each.group not in request.exclude]
-        groups, overlap, cached = (
-            groups.only(allowed),
-            overlap[allowed],
-            [cached[i] for i in allowed],
-        )
+        groups, overlap = groups.only(allowed), overlap[allowed]
+        held = [held[i] for i in allowed]
     if not len(groups):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
     hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
