@@ -186,17 +186,16 @@ class _Api:
     ) -> Response:
         body, hold = await self._bodies.read(request, body_type)
         with hold:
-            model = self._models.named(body.model)
+            of_model = _OfModel(self._models.named(body.model))
             async with self._bodies.in_turn(hold):
-                requests = _requests(request, body, model)
+                requests = of_model.requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
             ignored = ", ".join(body.ignored)
             forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
             del body
-            answer = _answer(
-                model,
+            answer = of_model.answer(
                 requests,
                 hold,
                 new_format,
@@ -223,96 +222,100 @@ class _Api:
         }
 
 
-def _requests(request: HttpRequest, body: GenerationBody, model: ModelService) -> list[Request]:
-    params, prompts = body.params(), body.prompts()
-    model.check_num_completions(len(prompts) * params.n)
-    shown_token_ids: frozenset[int] = frozenset()
-    use = body.tool_use
-    if use is not None:
-        dialect = model.dialect
-        dialect.check(use)
-        shown_token_ids = dialect.shown_token_ids(with_calls=bool(use.tools))
-    return [
-        _asked_for(request, body, prompt=prompt, params=params, shown_token_ids=shown_token_ids)
-        for prompt in prompts
-    ]
+class _OfModel:
+    """Requests for one model."""
 
+    def __init__(self, gateway: ModelService) -> None:
+        self._gateway = gateway
 
-async def _answer(
-    model: ModelService,
-    requests: list[Request],
-    hold: Hold,
-    new_format: Callable[..., Format],
-    *,
-    prefix: str,
-    options: StreamOptions | None,
-    return_token_ids: bool,
-    echo: Echo | None,
-    forms: Mapping[str, object],
-    tool_use: ToolUse | None,
-) -> Response:
-    """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
+    def requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
+        params, prompts = body.params(), body.prompts()
+        self._gateway.check_num_completions(len(prompts) * params.n)
+        shown_token_ids: frozenset[int] = frozenset()
+        use = body.tool_use
+        if use is not None:
+            dialect = self._gateway.dialect
+            dialect.check(use)
+            shown_token_ids = dialect.shown_token_ids(with_calls=bool(use.tools))
+        return [
+            _asked_for(request, body, prompt=prompt, params=params, shown_token_ids=shown_token_ids)
+            for prompt in prompts
+        ]
 
-    Once the requests are prepared, their list is emptied and ``hold`` released.
-    """
-    with told_of(forms):
-        prepared = [await model.prepare(each, tool_use=tool_use) for each in requests]
-    requests.clear()
-    hold.release()
-    params = prepared[0].sampling
-    if echo is not None:
-        await echo.read([each.prompt_token_ids for each in prepared], model.detokenize)
-    reply_id = f"{prefix}{prepared[0].request_id}"
-    shape = new_format(
-        reply_id=reply_id,
-        model=model.model,
-        num_choices=len(prepared) * params.n,
-        num_per_prompt=params.n,
-        tokenizer=model.tokenizer,
-        fingerprint=_fingerprint(prepared[0].model),
-        prompt_token_ids=[each.prompt_token_ids for each in prepared] if return_token_ids else None,
-        scores=params.prompt_logprobs is not None,
-        echo=echo,
-        logprobs=[
-            Logprobs.of(each, model.tokenizer)
-            for each in prepared
-            for _ in range(params.n)
-            if params.num_logprobs >= 0
-        ],
-        answers=[
-            answer
-            for number, each in enumerate(prepared)
-            for answer in _answers(f"{reply_id}/{number}", each, tool_use, model)
-        ],
-    )
-    run = partial(model.run, prepared)
-    response = (
-        await _collect(run, shape)
-        if options is None
-        else EventStream(partial(_relay, run, shape, options))
-    )
-    response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
-    return response
+    async def answer(
+        self,
+        requests: list[Request],
+        hold: Hold,
+        new_format: Callable[..., Format],
+        *,
+        prefix: str,
+        options: StreamOptions | None,
+        return_token_ids: bool,
+        echo: Echo | None,
+        forms: Mapping[str, object],
+        tool_use: ToolUse | None,
+    ) -> Response:
+        """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
 
-
-def _answers(
-    name: str, prepared: Prepared, tool_use: ToolUse | None, model: ModelService
-) -> Iterator[Answer]:
-    """One for each of the prompt's choices, where it is a chat."""
-    if tool_use is None:
-        return
-    dialect = model.dialect
-    prompt = (model.tokenizer, prepared.prompt_token_ids)
-    reasons = bool(dialect.reasons(*prompt))
-    goes_on = reasons and dialect.goes_on(*prompt)
-    for number in range(prepared.sampling.n):
-        yield Answer(
-            f"{name}/{number}",
-            dialect=dialect,
-            tool_use=tool_use,
-            is_reasoning=reasons,
-            goes_on=goes_on,
+        Once the requests are prepared, their list is emptied and ``hold`` released.
+        """
+        with told_of(forms):
+            prepared = [await self._gateway.prepare(each, tool_use=tool_use) for each in requests]
+        requests.clear()
+        hold.release()
+        params = prepared[0].sampling
+        if echo is not None:
+            await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
+        reply_id = f"{prefix}{prepared[0].request_id}"
+        shape = new_format(
+            reply_id=reply_id,
+            model=self._gateway.model,
+            num_choices=len(prepared) * params.n,
+            num_per_prompt=params.n,
+            tokenizer=self._gateway.tokenizer,
+            fingerprint=_fingerprint(prepared[0].model),
+            prompt_token_ids=[each.prompt_token_ids for each in prepared]
+            if return_token_ids
+            else None,
+            scores=params.prompt_logprobs is not None,
+            echo=echo,
+            logprobs=[
+                Logprobs.of(each, self._gateway.tokenizer)
+                for each in prepared
+                for _ in range(params.n)
+                if params.num_logprobs >= 0
+            ],
+            answers=[
+                answer
+                for number, each in enumerate(prepared)
+                for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
+            ],
         )
+        run = partial(self._gateway.run, prepared)
+        response = (
+            await _collect(run, shape)
+            if options is None
+            else EventStream(partial(_relay, run, shape, options))
+        )
+        response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        return response
+
+    def _answers(self, name: str, prepared: Prepared, tool_use: ToolUse | None) -> Iterator[Answer]:
+        """One for each of the prompt's choices, where it is a chat."""
+        if tool_use is None:
+            return
+        dialect = self._gateway.dialect
+        prompt = (self._gateway.tokenizer, prepared.prompt_token_ids)
+        reasons = bool(dialect.reasons(*prompt))
+        goes_on = reasons and dialect.goes_on(*prompt)
+        for number in range(prepared.sampling.n):
+            yield Answer(
+                f"{name}/{number}",
+                dialect=dialect,
+                tool_use=tool_use,
+                is_reasoning=reasons,
+                goes_on=goes_on,
+            )
 
 
 def _fingerprint(card: ModelCard | None) -> str:

@@ -109,19 +109,13 @@ def _check(request: pb.ExplainRoutingRequest) -> None:
 def _explain(
     tables: Sequence[RoutingTable], request: pb.ExplainRoutingRequest, tenant: str | None
 ) -> pb.ExplainRoutingResponse:
-    answer, *others = (
-        pb.ExplainRoutingResponse(
-            decisions=map(
-                _message,
-                _find(table, request.request_id, tenant)
-                if request.request_id
-                else table.recent(request.limit or DEFAULT_LIMIT, tenant=tenant),
-            )
-        )
-        for table in tables
-    )
-    if others:
-        _merge(answer, others, request)
+    name, limit = request.request_id, request.limit or DEFAULT_LIMIT
+    found: list[Explanation] = []
+    for each in tables:
+        found += _find(each, name, tenant) if name else each.recent(limit, tenant=tenant)
+    answer = pb.ExplainRoutingResponse(decisions=map(_message, found))
+    if len(tables) > 1:
+        _merge(answer, (), request)
     return answer
 
 
