@@ -21,6 +21,7 @@ from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.cluster.tls import own_certificate
 from quire.router.table import RoutingTable
@@ -108,7 +109,7 @@ def run_clock_group(
     asyncio.run(run())
 
 
-async def gateway_of(group: GroupContact, tokenizer: Tokenizer) -> tuple[ModelService, Groups]:
+async def gateway_of(group: GroupContact, tokenizer: Tokenizer) -> tuple[Models, Groups]:
     """A gateway that has found the group. The groups are the caller's to close."""
     table = RoutingTable(block_size=_BLOCK_SIZE)
     expected = Expectation(model=demo_model.NAME, block_size=_BLOCK_SIZE)
@@ -116,9 +117,9 @@ async def gateway_of(group: GroupContact, tokenizer: Tokenizer) -> tuple[ModelSe
     groups = Groups(table=table, expected=expected, connect=connect)
     groups.set_addresses([group.address])
     gateway = ModelService(model=demo_model.NAME, tokenizer=tokenizer, groups=groups, table=table)
-    while not gateway.is_ready:
+    while not groups.num_ready:
         await groups.wait_for_change(timeout_s=10)
-    return gateway, groups
+    return Models(gateway), groups
 
 
 class ClockEngine:

@@ -47,7 +47,7 @@ with ray_session(address=sys.argv[1]):
     settings = json.loads(sys.argv[2])
     serve.start(proxy_location="Disabled")
     handle = serve.run(application(settings), name="quire", route_prefix=None)
-    handle.wait_for_groups.remote(settings.get("num_groups", 1)).result()
+    handle.wait_for_groups.remote().result()
     print("addresses", json.dumps(handle.addresses.remote().result()), flush=True)
 """
 

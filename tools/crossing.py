@@ -70,7 +70,7 @@ async def cross(model: Path) -> Calls:
             "temperature": 0.5,
             "stream": True,
         }
-        while not gateway.gateway.is_ready:
+        while not gateway.models.is_ready:
             await asyncio.sleep(0.05)
         (await client.post(url, json=body)).raise_for_status()  # What happens once is not counted.
         calls.is_on = True

@@ -119,7 +119,8 @@ class Cluster:
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = " ".join(sample.labels.values())
+                # All are of one model.
+                labels = " ".join(v for name, v in sample.labels.items() if name != "model")
                 found.setdefault(sample.name, {})[labels] = sample.value
         return found
 

@@ -215,7 +215,7 @@ def counts_by_gateway(pages: Iterable[str], *, num_gateways: int) -> list[int]:
     because counts may be equal."""
     counts: dict[str, int] = {}
     for text in pages:
-        (began,) = re.findall(r"^quire_prompt_tokens_created (\S+)$", text, re.MULTILINE)
+        (began,) = re.findall(r"^quire_prompt_tokens_created{[^}]*} (\S+)$", text, re.MULTILINE)
         found = re.findall(r"^quire_completions_total{[^}]*} (\S+)$", text, re.MULTILINE)
         counts[began] = int(sum(map(float, found)))
         if len(counts) == num_gateways:

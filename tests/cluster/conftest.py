@@ -36,6 +36,7 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.models import MAX_BODY_BYTES, Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
@@ -224,6 +225,7 @@ class Cluster:
     table: RoutingTable
     connections: Groups
     gateway: ModelService
+    models: Models
     clock: Clock
     """The gateway's."""
     grpc_address: str = ""
@@ -332,6 +334,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         expected: dict[str, Any] | None = None,
         client: dict[str, Any] | None = None,
         keys: ApiKeys | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
@@ -366,7 +369,8 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
             )
             stack.callback(gateway.close)
             groups = {group.name: group for group in started}
-            cluster = Cluster(model, groups, table, connections, gateway, clock)
+            models = Models(gateway, max_body_bytes=max_body_bytes)
+            cluster = Cluster(model, groups, table, connections, gateway, models, clock)
             await _serve(cluster, stack, keys)
             if expected is None:
                 await cluster.wait_ready(num_groups)
@@ -376,14 +380,14 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
 
 
 async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKeys | None) -> None:
-    server = build_grpc_server(cluster.gateway, keys=keys)
+    server = build_grpc_server(cluster.models, keys=keys)
     cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     stack.push_async_callback(server.stop, None)
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address))
     cluster.inference = inference_pb2_grpc.InferenceStub(channel)
 
-    app = build_http_app(cluster.gateway, keys=keys, allow_origins=["http://localhost:3000"])
+    app = build_http_app(cluster.models, keys=keys, allow_origins=["http://localhost:3000"])
     http = HttpListener(app, limits=ConnectionLimits(), drain_timeout_s=0)
     listener = listening_socket("127.0.0.1", 0, is_shared=False)
     port = listener.getsockname()[1]

@@ -112,7 +112,7 @@ async def test_a_group_takes_requests_again_and_is_known_by_its_cache(start_clus
 async def test_without_a_group_requests_wait_for_one_to_come_back(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1, group_wait_s=60) as cluster, admin_of(cluster) as admin:
         await drain_idle(admin, "g0")
-        assert not cluster.gateway.is_ready
+        assert not cluster.models.is_ready
         assert cluster.connections.troubles() == [f"{cluster.groups['g0'].address}: draining"]
         waiting = asyncio.create_task(group_of(generate(cluster)))
         while not cluster.connections.demand.num_requests:

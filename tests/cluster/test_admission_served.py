@@ -85,10 +85,10 @@ async def test_past_the_bound_a_request_is_refused_and_told_when_to_come_back(
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["code"] == limited.value.code == "overloaded"
-    assert 'quire_refused_total{reason="wait"} 3.0' in metrics
-    assert "quire_queued_requests 1.0" in metrics
-    assert f"quire_queued_tokens {len(PROMPT)}.0" in metrics
-    assert "quire_queue_wait_seconds_count 1.0" in metrics
+    assert 'quire_refused_total{model="hash",reason="wait"} 3.0' in metrics
+    assert 'quire_queued_requests{model="hash"} 1.0' in metrics
+    assert f'quire_queued_tokens{{model="hash"}} {len(PROMPT)}.0' in metrics
+    assert 'quire_queue_wait_seconds_count{model="hash"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])

@@ -157,7 +157,7 @@ async def test_a_server_with_tls_is_trusted_by_its_authority(start_cluster: Any)
         b"".join(blob.bytes() for blob in certificate.cert_chain_pems),
     )
     async with start_cluster(num_groups=1) as cluster:
-        server = build_grpc_server(cluster.gateway)
+        server = build_grpc_server(cluster.models)
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
         await server.start()
         root = authority.cert_pem.bytes()

@@ -52,7 +52,7 @@ async def test_requests_at_a_gateway_without_groups_are_demand_until_one_is_ther
 ) -> None:
     options = {"wakes_groups": True}
     async with start_cluster(num_groups=0, group_wait_s=60, config=options) as cluster:
-        assert cluster.gateway.is_ready
+        assert cluster.models.is_ready
         demand = cluster.connections.demand
         sampling = pb.SamplingParams(seed=5, max_tokens=5, ignore_eos=True)
         prompt = [20, 21, 22]

@@ -15,7 +15,7 @@ from ray import serve
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
-from quire.cluster.deploy.deployments import POOL, Gateway, ReplicaGroup
+from quire.cluster.deploy.deployments import Gateway, ReplicaGroup, pool_of
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
@@ -33,6 +33,7 @@ pytestmark = [
 ]
 
 CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH), served_model_name="demo")
+POOL = pool_of("demo")
 FIRST = Member(GroupId("g0"), {"address": "host:1"})
 SECOND = Member(GroupId("g1"), {"address": "host:2"})
 
@@ -42,7 +43,8 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.groups = self
-        self.gateway = self
+        self.models = self
+        self.by_name = {"demo": self}
         self.explanations = SimpleNamespace()
         self.table = object()
         self.demand = Demand()
@@ -52,7 +54,11 @@ class FakeServer:
     def listeners(self) -> Iterator[socket.socket]:
         return iter(())
 
-    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
+    def named(self, name: str) -> "FakeServer":
+        return self.by_name[name]
+
+    def set_groups(self, contacts: Iterable[GroupContact], *, model: str) -> None:
+        assert model in self.by_name
         self.addresses = [contact.address for contact in contacts]
 
     async def stop(self, *, drain_timeout_s: float) -> None:

@@ -231,8 +231,9 @@ async def test_a_gateway_that_was_told_of_a_group_serves_over_it(
         for settings in (locked, config()):
             async with gateway(settings) as server:
                 server.set_groups([GroupContact.of(there.contact.metadata()) or there.contact])
-                while not server.groups.num_ready:
-                    await server.groups.wait_for_change(timeout_s=1)
+                groups = server.models.named(None).groups
+                while not groups.num_ready:
+                    await groups.wait_for_change(timeout_s=1)
                 if settings is locked:
                     channel = certificates.grpc_channel(server.grpc_address)
                 else:

@@ -173,9 +173,9 @@ async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster:
             async for _ in stream:
                 pass
         found = await explain(cluster, request_id=first.id)
-        metrics = cluster.gateway.telemetry.render().decode()
+        metrics = cluster.models.telemetry.render().decode()
     assert [each.outcome for each in found] == ["deadline: passed before the end"] * 2
-    assert 'quire_completions_total{outcome="deadline"} 2.0' in metrics
+    assert 'quire_completions_total{model="hash",outcome="deadline"} 2.0' in metrics
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ async def test_what_other_gateways_know_is_part_of_the_answer(start_cluster: Any
 
     async with start_cluster(num_groups=1) as cluster:
         own = (await complete(cluster))["id"].removeprefix("cmpl-") + "-0"
-        cluster.gateway.explanations.ask_others = others
+        cluster.models.explanations.ask_others = others
         recent = await explain(cluster, limit=3)
         by_name = await explain(cluster, request_id="elsewhere")
         page = (await decisions(cluster, "?limit=1")).json()
@@ -307,7 +307,7 @@ async def test_where_a_gateway_does_not_answer_a_request_may_not_be_unknown(
 
     async with start_cluster(num_groups=1) as cluster:
         await complete(cluster)
-        cluster.gateway.explanations.ask_others = silent
+        cluster.models.explanations.ask_others = silent
         answer = await decisions(cluster, "?request_id=nobody")
         command = ["explain", "--address", cluster.grpc_address]
         assert await asyncio.to_thread(cli.main, command) == 0

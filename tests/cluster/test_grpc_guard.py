@@ -123,7 +123,7 @@ def serving(start_cluster: Any) -> Any:
 
             guard = GrpcGuard(bounds, cut=cut)
             grpc_server = build_grpc_server(
-                cluster.gateway,
+                cluster.models,
                 keys=ApiKeys.of_token("right") if keys else None,
                 limits=bounds,
                 guard=guard,

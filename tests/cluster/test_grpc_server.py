@@ -40,7 +40,7 @@ async def test_a_draining_gateway_is_not_healthy(start_cluster: Any) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
-        cluster.gateway.begin_drain()
+        cluster.models.begin_drain()
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
 

@@ -220,7 +220,7 @@ async def test_a_large_body_is_served_as_a_small_one_and_gives_its_memory_back(
             for user in ("x", "x" * 1_000_000)
         ]
         assert answers[0] == answers[1]
-        assert cluster.gateway.bodies.held == 0
+        assert cluster.models.bodies.held == 0
 
 
 async def test_a_long_answer_is_encoded_in_a_thread_as_a_short_one_is_here(

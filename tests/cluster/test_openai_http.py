@@ -317,15 +317,15 @@ async def test_metrics_count_what_happened(start_cluster: Any) -> None:
     values = dict(
         line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")
     )
-    assert float(values["quire_prompt_tokens_total"]) == 40
-    assert float(values["quire_cached_prompt_tokens_total"]) == 16
-    assert float(values["quire_output_tokens_total"]) == 16
-    assert float(values['quire_completions_total{outcome="length"}']) == 2
-    assert float(values["quire_time_to_first_token_seconds_count"]) == 2
-    assert float(values["quire_time_per_output_token_seconds_count"]) == 2
-    assert float(values['quire_routing_decisions_total{reason="cached_prefix"}']) == 1
-    assert float(values["quire_ready_groups"]) == 2
-    assert 'quire_group_held_blocks{group="g1"}' in values
+    assert float(values['quire_prompt_tokens_total{model="hash"}']) == 40
+    assert float(values['quire_cached_prompt_tokens_total{model="hash"}']) == 16
+    assert float(values['quire_output_tokens_total{model="hash"}']) == 16
+    assert float(values['quire_completions_total{model="hash",outcome="length"}']) == 2
+    assert float(values['quire_time_to_first_token_seconds_count{model="hash"}']) == 2
+    assert float(values['quire_time_per_output_token_seconds_count{model="hash"}']) == 2
+    assert float(values['quire_routing_decisions_total{model="hash",reason="cached_prefix"}']) == 1
+    assert float(values['quire_ready_groups{model="hash"}']) == 2
+    assert 'quire_group_held_blocks{group="g1",model="hash"}' in values
 
 
 async def test_events_of_a_stream_are_well_formed(start_cluster: Any) -> None:

@@ -230,8 +230,8 @@ async def test_lists_that_no_request_may_have_are_refused_over_grpc(start_cluste
 
 async def test_large_messages_are_refused_while_others_hold_all_memory(start_cluster: Any) -> None:
     request = pb.TokenizeRequest(text="the cat " * 20_000)
-    async with start_cluster(num_groups=1, config={"max_body_bytes": 200_000}) as cluster:
-        with await cluster.gateway.bodies.take(100_000):
+    async with start_cluster(num_groups=1, max_body_bytes=200_000) as cluster:
+        with await cluster.models.bodies.take(100_000):
             with pytest.raises(grpc.aio.AioRpcError, match="hold 100000 of 200000 bytes") as raised:
                 await cluster.inference.Tokenize(request)
             assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -239,7 +239,7 @@ async def test_large_messages_are_refused_while_others_hold_all_memory(start_clu
         assert list(answer.token_ids) == cluster.model.tokenizer.encode(request.text)
         back = await cluster.inference.Detokenize(pb.DetokenizeRequest(token_ids=answer.token_ids))
         assert back.text == request.text
-        assert cluster.gateway.bodies.held == 0
+        assert cluster.models.bodies.held == 0
 
 
 async def test_spans_follow_on_from_each_other(

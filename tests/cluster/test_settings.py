@@ -6,6 +6,7 @@ import pytest
 from quire import demo_model
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
+from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 
 
@@ -50,6 +51,26 @@ def test_only_a_given_bound_refuses_by_predicted_wait(
     assert config_from(given).admission().max_queue_wait_s == expected
 
 
+def test_more_models_are_read_by_name_and_share_what_is_the_clusters() -> None:
+    config = config_from(
+        {
+            "served_model_name": "a",
+            "num_groups": 3,
+            "drain_timeout_s": 7,
+            "more_models": [
+                {"served_model_name": "b", "engine": {"model": "/m", "block_size": 32}},
+                {"served_model_name": "c", "autoscaling": {"min_groups": 0, "max_groups": 4}},
+            ],
+        }
+    )
+    first, second, third = config.models.values()
+    assert [*config.models] == ["a", "b", "c"]
+    assert (first.num_groups, second.num_groups, third.max_groups) == (3, 1, 4)
+    assert second.engine == EngineConfig(model=Path("/m"), block_size=32)
+    assert {each.drain_timeout_s for each in config.models.values()} == {7}
+    assert config_from({}).models == {demo_model.NAME: config_from({})}
+
+
 def test_without_a_model_it_is_the_demo_model() -> None:
     config = config_from({})
     assert config.engine.model == demo_model.PATH
@@ -71,6 +92,12 @@ def test_without_a_model_it_is_the_demo_model() -> None:
         ({"autoscaling": {"max_groups": 0}}, "max_groups=0: must be 1 or more"),
         ({"autoscaling": 3}, "autoscaling=3: "),
         ({"num_groups": 0}, "num_groups=0: must be 1 or more"),
+        ({"more_models": [{"num_group": 2}]}, "more_models.0.num_group: unknown; there are "),
+        ({"more_models": [{"http_port": 2}]}, "more_models.0.http_port: unknown; there are "),
+        ({"more_models": [{}, {"engine": {"x": 1}}]}, "more_models.1.engine.x: unknown; "),
+        ({"more_models": ["m"]}, "more_models.0='m': must be a mapping"),
+        ({"more_models": "m"}, "more_models='m': "),
+        ({"more_models": [{}]}, "two models are called "),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:

@@ -310,7 +310,7 @@ async def test_it_tells_of_model_server_and_load(start_cluster: Any) -> None:
         assert load.max_running_requests == server.max_num_seqs > 0
         error = await refusal(stub.GetLoads(vllm.GetLoadsRequest(dp_rank=1)))
         assert details(error)["BadRequest"].field_violations[0].field == "dp_rank"
-        cluster.gateway.begin_drain()
+        cluster.models.begin_drain()
         answer = await stub.HealthCheck(vllm.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "the gateway is stopping")
 

@@ -23,7 +23,7 @@ def gateway(*num_inflight: float, silent: bool = False, status: int = 200) -> It
             number = left.pop(0) if len(left) > 1 else left[0]
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(f"quire_inflight_completions {number}\n".encode())
+            self.wfile.write(f'quire_inflight_completions{{model="m {{}}"}} {number}\n'.encode())
 
         def log_message(self, *_: object) -> None:
             pass

@@ -66,7 +66,7 @@ import re, sys, time, urllib.request
 address, num_groups = sys.argv[1:]
 while True:
     page = urllib.request.urlopen(f"http://{address}/metrics").read().decode()
-    if re.search(rf"^quire_ready_groups {num_groups}\\.0$", page, re.MULTILINE):
+    if re.search(rf"^quire_ready_groups{{.*}} {num_groups}\\.0$", page, re.MULTILINE):
         break
     time.sleep(0.2)
 """

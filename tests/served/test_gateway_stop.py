@@ -89,8 +89,9 @@ def run_gateway(config: ClusterConfig, group: GroupContact, pipe: Connection) ->
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         server = await GatewayServer.start(config)
         server.set_groups([group])
-        while not server.groups.num_ready:
-            await server.groups.wait_for_change(timeout_s=1)
+        groups = server.models.named(None).groups
+        while not groups.num_ready:
+            await groups.wait_for_change(timeout_s=1)
         pipe.send((server.grpc_address, server.http_address))
         await told.wait()
         await server.stop(drain_timeout_s=config.drain_timeout_s)

@@ -84,8 +84,8 @@ def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) ->
     assert {start.routing.predicted_cached_tokens for start in starts} == {0}
     # What the groups hold is found by those who happen to come by.
     assert starts[-1].num_cached_tokens > 0
-    assert re.search(r"^quire_ready_groups 4", metrics, re.MULTILINE)
-    assert re.search(r"^quire_directory_blocks 0", metrics, re.MULTILINE)
+    assert re.search(r"^quire_ready_groups{model=.*} 4", metrics, re.MULTILINE)
+    assert re.search(r"^quire_directory_blocks{model=.*} 0", metrics, re.MULTILINE)
     assert not errors
 
 

@@ -26,6 +26,7 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
@@ -147,7 +148,8 @@ class SimGateway:
             config=plan.gateway,
             clock=clock,
         )
-        cluster.network.listen(self.address, self.process, InferenceService(self.gateway))
+        self.models = Models(self.gateway)
+        cluster.network.listen(self.address, self.process, InferenceService(self.models))
 
     @contextlib.asynccontextmanager
     async def _connect(self, address: str) -> AsyncIterator[GroupLink]:

@@ -154,7 +154,7 @@ def test_gateways_learn_how_many_they_are() -> None:
         await asyncio.sleep(40)  # Its successor has come.
         look(world)
         for gateway in world.cluster.gateways:
-            gateway.gateway.begin_drain()
+            gateway.models.begin_drain()
             await asyncio.sleep(1)
             look(world)
 

@@ -1,7 +1,8 @@
 """Settings of a deployment: the engine of each replica group, and the cluster around it."""
 
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 
@@ -19,8 +20,8 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """The settings of one served model.
+class ModelConfig:
+    """The settings of one served model: its groups, and how gateways take its requests.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
@@ -47,6 +48,71 @@ class ClusterConfig:
     group_resource: str | None = None
     """A custom Ray resource that each group takes one of on each of its nodes, to choose the nodes
     that groups run on; gateways have the same below."""
+    chat_template: str | None = None
+    """A Jinja template to use instead of the checkpoint's own, as text."""
+    tool_call_parser: str = "auto"
+    """The format in which the model writes calls of tools; "auto" is the one that its response
+    template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
+    reasoning_parser: str = "auto"
+    max_queue_wait_s: float | None = None
+    """A request is refused at once if its predicted wait exceeds this, or its own deadline.
+    ``None`` lets requests wait for as long as their clients do."""
+    max_queued_requests: int = AdmissionConfig.max_queued_requests
+    """Completions that may wait at a gateway."""
+    max_queued_bytes: int = AdmissionConfig.max_queued_bytes
+    """Memory of their prompts: six bytes for each token."""
+    max_inflight: int = AdmissionConfig.max_inflight
+    """Completions that a gateway has under way, those that wait among them."""
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1:
+            raise ConfigError(f"num_groups={self.num_groups!r}: must be 1 or more")
+        num_ranks = self.engine.tensor_parallel_size
+        if self.nodes_per_group < 1 or num_ranks % self.nodes_per_group:
+            raise ConfigError(
+                f"nodes_per_group={self.nodes_per_group}: must divide "
+                f"engine.tensor_parallel_size={num_ranks}"
+            )
+        if not 0 <= self.cpus_per_group < inf:
+            raise ConfigError(
+                f"cpus_per_group={self.cpus_per_group!r}: must be 0 or more, and finite"
+            )
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
+        self.admission()  # Checks its own part.
+
+    @property
+    def min_groups(self) -> int:
+        """Groups that there always are."""
+        return self.num_groups if self.autoscaling is None else self.autoscaling.min_groups
+
+    @property
+    def max_groups(self) -> int:
+        return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
+
+    def admission(self) -> AdmissionConfig:
+        """At each gateway."""
+        return AdmissionConfig(
+            max_queue_wait_s=inf if self.max_queue_wait_s is None else self.max_queue_wait_s,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_bytes=self.max_queued_bytes,
+            max_inflight=self.max_inflight,
+        )
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or model_name(self.engine.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig(ModelConfig):
+    """The settings of a served model, or the first of several, and of the cluster around it.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    more_models: tuple[ModelConfig, ...] = ()
+    """Models that the same gateways serve, each with groups of its own."""
     num_gateways: int = 1
     """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
     gateway_resource: str | None = None
@@ -97,21 +163,6 @@ class ClusterConfig:
     ignore_unknown_fields: bool = False
     """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
     that are not served are refused all the same."""
-    chat_template: str | None = None
-    """A Jinja template to use instead of the checkpoint's own, as text."""
-    tool_call_parser: str = "auto"
-    """The format in which the model writes calls of tools; "auto" is the one that its response
-    template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
-    reasoning_parser: str = "auto"
-    max_queue_wait_s: float | None = None
-    """A request is refused at once if its predicted wait exceeds this, or its own deadline.
-    ``None`` lets requests wait for as long as their clients do."""
-    max_queued_requests: int = AdmissionConfig.max_queued_requests
-    """Completions that may wait at a gateway."""
-    max_queued_bytes: int = AdmissionConfig.max_queued_bytes
-    """Memory of their prompts: six bytes for each token."""
-    max_inflight: int = AdmissionConfig.max_inflight
-    """Completions that a gateway has under way, those that wait among them."""
     group_wait_s: float = CompletionConfig.group_wait_s
     """How long requests and streams wait for a group, where all were lost and others start. Longer
     than a group takes to start. Where autoscaling may stop the last group, the
@@ -137,15 +188,14 @@ class ClusterConfig:
     one more of each, and waits where there is none; without it, a single group's clients wait."""
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "num_gateways"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}={value!r}: must be 1 or more")
-        num_ranks = self.engine.tensor_parallel_size
-        if self.nodes_per_group < 1 or num_ranks % self.nodes_per_group:
+        ModelConfig.__post_init__(self)
+        if self.num_gateways < 1:
+            raise ConfigError(f"num_gateways={self.num_gateways!r}: must be 1 or more")
+        names = Counter(each.model_name for each in (self, *self.more_models))
+        if twice := [name for name, number in names.items() if number > 1]:
             raise ConfigError(
-                f"nodes_per_group={self.nodes_per_group}: must divide "
-                f"engine.tensor_parallel_size={num_ranks}"
+                f"more_models: two models are called {twice[0]!r}; give one of them another "
+                "served_model_name"
             )
         for name in ("grpc_port", "http_port", "metrics_port"):
             value = getattr(self, name)
@@ -161,14 +211,12 @@ class ClusterConfig:
                 raise ConfigError(
                     f"allow_origins={origin!r}: must be '*' or scheme://host[:port], with no path"
                 )
-        check_parsers(self.tool_call_parser, self.reasoning_parser)
-        self.admission()  # Checks its own part, as does the next.
-        self.connections()
+        self.connections()  # Checks its own part.
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"
             )
-        for name in ("cpus_per_group", "drain_timeout_s", "handover_s", "group_wait_s"):
+        for name in ("drain_timeout_s", "handover_s", "group_wait_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more, and finite")
         for name in ("silence_timeout_s", "step_deadline_s"):
@@ -181,22 +229,14 @@ class ClusterConfig:
             )
 
     @property
-    def min_groups(self) -> int:
-        """Groups that there always are."""
-        return self.num_groups if self.autoscaling is None else self.autoscaling.min_groups
-
-    @property
-    def max_groups(self) -> int:
-        return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
-
-    def admission(self) -> AdmissionConfig:
-        """For each gateway."""
-        return AdmissionConfig(
-            max_queue_wait_s=inf if self.max_queue_wait_s is None else self.max_queue_wait_s,
-            max_queued_requests=self.max_queued_requests,
-            max_queued_bytes=self.max_queued_bytes,
-            max_inflight=self.max_inflight,
-        )
+    def models(self) -> "dict[str, ClusterConfig]":
+        """By what clients call them, each as if it were the only one."""
+        each = [
+            {f.name: getattr(model, f.name) for f in fields(ModelConfig)}
+            for model in (self, *self.more_models)
+        ]
+        alone = [replace(self, **settings, more_models=()) for settings in each]
+        return {config.model_name: config for config in alone}
 
     def connections(self) -> ConnectionLimits:
         """Limits on client connections, for each gateway."""
@@ -208,7 +248,3 @@ class ClusterConfig:
             body_timeout_s=self.body_timeout_s,
             idle_timeout_s=self.idle_timeout_s,
         )
-
-    @property
-    def model_name(self) -> str:
-        return self.served_model_name or model_name(self.engine.model)

@@ -7,46 +7,61 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 
+_PARTS: dict[str, type[Any]] = {
+    "engine": EngineConfig,
+    "routing": RoutingConfig,
+    "autoscaling": AutoscalingSettings,
+}
+
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`, under
-    ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`.
+    ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`; in
+    the list ``more_models``, the same of `ModelConfig`.
 
     Without ``engine.model``, it is the demo model.
 
     Raises:
         ConfigError: A field is unknown or its value of the wrong type; or it cannot work.
     """
+    read = _read(settings, ClusterConfig, "")
+    more = read.get("more_models")
+    if isinstance(more, list | tuple):  # Else it is of the wrong type, as is said below.
+        read["more_models"] = [
+            _read(_section({name: each}, name), ModelConfig, f"{name}.")
+            for name, each in ((f"more_models.{number}", each) for number, each in enumerate(more))
+        ]
+    try:
+        return TypeAdapter(ClusterConfig).validate_python(read)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error
+
+
+def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str, Any]:
+    """The settings of ``kind``, with the demo model if they name none. Raises ConfigError: one is
+    unknown."""
     engine, routing = (_section(settings, name) for name in ("engine", "routing"))
     settings = {**settings, "engine": engine, "routing": routing}
     if engine.get("model") is None:
         engine["model"] = demo_model.PATH
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
-    autoscaling = settings.get("autoscaling") or {}
-    parts: list[tuple[str, Mapping[str, Any], type[Any]]] = [
-        ("", settings, ClusterConfig),
-        ("engine.", engine, EngineConfig),
-        ("routing.", routing, RoutingConfig),
-    ]
-    if isinstance(autoscaling, Mapping):  # Else it is of the wrong type, as is said below.
-        parts.append(("autoscaling.", autoscaling, AutoscalingSettings))
-    for prefix, given, kind in parts:
-        known = [field.name for field in fields(kind)]
-        unknown = [f"{prefix}{name}" for name in given if name not in known]
+    parts = {f"{name}.": (settings.get(name), part) for name, part in _PARTS.items()}
+    for name, (given, part) in ({"": (settings, kind)} | parts).items():
+        if not isinstance(given, Mapping):  # If it is of the wrong type, it is told later.
+            continue
+        known = [field.name for field in fields(part)]
+        unknown = [f"{prefix}{name}{each}" for each in given if each not in known]
         if unknown:
             raise ConfigError(f"{', '.join(unknown)}: unknown; there are {', '.join(known)}")
-    try:
-        return TypeAdapter(ClusterConfig).validate_python(settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error
+    return settings
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

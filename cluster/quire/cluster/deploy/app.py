@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
+from quire.worker.api.config import EngineConfig
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint, fetch_text_files, is_hub_name, pinned
@@ -82,10 +83,11 @@ def running_cluster(
             check_nodes(config)
             check_ports(config)
             _check_files(config)
-            # Here, where the user sees how far it is; groups then find it in the cache.
-            checkpoint = open_checkpoint(fetch_checkpoint(config.engine.model))
-            if checkpoint.decoded:
-                progress.say(f"{config.model_name}: {checkpoint.decoded}")
+            for served, model in config.models.items():
+                # Here, where the user sees how far it is; groups then find it in the cache.
+                checkpoint = open_checkpoint(fetch_checkpoint(model.engine.model))
+                if checkpoint.decoded:
+                    progress.say(f"{served}: {checkpoint.decoded}")
     if ray_address is None:
         with progress.step("native code", told_from_s=_TOLD_FROM_S):
             compile_native_code(device=config.engine.device, is_logged=False)
@@ -128,7 +130,7 @@ def running_app(
         start_serve()
     try:
         app = build_app(config, gateway=gateway, group=group)
-        handle = start_app(app, name=name, num_groups=config.min_groups, progress=progress)
+        handle = start_app(app, name=name, progress=progress)
         nodes = tuple(sorted(set(handle.broadcast("node").results())))
         grpc, http = handle.addresses.remote().result()
         yield Endpoints(name, grpc=grpc, http=http, nodes=nodes)
@@ -152,7 +154,7 @@ def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT
         config = _shared_out(config)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     app = build_app(config)
-    handle = start_app(app, name=name, num_groups=config.min_groups, progress=progress)
+    handle = start_app(app, name=name, progress=progress)
     grpc, http = handle.addresses.remote().result()
     return Endpoints(name, grpc=grpc, http=http)
 
@@ -195,7 +197,7 @@ def serve_until_signal(
 
 def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) -> None:
     print(
-        f"Serving {config.model_name} as application {endpoints.app} after {start_s:.1f} s; "
+        f"Serving {', '.join(config.models)} as application {endpoints.app} after {start_s:.1f} s; "
         "Ctrl-C drains and stops."
     )
     print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
@@ -218,6 +220,10 @@ def _ray_address() -> str:
 
 
 def _in_words(config: ClusterConfig) -> str:
+    return "; ".join(map(_model_in_words, config.models.values()))
+
+
+def _model_in_words(config: ClusterConfig) -> str:
     num_groups, num_ranks = config.min_groups, config.engine.tensor_parallel_size
     ranks = "one rank" if num_ranks == 1 else f"{num_ranks} tensor-parallel ranks"
     groups = "1 replica group" if num_groups == 1 else f"{num_groups} replica groups"
@@ -230,7 +236,7 @@ def build_app(
     gateway: "type[Gateway] | None" = None,
     group: "type[ReplicaGroup] | None" = None,
 ) -> "serve.Application":
-    """The application of one model: gateways bound to a deployment of replica groups.
+    """The application: gateways bound to a deployment of replica groups for each model.
 
     ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is, and ``group`` in
     place of `deployments.ReplicaGroup`.
@@ -243,7 +249,6 @@ def build_app(
     from quire.router.serve_router import PrefixAwareRouter
 
     config = _with_commit(config)
-    engine = config.engine
     common: dict[str, Any] = {
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 1.0,
@@ -252,21 +257,25 @@ def build_app(
         # A replica that fails three times in a row will not recover by itself: report it.
         "max_constructor_retry_count": 3,
     }
-    groups = serve.deployment(
-        **_group_count(config),
-        **placement_options(config, on_gpu=_on_gpu(config, ray.cluster_resources())),
-        # Of calls through handles; the engine queues and batches, and Serve's 5 would keep them
-        # from it.
-        max_ongoing_requests=engine.max_num_waiting,
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
-            request_router_kwargs={"pool": deployments.POOL},
-        ),
-        graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-        # Serve rounds a percentage up: of up to a hundred replicas this is one.
-        max_surge_percent=int(config.start_first),
-        **common,
-    )(group or deployments.ReplicaGroup)
+    groups = [
+        serve.deployment(
+            name="ReplicaGroup" if number == 1 else f"ReplicaGroup-{number}",
+            **_group_count(model),
+            **placement_options(model, on_gpu=_on_gpu(model, ray.cluster_resources())),
+            # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
+            # them from it.
+            max_ongoing_requests=model.engine.max_num_waiting,
+            request_router_config=RequestRouterConfig(
+                request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
+                request_router_kwargs={"pool": deployments.pool_of(served)},
+            ),
+            graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+            # Serve rounds a percentage up: of up to a hundred replicas this is one.
+            max_surge_percent=int(config.start_first),
+            **common,
+        )(group or deployments.ReplicaGroup).bind(model)
+        for number, (served, model) in enumerate(config.models.items(), 1)
+    ]
     gateways = serve.deployment(
         num_replicas=config.num_gateways,
         ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
@@ -275,7 +284,7 @@ def build_app(
         max_surge_percent=int(config.start_first or config.gateway_resource is None),
         **common,
     )(gateway or deployments.Gateway)
-    app: serve.Application = gateways.bind(config, groups.bind(config))
+    app: serve.Application = gateways.bind(config, *groups)
     return app
 
 
@@ -328,8 +337,9 @@ def _on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
 def _check_room(config: ClusterConfig) -> None:
     import ray
 
-    resources = ray.cluster_resources()
-    check_room(config, on_gpu=_on_gpu(config, resources), machine=resources)
+    resources = left = ray.cluster_resources()
+    for model in config.models.values():
+        left = check_room(model, on_gpu=_on_gpu(model, resources), machine=left)
 
 
 def _one_of(resource: str | None) -> dict[str, float]:
@@ -339,7 +349,15 @@ def _one_of(resource: str | None) -> dict[str, float]:
 def _with_commit(config: ClusterConfig) -> ClusterConfig:
     """Makes all groups serve the commit that a model of the hub is at now. Raises
     CheckpointError."""
-    return replace(config, engine=replace(config.engine, model=pinned(config.engine.model)))
+    return _with_engines(config, lambda engine: replace(engine, model=pinned(engine.model)))
+
+
+def _with_engines(
+    config: ClusterConfig, change: Callable[[EngineConfig], EngineConfig]
+) -> ClusterConfig:
+    """The same with each model's engine changed."""
+    more = tuple(replace(each, engine=change(each.engine)) for each in config.more_models)
+    return replace(config, engine=change(config.engine), more_models=more)
 
 
 def _checked(config: ClusterConfig) -> ClusterConfig:
@@ -354,14 +372,15 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
         CheckpointError: The model cannot be read.
     """
     config = _with_commit(config)
-    engine = config.engine
-    folder = fetch_text_files(engine.model)
-    model = read_model_spec(folder, model_impl=engine.model_impl)
-    check_parallel(model, engine.tensor_parallel_size)
-    resolve_max_model_len(engine, model)
-    Tokenizer.load(folder, chat_template=config.chat_template)
-    if not is_hub_name(engine.model):
-        open_checkpoint(engine.model)
+    for served in config.models.values():
+        engine = served.engine
+        folder = fetch_text_files(engine.model)
+        model = read_model_spec(folder, model_impl=engine.model_impl)
+        check_parallel(model, engine.tensor_parallel_size)
+        resolve_max_model_len(engine, model)
+        Tokenizer.load(folder, chat_template=served.chat_template)
+        if not is_hub_name(engine.model):
+            open_checkpoint(engine.model)
     return config
 
 
@@ -375,8 +394,10 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _shared_out(config: ClusterConfig) -> ClusterConfig:
     """Shares this machine's cores among all ranks of all groups."""
-    if config.engine.num_threads is not None:
-        return config
-    num_ranks = config.max_groups * config.engine.tensor_parallel_size
+    num_ranks = sum(
+        each.max_groups * each.engine.tensor_parallel_size for each in config.models.values()
+    )
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    return replace(config, engine=replace(config.engine, num_threads=num_threads))
+    return _with_engines(
+        config, lambda engine: replace(engine, num_threads=engine.num_threads or num_threads)
+    )

@@ -1,4 +1,4 @@
-"""The two deployments of a Quire application, as Ray Serve runs them.
+"""The deployments of a Quire application, as Ray Serve runs them: gateways, each model's groups.
 
 Serve starts, replaces and counts them and tells each gateway which groups run. Requests and tokens
 do not pass through Serve: groups and gateways have servers of their own.
@@ -41,8 +41,10 @@ from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 
-POOL = "replica_groups"
-"""Under which the request router publishes the groups to the gateways of its process."""
+
+def pool_of(model: str) -> str:
+    """Under which the request router publishes a model's groups to the gateways of its process."""
+    return f"replica_groups/{model}"
 
 
 _log = logging.getLogger(__name__)
@@ -137,24 +139,22 @@ class Gateway:
     """A Serve replica that is one gateway."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
+        self, config: ClusterConfig, *groups: DeploymentHandle[ReplicaGroup]
     ) -> None:
+        """``groups``: of each of ``config.models``."""
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve()
         keep_to_node_address()
+        self._config = config
         claims = claim_ports(config, owner=_owner)
         self._at_end.callback(claims.close)
-        self._server = await GatewayServer.start(config, table=self.make_table(config))
-        # Deriving a handle makes its request router, which publishes the groups as they come
-        # and go. Serve refers to routers weakly: the handle has to be kept.
-        self._handle = groups.options()
-        self._server.gateway.explanations.ask_others = self._ask_others
-        self._at_end.callback(REGISTRY.subscribe(POOL, self._take_members))
-        self._at_end.callback(
-            REGISTRY.attach(POOL, self._server.table, hash_prompt=self._server.gateway.hash_prompt)
-        )
-        if config.autoscaling:
-            self._at_end.callback(asyncio.create_task(self._report_demand()).cancel)
+        self._server = await GatewayServer.start(config, make_table=self.make_table)
+        self._server.models.explanations.ask_others = self._ask_others
+        # Serve refers to request routers weakly: the handles have to be kept.
+        self._handles = [
+            self._follow(each, handle)
+            for each, handle in zip(config.models.values(), groups, strict=True)
+        ]
         self._watched = asyncio.create_task(
             be_watched(self._server.listeners, silence_timeout_s=config.silence_timeout_s)
         )
@@ -175,35 +175,34 @@ class Gateway:
             raise RuntimeError("it did not run for a while, and gets no new connections since")
 
     def make_table(self, config: ClusterConfig) -> RoutingTable:
-        """The routing table of this gateway; benchmarks override it to inject faults."""
+        """A model's routing table at this gateway; benchmarks override it to inject faults."""
         return new_table(config)
 
+    def _follow(
+        self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
+    ) -> DeploymentHandle[ReplicaGroup]:
+        """Hears of a model's groups, until the end."""
+        # Deriving a handle makes its request router, which publishes the groups as they come
+        # and go.
+        handle = groups.options()
+        name = config.model_name
+        service, pool = self._server.models.named(name), pool_of(name)
+        self._at_end.callback(REGISTRY.subscribe(pool, partial(self._take_members, name)))
+        self._at_end.callback(REGISTRY.attach(pool, service.table, hash_prompt=service.hash_prompt))
+        if config.autoscaling:
+            report = _report_demand(service.groups.demand, handle)
+            self._at_end.callback(asyncio.create_task(report).cancel)
+        return handle
+
     async def _drain_for_good(self, stop: Callable[[], Awaitable[None]]) -> None:
-        self._server.groups.expect_no_more("the cluster stops, and no group is started any more")
+        for service in self._server.models.by_name.values():
+            service.groups.expect_no_more("the cluster stops, and no group is started any more")
         await stop()
 
-    def _take_members(self, members: Sequence[Member]) -> None:
+    def _take_members(self, model: str, members: Sequence[Member]) -> None:
         # Serve passes on what a replica said of itself, and nothing for one that could not say.
         said = [GroupContact.of(member.metadata or {}) for member in members]
-        self._server.set_groups([contact for contact in said if contact is not None])
-
-    async def _report_demand(self) -> None:
-        """Reports the requests that wait here for a group, as long as there are any."""
-        demand = self._server.groups.demand
-        note = self._handle.options(method_name="note_demand")
-        name = serve.get_replica_context().replica_id.unique_id
-        was_told = True
-        while True:
-            await demand.wait_for_some()
-            try:
-                await _tell(note, name, demand)
-                was_told = True
-            # Of many kinds, some of them while Serve replaces groups: the next try may do.
-            except Exception as error:
-                if was_told:
-                    _log.warning("demand cannot be told: %r", error)
-                was_told = False
-            await asyncio.sleep(_DEMAND_REPORT_S)
+        self._server.set_groups([each for each in said if each is not None], model=model)
 
     async def recall(self, asker: str, question: bytes, tenant: str | None) -> bytes:
         """This gateway's answer to an `ExplainRoutingRequest` that another gateway got, as an
@@ -211,7 +210,7 @@ class Gateway:
         if asker == serve.get_replica_context().replica_id.unique_id:
             return b""
         request = pb.ExplainRoutingRequest.FromString(question)
-        answer = await self._server.gateway.explanations.own(request, tenant=tenant)
+        answer = await self._server.models.explanations.own(request, tenant=tenant)
         return answer.SerializeToString()
 
     @cached_property
@@ -243,15 +242,17 @@ class Gateway:
         """The address of this gateway's node."""
         return str(ray.util.get_node_ip_address())
 
-    async def wait_for_groups(self, num_groups: int, timeout_s: float = inf) -> list[str]:
-        """Returns an empty list once ``num_groups`` groups can be routed to, or after ``timeout_s``
-        the reasons why they cannot be."""
-        groups = self._server.groups
+    async def wait_for_groups(self, timeout_s: float = inf) -> list[str]:
+        """Returns an empty list once as many groups as each model begins with can be routed to, or
+        after ``timeout_s`` the reasons why they cannot be."""
         end_s = time.monotonic() + timeout_s
-        while groups.num_ready < num_groups:
-            if time.monotonic() > end_s:
-                return groups.troubles() or [f"{groups.num_ready} of {num_groups} groups are known"]
-            await groups.wait_for_change(timeout_s=1)
+        for name, config in self._config.models.items():
+            groups = self._server.models.named(name).groups
+            while groups.num_ready < config.min_groups:
+                if time.monotonic() > end_s:
+                    known = f"{groups.num_ready} of {config.min_groups} groups of {name} are known"
+                    return groups.troubles() or [known]
+                await groups.wait_for_change(timeout_s=1)
         return []
 
     async def __del__(self) -> None:
@@ -269,6 +270,24 @@ def _owner() -> str:
     """This replica's application, and the Ray cluster where it runs."""
     context = ray.get_runtime_context()
     return f"{serve.get_replica_context().app_name}@{context.gcs_address}"
+
+
+async def _report_demand(demand: Demand, groups: DeploymentHandle[ReplicaGroup]) -> None:
+    """Reports the requests that wait here for a group, as long as there are any."""
+    note = groups.options(method_name="note_demand")
+    name = serve.get_replica_context().replica_id.unique_id
+    was_told = True
+    while True:
+        await demand.wait_for_some()
+        try:
+            await _tell(note, name, demand)
+            was_told = True
+        # Of many kinds, some of them while Serve replaces groups: the next try may do.
+        except Exception as error:
+            if was_told:
+                _log.warning("demand cannot be told: %r", error)
+            was_told = False
+        await asyncio.sleep(_DEMAND_REPORT_S)
 
 
 async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:

@@ -1,4 +1,5 @@
-"""One gateway, ready to serve: routing table, connections to groups, gRPC and HTTP servers."""
+"""One gateway, ready to serve: its models, each with a routing table and connections to its groups,
+behind gRPC and HTTP servers."""
 
 import asyncio
 import contextlib
@@ -6,7 +7,7 @@ import errno
 import logging
 import random
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -25,6 +26,7 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
@@ -53,30 +55,26 @@ def new_table(
 class GatewayServer:
     """Made by `start`; belongs to the event loop that made it."""
 
-    def __init__(self, config: ClusterConfig, tokenizer: Tokenizer, *, table: RoutingTable) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        tokenizers: Sequence[Tokenizer],
+        *,
+        make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
+    ) -> None:
         # Files first: they may be unusable, and then nothing has begun yet.
         keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
-        self.table = table
-        self._contacts: dict[str, GroupContact] = {}  # By address.
-        self.groups = Groups(
-            table=table,
-            expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
-            config=GroupClientConfig(
-                silence_timeout_s=config.silence_timeout_s,
-                step_deadline_s=config.step_deadline_s,
-                follow_events=config.routing.use_directory,
-            ),
-            connect=partial(grpc_connect, contacts=self._contacts),
-        )
-        self.gateway = ModelService(
-            model=config.model_name,
-            tokenizer=tokenizer,
-            groups=self.groups,
-            table=table,
-            config=_gateway_config(config),
+        # By model and address.
+        self._contacts: dict[str, dict[str, GroupContact]] = {name: {} for name in config.models}
+        models = zip(config.models.values(), tokenizers, self._contacts.values(), strict=True)
+        self.models = Models(
+            *(
+                _service(each, tokenizer, table=make_table(each), contacts=contacts)
+                for each, tokenizer, contacts in models
+            )
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
@@ -85,17 +83,17 @@ class GatewayServer:
         """Where this gateway alone answers ``/metrics`` and ``/health``."""
         limits = config.connections()
         limits = replace(limits, max_connections=allowed_connections(limits.max_connections))
-        telemetry = self.gateway.telemetry
+        telemetry = self.models.telemetry
         self._grpc_guard = GrpcGuard(
             limits,
             cut=lambda reason: telemetry.cut_grpc_connections.labels(reason).inc(),
         )
         self._grpc = build_grpc_server(
-            self.gateway, keys=keys, limits=limits, guard=self._grpc_guard
+            self.models, keys=keys, limits=limits, guard=self._grpc_guard
         )
         self._http = HttpListener(
             build_http_app(
-                self.gateway,
+                self.models,
                 keys=keys,
                 allow_origins=config.allow_origins,
                 ignore_unknown_fields=config.ignore_unknown_fields,
@@ -110,49 +108,51 @@ class GatewayServer:
         telemetry.connections.set_function(lambda: len(self._http.connections.open))
         # With room of its own: what happens to clients is to be seen when they find none.
         self._metrics = HttpListener(
-            build_metrics_app(self.gateway, keys=None if config.open_metrics else keys),
+            build_metrics_app(self.models, keys=None if config.open_metrics else keys),
             limits=replace(limits, max_connections=_MAX_METRICS_CONNECTIONS),
             tls=self.tls.http_context if self.tls is not None else None,
         )
         self._tls_task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: ClusterConfig, *, table: RoutingTable | None = None) -> Self:
+    async def start(
+        cls,
+        config: ClusterConfig,
+        *,
+        make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
+    ) -> Self:
         """Listens on the configured ports. It has no groups until it is given addresses.
 
-        ``table`` is to route by, instead of one made as ``config.routing`` says.
+        ``make_table`` makes a model's table to route by.
 
         Raises:
             ConfigError: A port is in use, or a certificate or key file cannot be.
             CheckpointError: The model's tokenizer cannot be fetched or read.
         """
-        folder = await asyncio.to_thread(fetch_text_files, config.engine.model)
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.load, folder, chat_template=config.chat_template
-        )
-        if table is None:
-            table = new_table(config)
-        self = cls(config, tokenizer, table=table)
+        tokenizers = [await asyncio.to_thread(_tokenizer, each) for each in config.models.values()]
+        self = cls(config, tokenizers, make_table=make_table)
         try:
             await self._listen(config)
         except BaseException:
-            await self.groups.close()
-            self.gateway.close()
+            await self.models.close()
             raise
         _log.info(
             "gateway of %s listens: gRPC %s, HTTP %s, metrics of its own %s",
-            config.model_name,
+            ", ".join(config.models),
             self.grpc_address,
             self.http_address,
             self.metrics_address,
         )
         return self
 
-    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
-        """Makes the groups that run known; replaces the former ones."""
-        self._contacts.clear()
-        self._contacts.update((contact.address, contact) for contact in contacts)
-        self.groups.set_addresses(self._contacts)
+    def set_groups(self, contacts: Iterable[GroupContact], *, model: str | None = None) -> None:
+        """Makes the groups that run known, for a model or the only one; replaces its former
+        ones."""
+        service = self.models.named(model)
+        known = self._contacts[service.model]
+        known.clear()
+        known.update((contact.address, contact) for contact in contacts)
+        service.groups.set_addresses(known)
 
     def listeners(self) -> Iterator[socket.socket]:
         """Duplicates of the sockets that listen for clients; the caller closes them."""
@@ -161,8 +161,8 @@ class GatewayServer:
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         """Takes no new request, lets those at hand end, then closes every connection."""
-        _log.info("stops; %d completions may take %g s", self.gateway.num_inflight, drain_timeout_s)
-        self.gateway.begin_drain()
+        _log.info("stops; %d completions may take %g s", self.models.num_inflight, drain_timeout_s)
+        self.models.begin_drain()
         await asyncio.gather(
             self._stop_grpc(drain_timeout_s), self._http.stop(), return_exceptions=True
         )
@@ -171,9 +171,8 @@ class GatewayServer:
         if self._tls_task is not None:
             self._tls_task.cancel()
             await asyncio.gather(self._tls_task, return_exceptions=True)
-        await self.groups.close()
-        self.gateway.close()
-        _log.info("stopped; %d completions were cut off", self.gateway.num_inflight)
+        await self.models.close()
+        _log.info("stopped; %d completions were cut off", self.models.num_inflight)
 
     async def _stop_grpc(self, drain_timeout_s: float) -> None:
         """A call that comes in the moment in which gRPC's server stops is cancelled. So clients
@@ -210,6 +209,37 @@ class GatewayServer:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def _tokenizer(config: ClusterConfig) -> Tokenizer:
+    folder = fetch_text_files(config.engine.model)
+    return Tokenizer.load(folder, chat_template=config.chat_template)
+
+
+def _service(
+    config: ClusterConfig,
+    tokenizer: Tokenizer,
+    *,
+    table: RoutingTable,
+    contacts: Mapping[str, GroupContact],
+) -> ModelService:
+    groups = Groups(
+        table=table,
+        expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
+        config=GroupClientConfig(
+            silence_timeout_s=config.silence_timeout_s,
+            step_deadline_s=config.step_deadline_s,
+            follow_events=config.routing.use_directory,
+        ),
+        connect=partial(grpc_connect, contacts=contacts),
+    )
+    return ModelService(
+        model=config.model_name,
+        tokenizer=tokenizer,
+        groups=groups,
+        table=table,
+        config=_gateway_config(config),
+    )
 
 
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:

@@ -47,9 +47,9 @@ def start_serve() -> None:
 
 
 def start_app(
-    app: "serve.Application", *, name: str, num_groups: int, progress: Progress
+    app: "serve.Application", *, name: str, progress: Progress
 ) -> "DeploymentHandle[Gateway]":
-    """Runs ``app`` until it can route to ``num_groups`` groups; ``progress`` hears how far it is.
+    """Runs ``app`` until it can route to its groups; ``progress`` hears how far it is.
 
     Raises:
         ConfigError: A group or gateway cannot start with these settings.
@@ -70,7 +70,7 @@ def start_app(
             time.sleep(_LOOK_EVERY_S)
         start.look(status.deployments)
         progress.pending("routes", "gateways connect to groups")
-        while troubles := handle.wait_for_groups.remote(num_groups, _GROUPS_TOLD_AFTER_S).result():
+        while troubles := handle.wait_for_groups.remote(_GROUPS_TOLD_AFTER_S).result():
             start.tell("; ".join(troubles))
     return handle
 
@@ -105,7 +105,7 @@ class _Start:
             if each.status == "HEALTHY" and name not in self._ready:
                 self._ready.add(name)
                 detail = f"{num_running(each)} ready"
-                if name == "ReplicaGroup" and self._steps:
+                if name.startswith("ReplicaGroup") and self._steps:
                     detail += f": {self._durations()}"
                 self._progress.done(label_of(name), time.monotonic() - self._begin_s, detail)
         self.tell(obstacles(deployments, is_over=False))
@@ -126,7 +126,8 @@ class _Start:
 
 def label_of(deployment: str) -> str:
     """A deployment's name in words."""
-    return _LABELS.get(deployment, deployment)
+    kind, _, number = deployment.partition("-")
+    return _LABELS.get(kind, kind) + (f" of model {number}" if number else "")
 
 
 def num_running(deployment: "DeploymentStatusOverview") -> int:
@@ -164,15 +165,18 @@ def is_hopeless(deployments: "Mapping[str, DeploymentStatusOverview]") -> bool:
 
 def check_nodes(config: ClusterConfig) -> None:
     """For a cluster of one node. Raises ConfigError: groups need more of them."""
-    if config.nodes_per_group > 1:
+    if (num_nodes := max(each.nodes_per_group for each in config.models.values())) > 1:
         raise ConfigError(
-            f"nodes_per_group={config.nodes_per_group}: a cluster of this machine's own has one "
+            f"nodes_per_group={num_nodes}: a cluster of this machine's own has one "
             "node; name one with more by ray_address"
         )
 
 
-def check_room(config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, float]) -> None:
+def check_room(
+    config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, float]
+) -> dict[str, float]:
     """For a cluster that will not grow: what no room is for would be waited for without end.
+    Returns what a model's groups leave of ``machine``.
 
     Raises:
         ConfigError: ``machine``, the resources of the only node, are less than the groups reserve.
@@ -191,6 +195,7 @@ def check_room(config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, flo
                 f"and this machine has {has:g}; lower one of them, or "
                 + ("set device='cpu'" if name == "GPU" else "cpus_per_group")
             )
+    return {name: has - wanted.get(name, 0) for name, has in machine.items()}
 
 
 def _messages(deployments: "Mapping[str, DeploymentStatusOverview]") -> dict[str, str]:

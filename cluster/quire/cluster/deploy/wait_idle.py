@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Sequence
 from math import inf
 
-_INFLIGHT = re.compile(r"^quire_inflight_completions (\S+)$", re.MULTILINE)
+_INFLIGHT = re.compile(r"^quire_inflight_completions(?:\{.*\})? (\S+)$", re.MULTILINE)
 _LOOK_EVERY_S = 0.5
 _ANSWER_WITHIN_S = 5.0
 
@@ -50,12 +50,12 @@ def _num_inflight(url: str) -> float:
         with urllib.request.urlopen(
             f"{url}/metrics", timeout=_ANSWER_WITHIN_S, context=context
         ) as answer:
-            found = _INFLIGHT.search(answer.read().decode())
+            found = _INFLIGHT.findall(answer.read().decode())  # For each model.
     except (TimeoutError, urllib.error.HTTPError):
         return inf
     except (http.client.HTTPException, OSError) as error:
         return inf if isinstance(getattr(error, "reason", None), TimeoutError) else 0.0
-    return float(found[1]) if found else 0.0
+    return sum(map(float, found))
 
 
 if __name__ == "__main__":

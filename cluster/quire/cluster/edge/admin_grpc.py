@@ -4,6 +4,7 @@ A group itself drains, and tells every gateway so; this gateway only passes the 
 """
 
 import asyncio
+from collections.abc import Iterator
 
 import grpc
 
@@ -11,7 +12,8 @@ from quire.cluster.edge.auth import ApiKeys, check_operator
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.errors import NotAnOperator
 from quire.cluster.links.group_client import GroupClient
-from quire.cluster.serving.service import ModelService
+from quire.cluster.links.groups import Groups
+from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import admin_pb2_grpc, group_pb2
@@ -21,18 +23,17 @@ _UNDRAIN_TIMEOUT_S = 5.0
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """The groups of a gateway over gRPC."""
+    """The groups of a gateway, of all its models, over gRPC."""
 
-    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
-        self._gateway = gateway
-        self._groups = gateway.groups
+    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+        self._models = models
         self._keys = keys
 
     async def ListGroups(
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         await self._check_operator(context)
-        groups = [self._message(client) for client in self._groups.clients]
+        groups = [_message(*known) for known in self._known()]
         groups.sort(key=lambda group: (group.id, group.address))
         return pb.ListGroupsResponse(groups=groups)
 
@@ -40,7 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: pb.DrainRequest, context: Context
     ) -> None:
         await self._check_operator(context)
-        client, epoch = await self._client(request.group, context)
+        _, client, epoch = await self._client(request.group, context)
         shown = None
         while shown != 0:
             if client.phase == group_pb2.StepFrame.SERVING:
@@ -56,11 +57,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
         await self._check_operator(context)
-        client, epoch = await self._client(request.group, context)
+        groups, client, epoch = await self._client(request.group, context)
         client.drain(is_wanted=False)
         try:
             async with asyncio.timeout(_UNDRAIN_TIMEOUT_S):
-                while not self._groups.is_routed_to(client):
+                while not groups.is_routed_to(client):
                     await self._pause(client, epoch, context)
         except TimeoutError:
             await refuse(
@@ -77,12 +78,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         except NotAnOperator as error:
             await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR", str(error))
 
-    async def _client(self, group_id: str, context: Context) -> tuple[GroupClient, int]:
-        """The attached group of this name, and its epoch."""
-        for client in self._groups.clients:
-            if client.is_attached and client.description.group_id == group_id:
-                return client, client.description.epoch
-        known = ", ".join(sorted(self._groups.loads)) or "none"
+    def _known(self) -> Iterator[tuple[Groups, GroupClient]]:
+        """Every group, and those that it belongs to."""
+        for service in self._models.by_name.values():
+            for client in service.groups.clients:
+                yield service.groups, client
+
+    async def _client(self, group_id: str, context: Context) -> tuple[Groups, GroupClient, int]:
+        """The attached group of this name, those that it belongs to, and its epoch."""
+        attached = {
+            client.description.group_id: (groups, client, client.description.epoch)
+            for groups, client in self._known()
+            if client.is_attached
+        }
+        if group_id in attached:
+            return attached[group_id]
+        known = ", ".join(sorted(attached)) or "none"
         message = f"group={group_id!r} is not attached; attached are: {known}"
         await refuse(context, grpc.StatusCode.NOT_FOUND, "GROUP_NOT_FOUND", message)
         raise AssertionError  # Not reached: it has raised.
@@ -90,38 +101,40 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _pause(self, client: GroupClient, epoch: int, context: Context) -> None:
         """Ends the call where the group is no longer there, or the gateway stops."""
         await asyncio.sleep(_LOOK_S)
-        if self._gateway.is_draining:
+        if self._models.is_draining:
             message = "the gateway is stopping"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, "GATEWAY_STOPS", message)
         if not client.is_attached or client.description.epoch != epoch:
             message = f"the group at {client.address} is gone: {client.last_error}"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, "GROUP_LOST", message)
 
-    def _message(self, client: GroupClient) -> pb.Group:
-        if not client.is_attached:
-            state, trouble = pb.Group.UNREACHABLE, client.last_error or "connecting"
-            return pb.Group(address=client.address, state=state, trouble=trouble)
-        card = client.description
-        load = self._groups.loads.get(GroupId(card.group_id))
-        message = pb.Group(
-            id=card.group_id,
-            address=client.address,
-            state=self._state(client),
-            model=card.model,
-            tensor_parallel_size=card.tensor_parallel_size,
-            num_requests=client.num_requests,
-            num_blocks=card.num_blocks,
-        )
-        if load is not None:
-            for name in _LOAD:
-                setattr(message, name, getattr(load, name))
-        return message
 
-    def _state(self, client: GroupClient) -> pb.Group.State:
-        if self._groups.is_routed_to(client):
-            return pb.Group.SERVING
-        is_draining = client.phase == group_pb2.StepFrame.DRAINING
-        return pb.Group.DRAINING if is_draining else pb.Group.STOPPING
+def _message(groups: Groups, client: GroupClient) -> pb.Group:
+    if not client.is_attached:
+        state, trouble = pb.Group.UNREACHABLE, client.last_error or "connecting"
+        return pb.Group(address=client.address, state=state, trouble=trouble)
+    card = client.description
+    load = groups.loads.get(GroupId(card.group_id))
+    message = pb.Group(
+        id=card.group_id,
+        address=client.address,
+        state=_state(groups, client),
+        model=card.model,
+        tensor_parallel_size=card.tensor_parallel_size,
+        num_requests=client.num_requests,
+        num_blocks=card.num_blocks,
+    )
+    if load is not None:
+        for name in _LOAD:
+            setattr(message, name, getattr(load, name))
+    return message
+
+
+def _state(groups: Groups, client: GroupClient) -> pb.Group.State:
+    if groups.is_routed_to(client):
+        return pb.Group.SERVING
+    is_draining = client.phase == group_pb2.StepFrame.DRAINING
+    return pb.Group.DRAINING if is_draining else pb.Group.STOPPING
 
 
 _LOAD = [

@@ -8,7 +8,7 @@ from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.errors import DeadlineExceeded, Overloaded
 from quire.cluster.serving.byte_budget import Hold
-from quire.cluster.serving.service import ModelService
+from quire.cluster.serving.models import Models
 from quire.worker.api.errors import InvalidRequest
 
 _SMALL_MESSAGE_BYTES = 2**16
@@ -32,16 +32,16 @@ def remaining_s(context: Context) -> float | None:
     return left_s
 
 
-def held(request: Message, gateway: ModelService) -> Hold:
+def held(request: Message, models: Models) -> Hold:
     """Counts a large request's bytes. Raises Overloaded: others have them, and it is here already,
     so that to wait would need memory."""
     num_bytes = request.ByteSize()
     if num_bytes <= _SMALL_MESSAGE_BYTES:
         return Hold(lambda: None)
-    budget = gateway.bodies
+    budget = models.bodies
     hold = budget.take_now(num_bytes)
     if hold is None:
-        gateway.admission.refused("bodies")
+        models.telemetry.refused.labels("bodies").inc()
         raise Overloaded(
             f"other large requests hold {budget.held} of {budget.limit} bytes, this one has "
             f"{num_bytes}: try again later",

@@ -23,7 +23,7 @@ from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
-from quire.cluster.serving.service import ModelService
+from quire.cluster.serving.models import Models
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -42,10 +42,10 @@ _OPEN = (health.SERVICE_NAME, V1, V1ALPHA)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """`ModelService` over gRPC."""
+    """A gateway's models over gRPC."""
 
-    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
-        self._gateway = gateway
+    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+        self._models = models
         self._keys = keys
 
     # Writes instead of yielding: a cancelled call then raises inside the handler at once, where a
@@ -54,13 +54,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         async with statuses(context, request):
-            with held(request, self._gateway):
+            with held(request, self._models):
                 check_lists(request.sampling)
-                prepared = await self._gateway.prepare(
+                model = self._models.named(request.model)
+                prepared = await model.prepare(
                     Request(
                         prompt=_prompt(request),
                         sampling=params_from_proto(request.sampling),
-                        model=request.model,
                         cache_salt=request.cache_salt,
                         tenant=grpc_caller(context, self._keys).tenant,
                         client_id=client_id(context),
@@ -70,15 +70,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
             request.Clear()  # The prompt is token ids now, and the call may last.
-            await self._gateway.run([prepared], lambda chunk: context.write(response_of(chunk)))
+            await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()
         async with statuses(context, request):
-            self._gateway.check_model(request.model)
-            card = await self._gateway.card()
-            with held(request, self._gateway):
-                token_ids = await self._gateway.prompts.tokenize(_prompt(request))
+            model = self._models.named(request.model)
+            card = await model.card()
+            with held(request, self._models):
+                token_ids = await model.prompts.tokenize(_prompt(request))
             for start in range(0, len(token_ids), _PIECE_TOKENS):
                 response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
                 await asyncio.sleep(0)
@@ -90,9 +90,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> pb.DetokenizeResponse:
         response = pb.DetokenizeResponse()
         async with statuses(context, request):
-            self._gateway.check_model(request.model)
-            with held(request, self._gateway):
-                response.text = await self._gateway.detokenize(
+            model = self._models.named(request.model)
+            with held(request, self._models):
+                response.text = await model.detokenize(
                     request.token_ids, skip_special_tokens=request.skip_special_tokens
                 )
         return response
@@ -103,12 +103,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         response = pb.ExplainRoutingResponse()
         async with statuses(context, request):
             caller = grpc_caller(context, self._keys)
-            response = await self._gateway.explanations.answer(request, tenant=caller.sees)
+            response = await self._models.explanations.answer(request, tenant=caller.sees)
         return response
 
 
 def build_grpc_server(
-    gateway: ModelService,
+    models: Models,
     *,
     keys: ApiKeys | None = None,
     limits: ConnectionLimits | None = None,
@@ -134,20 +134,20 @@ def build_grpc_server(
         interceptors.insert(0, auth)
     server = grpc.aio.server(
         interceptors=interceptors,
-        options=_options(limits, gateway.config.admission.max_inflight),
+        options=_options(limits, models.max_inflight),
     )
-    service = InferenceService(gateway, keys=keys)
+    service = InferenceService(models, keys=keys)
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(gateway, keys=keys), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(models, keys=keys), server)
     files = [pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
     services = [SERVICE]
     if find_spec("smg_grpc_proto") is not None:
         from quire.cluster.edge.vllm_grpc import VLLM_FILE, VLLM_SERVICE, add_vllm_engine
 
-        add_vllm_engine(gateway, server, keys=keys)
+        add_vllm_engine(models, server, keys=keys)
         files.append(VLLM_FILE)
         services.append(VLLM_SERVICE)
-    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(gateway, services), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(models, services), server)
     add_reflection(files, server)
     return server
 
@@ -184,13 +184,13 @@ def _ms(seconds: float) -> int:
 class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1, following the gateway's readiness."""
 
-    def __init__(self, gateway: ModelService, services: Iterable[str]) -> None:
+    def __init__(self, models: Models, services: Iterable[str]) -> None:
         super().__init__()
-        self._gateway = gateway
+        self._models = models
         self._names = ("", *services)
         self._changed = asyncio.Event()
         self._on_change()
-        gateway.watch(self._on_change)
+        models.watch(self._on_change)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Ends when the gateway drains: who watches would keep it until the grace is over."""
@@ -203,7 +203,7 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 shown = status
                 continue  # It may have changed while that was written.
-            if self._gateway.is_draining:
+            if self._models.is_draining:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
             await changed.wait()
 
@@ -213,7 +213,7 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def _status(self) -> health_pb2.HealthCheckResponse.ServingStatus:
-        is_ready = self._gateway.is_ready
+        is_ready = self._models.is_ready
         response = health_pb2.HealthCheckResponse
         return response.SERVING if is_ready else response.NOT_SERVING
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API over a `ModelService`: an ASGI application.
+"""The OpenAI-compatible HTTP API over a gateway's `Models`: an ASGI application.
 
 Errors are OpenAI's: a status code and ``{"error": {message, type, param, code}}``. The status of a
 stream is decided by its first chunk; what goes wrong later is an ``error`` event in the stream. A
@@ -59,6 +59,7 @@ from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
 from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.model_card import ModelCard
@@ -75,7 +76,7 @@ Run = Callable[[Take], Awaitable[None]]
 
 
 def build_http_app(
-    gateway: ModelService,
+    models: Models,
     *,
     keys: ApiKeys | None = None,
     allow_origins: Sequence[str] = (),
@@ -88,11 +89,11 @@ def build_http_app(
     than refuse the request.
     """
     bodies = BodyReader(
-        gateway.bodies,
+        models.bodies,
         ignore_unknown_fields=ignore_unknown_fields,
-        refused=partial(gateway.admission.refused, "bodies"),
+        refused=models.telemetry.refused.labels("bodies").inc,
     )
-    api = _Api(gateway, bodies)
+    api = _Api(models, bodies)
     routes = [
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{model:path}", api.model, methods=["GET"]),
@@ -100,9 +101,9 @@ def build_http_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
-        routing_route(gateway.explanations),
-        *text_routes(gateway, bodies),
-        *_own_routes(gateway),
+        routing_route(models.explanations),
+        *text_routes(models, bodies),
+        *_own_routes(models),
     ]
     app: ASGIApp = Starlette(
         routes=[*routes, *reference_routes(routes)], exception_handlers=error_handlers()
@@ -120,25 +121,25 @@ def build_http_app(
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
 
-def build_metrics_app(gateway: ModelService, *, keys: ApiKeys | None) -> ASGIApp:
+def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:
     """What `build_http_app` tells of the gateway itself; ``keys``: an operator's must be shown for
     metrics."""
-    app = Starlette(routes=_own_routes(gateway), exception_handlers=error_handlers())
+    app = Starlette(routes=_own_routes(models), exception_handlers=error_handlers())
     return app if keys is None else HttpAuth(app, keys=keys)
 
 
-def _own_routes(gateway: ModelService) -> list[Route]:
+def _own_routes(models: Models) -> list[Route]:
     """``/ping`` is ``/health`` by the name that some load balancers know."""
 
     async def health(request: HttpRequest) -> Response:
         body = {
-            "status": "ready" if gateway.is_ready else "not ready",
-            "ready_groups": gateway.groups.num_ready,
+            "status": "ready" if models.is_ready else "not ready",
+            "ready_groups": models.num_ready_groups,
         }
-        return JSONResponse(body, status_code=200 if gateway.is_ready else 503)
+        return JSONResponse(body, status_code=200 if models.is_ready else 503)
 
     async def metrics(request: HttpRequest) -> Response:
-        metrics = gateway.telemetry.render()
+        metrics = models.telemetry.render()
         return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return [
@@ -149,19 +150,19 @@ def _own_routes(gateway: ModelService) -> list[Route]:
 
 
 class _Api:
-    def __init__(self, gateway: ModelService, bodies: BodyReader) -> None:
-        self._gateway = gateway
+    def __init__(self, models: Models, bodies: BodyReader) -> None:
+        self._models = models
         self._bodies = bodies
         self._created = int(time.time())
 
     async def models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        data = [self._described(model) for model in self._models.by_name.values()]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: HttpRequest) -> Response:
         if not request.path_params["model"]:  # The list, with a slash behind it.
             return await self.models(request)
-        self._gateway.check_model(request.path_params["model"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._described(self._models.named(request.path_params["model"])))
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl-")
@@ -185,15 +186,16 @@ class _Api:
     ) -> Response:
         body, hold = await self._bodies.read(request, body_type)
         with hold:
+            of_model = _OfModel(self._models.named(body.model))
             async with self._bodies.in_turn(hold):
-                requests = self._requests(request, body)
+                requests = of_model.requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
             ignored = ", ".join(body.ignored)
             forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
             del body
-            answer = self._answer(
+            answer = of_model.answer(
                 requests,
                 hold,
                 new_format,
@@ -209,7 +211,24 @@ class _Api:
                 response.headers["X-Ignored-Fields"] = ignored
             return response
 
-    def _requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
+    def _described(self, model: ModelService) -> dict[str, object]:
+        card = model.groups.card
+        return {
+            "id": model.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quire",
+            "max_model_len": card.max_model_len if card else None,
+        }
+
+
+class _OfModel:
+    """Requests for one model."""
+
+    def __init__(self, gateway: ModelService) -> None:
+        self._gateway = gateway
+
+    def requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
         params, prompts = body.params(), body.prompts()
         self._gateway.check_num_completions(len(prompts) * params.n)
         shown_token_ids: frozenset[int] = frozenset()
@@ -223,7 +242,7 @@ class _Api:
             for prompt in prompts
         ]
 
-    async def _answer(
+    async def answer(
         self,
         requests: list[Request],
         hold: Hold,
@@ -298,16 +317,6 @@ class _Api:
                 goes_on=goes_on,
             )
 
-    def _model(self) -> dict[str, object]:
-        card = self._gateway.groups.card
-        return {
-            "id": self._gateway.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quire",
-            "max_model_len": card.max_model_len if card else None,
-        }
-
 
 def _fingerprint(card: ModelCard | None) -> str:
     """Covers the weights and the numerics: equal requests with equal seeds have equal answers as
@@ -328,7 +337,6 @@ def _asked_for(
     return Request(
         prompt=prompt,
         sampling=params,
-        model=body.model or "",
         cache_salt=body.cache_salt or "",
         tenant=http_caller(request).tenant,
         priority=body.priority or 0,

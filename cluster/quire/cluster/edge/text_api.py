@@ -18,25 +18,26 @@ from starlette.routing import Route
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import DetokenizeBody, TokenizeBody
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
-from quire.cluster.serving.service import MAX_TOKEN_IDS, ModelService
+from quire.cluster.serving.service import MAX_TOKEN_IDS
 from quire.worker.api.errors import InvalidRequest
 
 
-def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
+def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
     async def tokenize(request: Request) -> Response:
         body, hold = await bodies.read(request, TokenizeBody)
         with hold:
-            gateway.check_model(body.model or "")
-            card = await gateway.card()
-            token_ids = await gateway.prompts.tokenize(body.spans())
+            model = models.named(body.model)
+            card = await model.card()
+            token_ids = await model.prompts.tokenize(body.spans())
         if len(token_ids) > MAX_TOKEN_IDS:
             raise InvalidRequest(
                 f"prompt has {len(token_ids)} tokens: at most {MAX_TOKEN_IDS}", param="prompt"
             )
         texts: list[str] | None = None
         if body.return_token_strs:
-            text_of = gateway.tokenizer.token_text
+            text_of = model.tokenizer.token_text
             texts = await off_loop(100 * len(token_ids), lambda: [*map(text_of, token_ids)])
         answer = {
             "count": len(token_ids),
@@ -49,25 +50,25 @@ def text_routes(gateway: ModelService, bodies: BodyReader) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         body, hold = await bodies.read(request, DetokenizeBody)
         with hold:
-            gateway.check_model(body.model or "")
+            model = models.named(body.model)
             skips = bool(body.skip_special_tokens)
-            text = await gateway.detokenize(body.tokens, skip_special_tokens=skips)
+            text = await model.detokenize(body.tokens, skip_special_tokens=skips)
         return JSONResponse({"prompt": text})
 
     async def count_tokens(request: Request) -> Response:
         body, hold = await bodies.read(request, CountTokensBody)
         with hold:
-            gateway.check_model(body.model or "")
-            await gateway.card()
-            gateway.dialect.check(body.tool_use)
-            token_ids = await gateway.prompts.tokenize(body.spans())
+            model = models.named(body.model)
+            await model.card()
+            model.dialect.check(body.tool_use)
+            token_ids = await model.prompts.tokenize(body.spans())
         return JSONResponse({"input_tokens": len(token_ids)})
 
     async def show_version(request: Request) -> Response:
         return JSONResponse({"version": version("quire")})
 
     async def load(request: Request) -> Response:
-        return JSONResponse({"server_load": gateway.num_inflight})
+        return JSONResponse({"server_load": models.num_inflight})
 
     return [
         Route("/tokenize", tokenize, methods=["POST"]),

@@ -1,6 +1,7 @@
 """`vllm.grpc.engine`, as gateways written for vLLM's gRPC engine call it.
 
-To them, a whole cluster is one engine. Its methods come from the package smg-grpc-proto, and are
+To them, a whole cluster is one engine, which has one model: a gateway of several refuses what
+concerns a model. Its methods come from the package smg-grpc-proto, and are
 served where that is installed. Those that would reach into one engine are refused, with the reason.
 """
 
@@ -27,6 +28,7 @@ from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
+from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
 from quire.worker.api.errors import InvalidRequest
@@ -37,11 +39,9 @@ VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"].full_name
 _PIECE_BYTES = 2**16
 
 
-def add_vllm_engine(
-    gateway: ModelService, server: grpc.aio.Server, *, keys: ApiKeys | None
-) -> None:
+def add_vllm_engine(models: Models, server: grpc.aio.Server, *, keys: ApiKeys | None) -> None:
     """Adds the service to ``server``."""
-    service = VllmEngineService(gateway, keys=keys)
+    service = VllmEngineService(models, keys=keys)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
 
 
@@ -90,10 +90,10 @@ class _Run:
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """`ModelService` as vLLM's engine."""
+    """A gateway's only model as vLLM's engine."""
 
-    def __init__(self, gateway: ModelService, *, keys: ApiKeys | None = None) -> None:
-        self._gateway = gateway
+    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+        self._models = models
         self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
         """By tenant and the client's id: nobody aborts another tenant's."""
@@ -118,9 +118,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def _generate(
         self, request: vllm.GenerateRequest, context: Context, tenant: str, run: _Run
     ) -> None:
-        with held(request, self._gateway):
+        with held(request, self._models):
             check_lists(request.sampling_params)
-            prepared = await self._gateway.prepare(
+            prepared = await self._model.prepare(
                 Request(
                     prompt=prompt_of(request),
                     sampling=sampling_of(request.sampling_params),
@@ -136,7 +136,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             for message in answers.of(chunk):
                 await context.write(message)
 
-        await run.follow(partial(self._gateway.run, [prepared]), write)
+        await run.follow(partial(self._model.run, [prepared]), write)
         if run.is_aborted:
             for message in answers.aborted():
                 await context.write(message)
@@ -151,10 +151,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def HealthCheck(
         self, request: vllm.HealthCheckRequest, context: Context
     ) -> vllm.HealthCheckResponse:
-        gateway = self._gateway
-        if gateway.is_ready:
+        if self._models.is_ready:
             return vllm.HealthCheckResponse(healthy=True, message="Health")
-        why = "the gateway is stopping" if gateway.is_draining else "no replica group is attached"
+        why = (
+            "the gateway is stopping"
+            if self._models.is_draining
+            else "no replica group is attached"
+        )
         return vllm.HealthCheckResponse(healthy=False, message=why)
 
     async def GetModelInfo(
@@ -162,7 +165,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> vllm.GetModelInfoResponse:
         response = vllm.GetModelInfoResponse()
         async with statuses(context, request):
-            card = await self._gateway.card()
+            card = await self._model.card()
             ends = {token for group in self._groups() for token in group.eos_token_ids}
             response = vllm.GetModelInfoResponse(
                 model_path=card.model,
@@ -181,10 +184,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> vllm.GetServerInfoResponse:
         response = vllm.GetServerInfoResponse()
         async with statuses(context, request):
-            card = await self._gateway.card()
+            card = await self._model.card()
             response = vllm.GetServerInfoResponse(
-                active_requests=self._gateway.num_inflight,
-                is_paused=self._gateway.is_draining,
+                active_requests=self._models.num_inflight,
+                is_paused=self._models.is_draining,
                 last_receive_timestamp=self._last_request_s,
                 uptime_seconds=time.monotonic() - self._began_s,
                 server_type="vllm-grpc",
@@ -218,7 +221,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
         async with statuses(context, request):
             if self._bundle is None:
-                self._bundle = await asyncio.to_thread(self._gateway.tokenizer.as_zip)
+                self._bundle = await asyncio.to_thread(self._model.tokenizer.as_zip)
             bundle = self._bundle
             starts = range(0, len(bundle), _PIECE_BYTES)
             for start in starts:
@@ -251,14 +254,24 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             "SubscribeKvEvents: this gateway routes by cached prefixes itself, among its groups",
         )
 
+    @property
+    def _model(self) -> ModelService:
+        """Raises InvalidRequest: there are several, and these messages name none."""
+        if len(self._models.by_name) > 1:
+            raise InvalidRequest(
+                "vllm.grpc.engine has no field for a model, and this gateway serves "
+                f"{', '.join(map(repr, self._models.by_name))}: use quire.v1.Inference or HTTP"
+            )
+        return self._models.named(None)
+
     def _groups(self) -> list[group_pb2.GroupDescription]:
         """Those that are attached."""
-        clients = self._gateway.groups.clients
+        clients = self._model.groups.clients
         return [client.description for client in clients if client.is_attached]
 
     def _load(self) -> vllm.SchedulerLoad:
         """Of all groups together."""
-        groups, loads = self._groups(), list(self._gateway.groups.loads.values())
+        groups, loads = self._groups(), list(self._model.groups.loads.values())
         num_running = sum(load.num_running for load in loads)
         num_waiting = sum(load.num_waiting for load in loads)
         used = sum(load.num_held_blocks for load in loads)

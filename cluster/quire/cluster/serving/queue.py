@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from quire.cluster.errors import (
     DeadlineExceeded,
@@ -25,6 +25,7 @@ from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket
+from quire.cluster.telemetry.metrics import refused_counter
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 
@@ -248,15 +249,7 @@ def unavailable(groups: Groups) -> Unavailable:
 
 class _Metrics:
     def __init__(self, queue: AdmissionQueue, registry: CollectorRegistry) -> None:
-        self.refused = Counter(
-            "quire_refused",
-            "Requests refused for want of room, by reason: wait (it would be too long), deadline "
-            "(it would pass before the first token), queue_full, displaced (by higher priority), "
-            "timeout (the wait was longer than predicted), inflight (the gateway's hard limit), "
-            "bodies (other large requests hold all the memory that there is for them).",
-            ["reason"],
-            registry=registry,
-        )
+        self.refused = refused_counter(registry)
         self.wait = Histogram(
             "quire_queue_wait_seconds",
             "From a request's arrival in the gateway's queue to its leave to go to a group.",

@@ -1,8 +1,7 @@
-"""A gateway, whatever the transport: checks a request, tokenizes and hashes it once, streams it.
+"""One model at a gateway: checks a request, tokenizes and hashes it once, streams it.
 
-Knows neither HTTP nor gRPC; both are thin layers over `ModelService`. Imports no torch: the tokens
-come
-from the groups.
+Knows neither HTTP nor gRPC; both find it in the gateway's `Models`. Imports no torch: the tokens
+come from the groups.
 """
 
 import secrets
@@ -15,7 +14,6 @@ from math import inf
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
-from quire.cluster.errors import ModelNotFound
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion, Take
 from quire.cluster.failover.config import CompletionConfig
@@ -23,7 +21,6 @@ from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.byte_budget import ByteBudget
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
 from quire.cluster.serving.inflight import Inflight
@@ -31,7 +28,6 @@ from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, 
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
 from quire.cluster.serving.together import together
-from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
@@ -50,13 +46,10 @@ MAX_TOKEN_IDS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The limits of one gateway; those of its waiting requests are in ``admission``."""
+    """One model's limits at one gateway; those of its waiting requests are in ``admission``."""
 
     max_completions: int = 1024
     """Prompts × n of one HTTP request."""
-    max_body_bytes: int = 32 * 2**20
-    """Bytes of large requests that are held at a time, until they are tokenized. Past that, an HTTP
-    request waits unread, and a gRPC request, which has been read already, is refused."""
     max_tokenizing_bytes: int = 2**20
     """Bytes of text that are tokenized at a time, each of which takes 150 to 200 bytes of memory.
     One longer text goes beside them."""
@@ -95,7 +88,6 @@ class ModelService:
         self.groups = groups
         self.table = table
         self.telemetry = Telemetry(groups=groups, table=table)
-        self.explanations = Explanations(table)
         self.config = config or GatewayConfig()
         self.admission = AdmissionQueue(
             self.config.admission,
@@ -120,9 +112,6 @@ class ModelService:
             gauge=self.telemetry.inflight,
             refused=partial(self.admission.refused, "inflight"),
         )
-        self.bodies = ByteBudget(self.config.max_body_bytes)
-        """For the transports, of what they read before `prepare` has returned."""
-        self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.prompts = Prompts(
             tokenizer,
             max_tokenizing_bytes=self.config.max_tokenizing_bytes,
@@ -138,39 +127,21 @@ class ModelService:
             refused=partial(self.admission.refused, "inflight"),
             clock=clock,
         )
-        self._is_draining = False
-        self._watchers: list[Callable[[], None]] = []
-        groups.watch(self._notify)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether new requests should come here."""
-        can_serve = self.groups.num_ready > 0 or self.config.wakes_groups
-        return can_serve and not self._is_draining
+    def can_serve(self) -> bool:
+        """Whether a group takes requests, or one is started for them."""
+        return self.groups.num_ready > 0 or self.config.wakes_groups
 
     @property
     def num_inflight(self) -> int:
         """Completions under way."""
         return self._inflight.num
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    def begin_drain(self) -> None:
-        """Tells health checks that no new requests should come; those that do are served."""
-        self._is_draining = True
-        self.groups.begin_drain()
-        self._notify()
-
     def close(self) -> None:
         """Ends the threads and processes that prepare requests, once none is prepared any more."""
         self.prompts.close()
         self._constraints.close()
-
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Calls ``on_change`` when `is_ready` may have changed."""
-        self._watchers.append(on_change)
 
     async def prepare(self, request: Request, *, tool_use: ToolUse | None = None) -> Prepared:
         """Checks, tokenizes and hashes a request. Nothing is sent yet.
@@ -179,7 +150,6 @@ class ModelService:
         it adds to the form of the output.
 
         Raises:
-            ModelNotFound: Another model is served here.
             InvalidRequest: The message names what is wrong with the request.
             Unavailable: No group ever attached, so nothing is known of the model.
             Overloaded: Too many requests wait to accept another of any size.
@@ -187,7 +157,6 @@ class ModelService:
         """
         arrival_s = self._clock()
         deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
-        self.check_model(request.model)
         self.admission.check(request.priority)
         if all(isinstance(span, Text) and not span.text for span in request.prompt):
             # Though a tokenizer may put a begin token there.
@@ -268,11 +237,6 @@ class ModelService:
             if card is None
             else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
         )
-
-    def check_model(self, model: str) -> None:
-        """Raises ModelNotFound."""
-        if model not in ("", self.model):
-            raise ModelNotFound(f"the model {model!r} does not exist: {self.model!r} is served")
 
     def check_num_completions(self, num_completions: int) -> None:
         """Raises InvalidRequest: one request must not ask for that many."""
@@ -371,10 +335,6 @@ class ModelService:
                 for index, each in enumerate(prompt.completions(), len(completions))
             ]
         return completions
-
-    def _notify(self) -> None:
-        for on_change in self._watchers:
-            on_change()
 
 
 def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> BlockHashes:

@@ -30,10 +30,11 @@ class Explanations:
     cannot tell which of them routed its request. ``tenant``: whose requests are told of; ``None``
     is everyone's."""
 
-    def __init__(self, table: RoutingTable) -> None:
+    def __init__(self, tables: Sequence[RoutingTable]) -> None:
+        """``tables``: one for each model."""
         self.ask_others: AskOthers = _no_others
         """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
-        self._table = table
+        self._tables = tables
         self._asking = asyncio.Semaphore(_MAX_ASKING)
 
     async def answer(
@@ -63,7 +64,7 @@ class Explanations:
     ) -> pb.ExplainRoutingResponse:
         """This gateway's own answer, which may be empty."""
         # In a thread: thousands of candidates take a second, in which no stream would go on.
-        return await asyncio.to_thread(_explain, self._table, request, tenant)
+        return await asyncio.to_thread(_explain, self._tables, request, tenant)
 
 
 async def _no_others(request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
@@ -106,13 +107,16 @@ def _check(request: pb.ExplainRoutingRequest) -> None:
 
 
 def _explain(
-    table: RoutingTable, request: pb.ExplainRoutingRequest, tenant: str | None
+    tables: Sequence[RoutingTable], request: pb.ExplainRoutingRequest, tenant: str | None
 ) -> pb.ExplainRoutingResponse:
-    if request.request_id:
-        found = _find(table, request.request_id, tenant)
-    else:
-        found = table.recent(request.limit or DEFAULT_LIMIT, tenant=tenant)
-    return pb.ExplainRoutingResponse(decisions=[_message(each) for each in found])
+    name, limit = request.request_id, request.limit or DEFAULT_LIMIT
+    found: list[Explanation] = []
+    for each in tables:
+        found += _find(each, name, tenant) if name else each.recent(limit, tenant=tenant)
+    answer = pb.ExplainRoutingResponse(decisions=map(_message, found))
+    if len(tables) > 1:
+        _merge(answer, (), request)
+    return answer
 
 
 def _find(table: RoutingTable, name: str, tenant: str | None) -> list[Explanation]:

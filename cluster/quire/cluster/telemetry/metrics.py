@@ -1,10 +1,10 @@
-"""A gateway's Prometheus metrics, named ``quire_*``.
+"""A gateway's Prometheus metrics, named ``quire_*``; those of a model have the label ``model``.
 
 Counts of this gateway's own requests are kept here as they happen. Counts of groups and of the
 routing table are read from them at each scrape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,7 +21,7 @@ _TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Telemetry:
-    """The metrics of one gateway, in a registry of their own."""
+    """The metrics of one model at one gateway, in a registry of their own."""
 
     def __init__(self, *, groups: Groups, table: RoutingTable) -> None:
         self.registry = registry = CollectorRegistry()
@@ -56,6 +56,35 @@ class Telemetry:
             "Completions under which groups died in a row, on probation or waiting for it.",
         )
         self.inflight = gauge("quire_inflight_completions", "Completions under way.")
+        self.time_to_first_token = histogram(
+            "quire_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TTFT_BUCKETS,
+        )
+        self.time_per_output_token = histogram(
+            "quire_time_per_output_token_seconds",
+            "Mean time between a completion's tokens, behind the first.",
+            buckets=_TPOT_BUCKETS,
+        )
+        self.total_time = histogram(
+            "quire_completion_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_TOTAL_BUCKETS,
+        )
+        registry.register(_GroupCollector(groups))
+        registry.register(RoutingCollector(table))
+
+
+class GatewayTelemetry:
+    """The metrics of one gateway: those of no one model, and every model's under its name."""
+
+    def __init__(self, models: Mapping[str, CollectorRegistry]) -> None:
+        """``models``: the registry of each model's metrics."""
+        registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.refused = refused_counter(registry)
+        """Requests whose model is not known yet."""
         self.connections = gauge("quire_http_connections", "HTTP connections that are open.")
         self.max_connections = gauge(
             "quire_http_max_connections", "Up to how many HTTP connections there may be."
@@ -76,27 +105,11 @@ class Telemetry:
         self.body_bytes = gauge(
             "quire_body_bytes", "Bytes of large requests that are read or not tokenized yet."
         )
-        self.time_to_first_token = histogram(
-            "quire_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_TTFT_BUCKETS,
-        )
-        self.time_per_output_token = histogram(
-            "quire_time_per_output_token_seconds",
-            "Mean time between a completion's tokens, behind the first.",
-            buckets=_TPOT_BUCKETS,
-        )
-        self.total_time = histogram(
-            "quire_completion_seconds",
-            "From a request's arrival to its last token.",
-            buckets=_TOTAL_BUCKETS,
-        )
-        registry.register(_GroupCollector(groups))
-        registry.register(RoutingCollector(table))
+        self._page = _Page({"": registry, **models})
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._page)
 
 
 class _GroupCollector(Collector):
@@ -161,3 +174,36 @@ class _GroupCollector(Collector):
         for group_id, load in self._groups.loads.items():
             metric.add_metric([group_id], getattr(load, field))
         return metric
+
+
+class _Page(Collector):
+    """All registries as one, in which each metric is one family."""
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        """By model, whose name is the label ``model``; those of "" get none."""
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model, registry in self._registries.items():
+            labels = {"model": model} if model else {}
+            for metric in registry.collect():
+                family = families.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                family.samples += [
+                    sample._replace(labels=labels | sample.labels) for sample in metric.samples
+                ]
+        return families.values()
+
+
+def refused_counter(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "quire_refused",
+        "Requests refused for want of room, by reason: wait (it would be too long), deadline "
+        "(it would pass before the first token), queue_full, displaced (by higher priority), "
+        "timeout (the wait was longer than predicted), inflight (the gateway's hard limit), "
+        "bodies (other large requests hold all the memory that there is for them).",
+        ["reason"],
+        registry=registry,
+    )

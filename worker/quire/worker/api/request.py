@@ -86,8 +86,6 @@ class Request(Terms):
     """
 
     prompt: Prompt
-    model: str = ""
-    """Empty is the only one."""
     cache_salt: str = ""
     """The client's own."""
     timeout_s: float | None = None
