@@ -130,6 +130,8 @@ class Loop:
                 case Gather():
                     values[op.x] = values[op.x].index_select(0, batch.last_tokens_S)
                 case Logits():
+                    if batch.hidden is not None:
+                        batch.hidden.take(values[op.x])
                     logits_SV = op.layer(values[op.x])
                     if op.scale != 1.0:
                         logits_SV = logits_SV * op.scale

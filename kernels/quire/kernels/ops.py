@@ -239,6 +239,18 @@ Op = (
 Program = tuple[Op, ...]
 
 
+@dataclass(slots=True)
+class Hidden:
+    """Hidden states behind the last norm, as they go into the LM head, of some of the S rows."""
+
+    rows_H: Tensor
+    values_HC: Tensor | None = None
+    """float32; `ProgramRunner.forward` puts them here."""
+
+    def take(self, x_SC: Tensor) -> None:
+        self.values_HC = x_SC[self.rows_H].float()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """A step's input on the device."""
@@ -256,6 +268,7 @@ class Batch:
     max_seq_len: int
     shared: SharedSplits | None = None
     """Decodes that read the same blocks, where there are enough of them."""
+    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +324,7 @@ class ProgramRunner(Protocol):
         edits: "GreedyEdits | None" = None,
         wanted: "WantedColumns | None" = None,
     ) -> Tensor:
-        """Computes the step's tokens and writes their KV.
+        """Computes the step's tokens and writes their KV. Fills in ``batch.hidden``.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
         logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the

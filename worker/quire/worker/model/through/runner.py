@@ -53,6 +53,7 @@ class ThroughTransformers:
             module = self._model.get_submodule(name)
             module.quire_step = self._step
             module.quire_layer = (number, found.attentions[number], options[number])
+        self._model.get_output_embeddings().register_forward_pre_hook(self._step.take_hidden)
 
     def forward(
         self,
@@ -85,6 +86,10 @@ class _Step:
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
+
+    def take_hidden(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        if self.batch.hidden is not None:
+            self.batch.hidden.take(inputs[0][0])
 
     def attend(
         self,
