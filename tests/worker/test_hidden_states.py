@@ -23,8 +23,8 @@ from quire.worker.ranks.executor import make_executor
 RNG = np.random.default_rng(5)
 PROMPTS = {name: RNG.integers(3, 320, length).tolist() for name, length in (("a", 37), ("b", 5))}
 OTHERS = [
-    request("greedy", PROMPTS["b"], max_tokens=9),
-    request("drawn", PROMPTS["a"], max_tokens=9, temperature=1.0, logprobs=2),
+    request("greedy", PROMPTS["b"], max_tokens=9, temperature=0),
+    request("drawn", PROMPTS["a"], max_tokens=9, logprobs=2),
     request("scored", PROMPTS["a"][:20], max_tokens=2, prompt_logprobs=1, logprobs=0),
 ]
 
@@ -82,8 +82,8 @@ def test_hidden_states_are_those_of_transformers(
         options = {}
     wants = frozenset({"hidden"})
     wanting = [
-        request("wants", PROMPTS["a"], max_tokens=6, outputs=wants),
-        request("wants and draws", PROMPTS["b"], max_tokens=6, outputs=wants, temperature=1.0),
+        request("wants", PROMPTS["a"], max_tokens=6, outputs=wants, temperature=0),
+        request("wants and draws", PROMPTS["b"], max_tokens=6, outputs=wants),
         request("scores too", PROMPTS["b"], max_tokens=6, outputs=wants, prompt_logprobs=0),
     ]
     with engine_of(tiny_llama, **options) as engine:
