@@ -95,17 +95,7 @@ class Loop:
                         values[op.out] = values[op.out] * scale_T[:, None, None]
                 case Attend():
                     attended_THD = backend.attend(
-                        values[op.x],
-                        *kv[op.kv],
-                        block_tables_BM=batch.block_tables_BM,
-                        seq_lens_B=batch.seq_lens_B,
-                        query_starts_B1=batch.query_starts_B1,
-                        num_decodes=batch.num_decodes,
-                        max_query_len=batch.max_query_len,
-                        max_seq_len=batch.max_seq_len,
-                        scale=op.scale,
-                        options=op.options,
-                        shared=batch.shared,
+                        values[op.x], *kv[op.kv], batch, scale=op.scale, options=op.options
                     )
                     values[op.out] = attended_THD.flatten(1)
                 case MixExperts():

@@ -113,18 +113,7 @@ class _Step:
             k_TKD, v_TKD, k_cache, v_cache, batch.slot_mapping_T, options=options
         )
         attended_THD = self._backend.attend(
-            q_THD,
-            k_cache,
-            v_cache,
-            block_tables_BM=batch.block_tables_BM,
-            seq_lens_B=batch.seq_lens_B,
-            query_starts_B1=batch.query_starts_B1,
-            num_decodes=batch.num_decodes,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=attention.scale,
-            options=options,
-            shared=batch.shared,
+            q_THD, k_cache, v_cache, batch, scale=attention.scale, options=options
         )
         return attended_THD[None, ..., : attention.value_size]
 
