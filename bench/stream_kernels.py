@@ -109,13 +109,13 @@ def decode_cases(
             (batch.k_cache.float() / options.k_scale).to(cache_dtype),
             (batch.v_cache.float() / options.v_scale).to(cache_dtype),
         )
-        shared = {**batch.tables(), "scale": batch.scale, "options": options}
-        maxima = {"num_decodes": num_rows, "max_query_len": 1, "max_seq_len": 4096}
+        shared = {"scale": batch.scale, "options": options}
+        rows = batch.step_rows(num_decodes=num_rows)
         tokens = num_rows * (options.window or 4096)
         yield StreamCase(
             name=f"decode {num_rows} x 4096, {name}",
-            kernel=partial(_in_tuple, partial(attend, *arguments, **shared, **maxima)),
-            twin=partial(_in_tuple, partial(twin, *arguments, **shared)),
+            kernel=partial(_in_tuple, partial(attend, *arguments, rows, **shared)),
+            twin=partial(_in_tuple, partial(twin, *arguments, **batch.tables(), **shared)),
             num_bytes=2 * tokens * num_kv_heads * head_size * cache_dtype.itemsize,
         )
 

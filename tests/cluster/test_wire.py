@@ -90,7 +90,7 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
 }
 STAYS = {
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
-    *("arrival_s", "deadline_s"),
+    *("arrival_s", "deadline_s", "task", "outputs"),
 }
 
 

@@ -18,6 +18,7 @@ from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.launch import SPLIT_TOKENS
+from quire.kernels.ops import Rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -331,11 +332,13 @@ def test_slots_past_two_to_the_31_elements_are_found(triton: AttentionBackend) -
             q[-num_queries:],
             k_cache,
             v_cache,
-            **tables,
-            query_starts_B1=starts,
-            num_decodes=num_decodes,
-            max_query_len=num_queries,
-            max_seq_len=16,
+            Rows(
+                **tables,
+                query_starts_B1=starts,
+                num_decodes=num_decodes,
+                max_query_len=num_queries,
+                max_seq_len=16,
+            ),
             scale=0.1,
         )
         want = twins.paged_attention(

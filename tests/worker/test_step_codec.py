@@ -13,11 +13,15 @@ from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.step.codec import (
     StepSlots,
     all_slots_bytes,
+    output_message,
+    output_of,
+    pack,
     read_output,
     read_step,
     slot_bytes,
     step_from_bytes,
     step_to_bytes,
+    unpack,
     write_output,
     write_step,
 )
@@ -140,6 +144,21 @@ def test_adjustments_and_known_and_named_tokens_go_with_the_message(
     step = replace(step, sampling=replace(step.sampling, asked=asked))
     message = write_step(step, engine.step(0))
     assert_equal(step, read_step(rank.step(0), message))
+
+
+def test_hidden_states_and_copies_go_with_the_message(ends: tuple[StepSlots, StepSlots]) -> None:
+    engine, rank = ends
+    step = replace(
+        random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2),
+        hidden_rows_H=np.array([0, 2], np.int32),
+        copies_X22=np.array([((0, 5), (1, 2))], np.int32),
+    )
+    assert_equal(step, read_step(rank.step(0), write_step(step, engine.step(0))))
+    assert_equal(step, step_from_bytes(step_to_bytes(step, engine.step(0))))
+    output = StepOutput(np.arange(3), hidden_HC=np.ones((2, 4), np.float32))
+    message = unpack(pack(write_output(output, rank.output(0))))
+    assert_equal(output, read_output(engine.output(0), message))
+    assert_equal(output, output_of(unpack(pack(output_message(output)))))
 
 
 def test_every_array_of_a_sampling_batch_has_a_type() -> None:

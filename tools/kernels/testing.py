@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.grouped import GroupedWeight
+from quire.kernels.ops import Rows
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.shared_prefix import SharedSplits, find_shared
 
@@ -48,6 +49,15 @@ class PagedBatch:
             starts.append(starts[-1] + num_queries)
         return starts
 
+    def step_rows(self, *, num_decodes: int = 0, shared: SharedSplits | None = None) -> Rows:
+        return Rows(
+            **self.tables(),
+            num_decodes=num_decodes,
+            max_query_len=max((queries for _, queries in self.rows), default=0),
+            max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
+            shared=shared,
+        )
+
     def tables(self) -> dict[str, Any]:
         return {
             "block_tables_BM": self.block_tables,
@@ -75,18 +85,9 @@ class PagedBatch:
         shared: SharedSplits | None = None,
     ) -> Callable[[], Tensor]:
         """`attend` with its tables on the device already, as an engine's layers find them."""
-        tables = self.tables()
+        rows = self.step_rows(num_decodes=num_decodes, shared=shared)
         return lambda: backend.attend(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            **tables,
-            num_decodes=num_decodes,
-            max_query_len=max((queries for _, queries in self.rows), default=0),
-            max_seq_len=max((tokens for tokens, _ in self.rows), default=0),
-            scale=self.scale,
-            options=options,
-            shared=shared,
+            self.q, self.k_cache, self.v_cache, rows, scale=self.scale, options=options
         )
 
     def expected(self, *, options: AttentionOptions = PLAIN) -> Tensor:

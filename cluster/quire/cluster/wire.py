@@ -38,8 +38,11 @@ _KEPT_BACK = (
     "model",
     "arrival_s",
     "deadline_s",
+    "task",
+    "outputs",
 )
-"""Fields of a request that a group does not need: it names blocks itself, and has its own clock."""
+"""Fields of a request that a group does not need: it names blocks itself, and has its own clock.
+Through a gateway all requests are of one task, and want no more than tokens."""
 _SENT = [field.name for field in fields(Prepared) if field.name not in _KEPT_BACK]
 _NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [

@@ -14,9 +14,8 @@ from torch import Tensor
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.quantization import Quantization
-from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
@@ -61,29 +60,17 @@ class AttentionBackend(Protocol):
         q_THD: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        rows: Rows,
         *,
-        block_tables_BM: Tensor,
-        seq_lens_B: Tensor,
-        query_starts_B1: Tensor,
-        num_decodes: int,
-        max_query_len: int,
-        max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
-        shared: SharedSplits | None = None,
     ) -> Tensor:
         """Causal attention of the step's tokens over the paged cache; ``[T, H, D]`` like q.
-
-        ``block_tables``, ``seq_lens`` and ``query_starts`` are int32 on q's device. Rows
-        ``0:num_decodes`` have one query each; the maxima are over all rows, as plain ints so that
-        nothing waits for the device. Larger maxima give the same bits and waste a little time.
 
         A row's bits do not depend on who shares the batch, nor on how its prompt is cut into
         chunks. On a GPU decodes and chunks sum in different orders; with ``num_decodes=0`` every
         row, decodes too, takes the order of the chunks. A decode of length 0 gets zeros: such rows
         fill a batch up.
-
-        ``shared`` names decodes that read the same blocks; it may save time, and changes no bit.
         """
 
     def rms_norm(

@@ -26,10 +26,9 @@ from quire.kernels.experts import Router, multiply_one_by_one
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.quantization import Quantization
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
-from quire.kernels.shared_prefix import SharedSplits
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   G = H / K   D head size   R rows computed together   A tiles   L tokens in a tile
@@ -99,25 +98,18 @@ class CpuBackend:
         q_THD: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        rows: Rows,
         *,
-        block_tables_BM: Tensor,
-        seq_lens_B: Tensor,
-        query_starts_B1: Tensor,
-        num_decodes: int,
-        max_query_len: int,
-        max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
-        shared: SharedSplits | None = None,
     ) -> Tensor:
         # Decodes and chunks are one code path here, and caches find what rows share.
-        del num_decodes, max_query_len, max_seq_len, shared
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        starts: list[int] = query_starts_B1.tolist()
-        seq_lens: list[int] = seq_lens_B.tolist()
+        starts: list[int] = rows.query_starts_B1.tolist()
+        seq_lens: list[int] = rows.seq_lens_B.tolist()
         per_tile, rest = divmod(TILE, k_cache.shape[1])
         assert rest == 0, f"block_size={k_cache.shape[1]}: must divide {TILE}"
-        tables_BM = pad(block_tables_BM, (0, -block_tables_BM.shape[1] % per_tile))
+        tables_BM = pad(rows.block_tables_BM, (0, -rows.block_tables_BM.shape[1] % per_tile))
         decodes: dict[int, list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
             num_queries = starts[row + 1] - starts[row]
@@ -136,9 +128,9 @@ class CpuBackend:
                     scale=scale,
                     options=options,
                 )
-        for num_tiles, rows in decodes.items():
+        for num_tiles, alike in decodes.items():
             step = max(1, _MAX_TILES // num_tiles)
-            for some in (rows[first : first + step] for first in range(0, len(rows), step)):
+            for some in (alike[first : first + step] for first in range(0, len(alike), step)):
                 tables_RM = tables_BM[some, : num_tiles * per_tile]
                 lens = [seq_lens[row] for row in some]
                 tokens = [starts[row] for row in some]

@@ -95,17 +95,7 @@ class Loop:
                         values[op.out] = values[op.out] * scale_T[:, None, None]
                 case Attend():
                     attended_THD = backend.attend(
-                        values[op.x],
-                        *kv[op.kv],
-                        block_tables_BM=batch.block_tables_BM,
-                        seq_lens_B=batch.seq_lens_B,
-                        query_starts_B1=batch.query_starts_B1,
-                        num_decodes=batch.num_decodes,
-                        max_query_len=batch.max_query_len,
-                        max_seq_len=batch.max_seq_len,
-                        scale=op.scale,
-                        options=op.options,
-                        shared=batch.shared,
+                        values[op.x], *kv[op.kv], batch, scale=op.scale, options=op.options
                     )
                     values[op.out] = attended_THD.flatten(1)
                 case MixExperts():
@@ -130,6 +120,8 @@ class Loop:
                 case Gather():
                     values[op.x] = values[op.x].index_select(0, batch.last_tokens_S)
                 case Logits():
+                    if batch.hidden is not None:
+                        batch.hidden.take(values[op.x])
                     logits_SV = op.layer(values[op.x])
                     if op.scale != 1.0:
                         logits_SV = logits_SV * op.scale

@@ -26,9 +26,8 @@ from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
 from quire.kernels.native_ops import can_attend
 from quire.kernels.native_program import NativeProgram
-from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner, Rows
 from quire.kernels.quantization import Quantization
-from quire.kernels.shared_prefix import SharedSplits
 
 _log = logging.getLogger(__name__)
 
@@ -168,40 +167,22 @@ class NativeBackend(CpuBackend):
         q_THD: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        rows: Rows,
         *,
-        block_tables_BM: Tensor,
-        seq_lens_B: Tensor,
-        query_starts_B1: Tensor,
-        num_decodes: int,
-        max_query_len: int,
-        max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
-        shared: SharedSplits | None = None,
     ) -> Tensor:
-        del shared  # the library finds out by itself
         if not _can_attend(q_THD.dtype, q_THD.shape[2]):
-            return super().attend(
-                q_THD,
-                k_cache,
-                v_cache,
-                block_tables_BM=block_tables_BM,
-                seq_lens_B=seq_lens_B,
-                query_starts_B1=query_starts_B1,
-                num_decodes=num_decodes,
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
-                scale=scale,
-                options=options,
-            )
+            return super().attend(q_THD, k_cache, v_cache, rows, scale=scale, options=options)
         q_THD = _dense_heads(q_THD)
         num_tokens, num_heads, head_size = q_THD.shape
-        num_kv_heads, num_rows = k_cache.shape[2], len(seq_lens_B)
+        num_kv_heads, num_rows = k_cache.shape[2], len(rows.seq_lens_B)
         check_heads(num_heads, num_kv_heads)
         num_blocks, block_size = check_caches(
             *(k_cache, v_cache), dtype=q_THD.dtype, num_kv_heads=num_kv_heads, head_size=head_size
         )
-        width = block_tables_BM.shape[1]
+        tables_BM = rows.block_tables_BM
+        width = tables_BM.shape[1]
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         arguments = native_abi.AttendArgs(
             dtype=native_abi.DTYPES[q_THD.dtype],
@@ -210,17 +191,15 @@ class NativeBackend(CpuBackend):
             out=out_THD.data_ptr(),
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            block_tables=rows_pointer(
-                "block tables", block_tables_BM, torch.int32, num_rows, width
-            ),
-            bt_stride=block_tables_BM.stride(0),
+            block_tables=rows_pointer("block tables", tables_BM, torch.int32, num_rows, width),
+            bt_stride=tables_BM.stride(0),
             bt_width=width,
-            seq_lens=pointer("lengths of sequences", seq_lens_B, torch.int32, num_rows),
-            query_starts=pointer("query starts", query_starts_B1, torch.int32, num_rows + 1),
+            seq_lens=pointer("lengths of sequences", rows.seq_lens_B, torch.int32, num_rows),
+            query_starts=pointer("query starts", rows.query_starts_B1, torch.int32, num_rows + 1),
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             num_rows=num_rows,
-            num_decodes=num_decodes,
+            num_decodes=rows.num_decodes,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,

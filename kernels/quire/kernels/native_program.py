@@ -86,6 +86,11 @@ class NativeProgram:
                 all_reduce(values.view(num_tokens, width))
             self._arguments.first_op, self._arguments.end_op = first, end
             self._library.quire_forward(byref(self._arguments))
+        if batch.hidden is not None:
+            normed = native_abi.BUFFERS["normed"]  # The last norm's, of the rows that are sampled.
+            width = self._native.widths[normed]
+            values = self._buffers[normed].view(-1)[: num_samples * width]
+            batch.hidden.take(values.view(num_samples, width))
         return logits_SV
 
     def _use_kv(self, kv: KvCache) -> None:

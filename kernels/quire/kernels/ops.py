@@ -239,23 +239,46 @@ Op = (
 Program = tuple[Op, ...]
 
 
+@dataclass(slots=True)
+class Hidden:
+    """Hidden states behind the last norm, as they go into the LM head, of some of the S rows."""
+
+    rows_H: Tensor
+    values_HC: Tensor | None = None
+    """float32; `ProgramRunner.forward` puts them here."""
+
+    def take(self, x_SC: Tensor) -> None:
+        self.values_HC = x_SC[self.rows_H].float()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class Rows:
+    """A step's sequences on the device, as attention reads them. The tensors are int32."""
+
+    block_tables_BM: Tensor
+    seq_lens_B: Tensor
+    query_starts_B1: Tensor
+    num_decodes: int
+    """Rows ``0:num_decodes`` have one query each."""
+    max_query_len: int
+    max_seq_len: int
+    """Over all rows, as plain ints so that nothing waits for the device. Larger ones give the same
+    bits and waste a little time."""
+    shared: SharedSplits | None = None
+    """Decodes that read the same blocks, where there are enough of them: it may save time, and
+    changes no bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch(Rows):
     """A step's input on the device."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     slot_mapping_T: Tensor
-    block_tables_BM: Tensor
-    seq_lens_B: Tensor
-    query_starts_B1: Tensor
     last_tokens_S: Tensor
     """Index in T of the last token of each row that is sampled."""
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-    shared: SharedSplits | None = None
-    """Decodes that read the same blocks, where there are enough of them."""
+    hidden: Hidden | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +334,7 @@ class ProgramRunner(Protocol):
         edits: "GreedyEdits | None" = None,
         wanted: "WantedColumns | None" = None,
     ) -> Tensor:
-        """Computes the step's tokens and writes their KV.
+        """Computes the step's tokens and writes their KV. Fills in ``batch.hidden``.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
         logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the

@@ -16,9 +16,8 @@ from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
-from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_experts import (
     ExpertWeights,
@@ -60,41 +59,35 @@ class TritonBackend:
         q_THD: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        rows: Rows,
         *,
-        block_tables_BM: Tensor,
-        seq_lens_B: Tensor,
-        query_starts_B1: Tensor,
-        num_decodes: int,
-        max_query_len: int,
-        max_seq_len: int,
         scale: float,
         options: AttentionOptions = PLAIN,
-        shared: SharedSplits | None = None,
     ) -> Tensor:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         decode_attention(
-            q_THD[:num_decodes],
+            q_THD[: rows.num_decodes],
             k_cache,
             v_cache,
-            out_THD[:num_decodes],
-            block_tables_BM=block_tables_BM,
-            seq_lens_B=seq_lens_B,
-            max_seq_len=max_seq_len,
+            out_THD[: rows.num_decodes],
+            block_tables_BM=rows.block_tables_BM,
+            seq_lens_B=rows.seq_lens_B,
+            max_seq_len=rows.max_seq_len,
             scale=scale,
             options=options,
-            shared=shared,
+            shared=rows.shared,
         )
         prefill_attention(
             q_THD,
             k_cache,
             v_cache,
             out_THD,
-            block_tables_BM=block_tables_BM,
-            seq_lens_B=seq_lens_B,
-            query_starts_B1=query_starts_B1,
-            first_row=num_decodes,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            block_tables_BM=rows.block_tables_BM,
+            seq_lens_B=rows.seq_lens_B,
+            query_starts_B1=rows.query_starts_B1,
+            first_row=rows.num_decodes,
+            max_query_len=rows.max_query_len,
+            max_seq_len=rows.max_seq_len,
             scale=scale,
             options=options,
         )

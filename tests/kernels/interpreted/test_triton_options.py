@@ -30,28 +30,11 @@ DTYPES = [torch.float32, torch.float16]
 
 
 def attend(batch: PagedBatch, options: AttentionOptions, *, num_decodes: int) -> Tensor:
-    return TRITON.attend(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        **batch.tables(),
-        num_decodes=num_decodes,
-        max_query_len=max(queries for _, queries in batch.rows),
-        max_seq_len=max(tokens for tokens, _ in batch.rows),
-        scale=batch.scale,
-        options=options,
-    )
+    return batch.attend(TRITON, num_decodes=num_decodes, options=options)
 
 
 def expected(batch: PagedBatch, options: AttentionOptions) -> Tensor:
-    return twins.paged_attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        **batch.tables(),
-        scale=batch.scale,
-        options=options,
-    )
+    return batch.expected(options=options)
 
 
 def ragged(dtype: torch.dtype) -> PagedBatch:

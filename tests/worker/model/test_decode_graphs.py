@@ -136,6 +136,8 @@ def test_steps_that_are_more_than_decodes_have_no_graph(runner: Any, driver: Any
     assert graphs.bucket_of(driver.step([one, chunk])) is None
     assert graphs.bucket_of(driver.step([one, unsampled])) is None
     assert graphs.bucket_of(driver.step([one] * 3)) is None
+    wanting = replace(driver.step([one]), hidden_rows_H=np.zeros(1, np.int32))
+    assert graphs.bucket_of(wanting) is None
 
 
 def test_a_rank_without_logits_replays_too(runner: Any, driver: Any, row: Any) -> None:

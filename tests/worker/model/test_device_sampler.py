@@ -68,7 +68,10 @@ def test_tokens_and_logprobs_are_those_of_the_engines_sampler(
     logits = logits.to(dtype)
     batch = mixed(driver, 40, 300, seed=seed)
     want = sample(logits.float(), batch)
-    got = SAMPLER.sample(logits.clone(), batch).wait()
+    hidden = torch.randn(3, 8, generator=rng)
+    got = SAMPLER.sample(logits.clone(), batch, hidden).wait()
+    assert got.hidden_HC is not None
+    assert got.hidden_HC.tolist() == hidden.tolist()
     assert got.token_ids_S.tolist() == want.token_ids_S.tolist()
     for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
         if theirs is None:
@@ -84,7 +87,7 @@ def test_tokens_and_logprobs_are_those_of_the_engines_sampler(
 def test_a_step_without_requests_for_logprobs_has_none(driver: Any) -> None:
     logits = torch.randn(3, 20)
     output = SAMPLER.sample(logits, driver.sampling(3)).wait()
-    assert output.logprobs == ()
+    assert (output.logprobs, output.hidden_HC) == ((), None)
     assert output.token_ids_S.tolist() == logits.argmax(dim=1).tolist()
     assert len(SAMPLER.sample(logits[:0], driver.sampling(0)).wait().token_ids_S) == 0
 

@@ -16,6 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from typing import get_args
+
+import numpy as np
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
@@ -30,7 +34,7 @@ from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import root_hash
 from quire.worker.api.limits import check_request, derive_seed, request_limits
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
-from quire.worker.api.request import Prepared
+from quire.worker.api.request import Output, Prepared, Task
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
@@ -270,6 +274,13 @@ class Engine:
                 "another id",
                 param="request_id",
             )
+        for name, asked, kind in (
+            ("task", {request.task}, Task),
+            ("outputs", request.outputs, Output),
+        ):
+            if not asked <= set(get_args(kind)):
+                known = " or ".join(map(repr, get_args(kind)))
+                raise InvalidRequest(f"{name}={getattr(request, name)!r}: use {known}", param=name)
         return check_request(
             request.prompt_token_ids,
             request.sampling,
@@ -330,10 +341,12 @@ class Engine:
         outputs = []
         constrained = []
         end = 0
+        hidden = iter(() if result.hidden_HC is None else result.hidden_HC)
         for seq, num_samples, num_scored in zip(
             schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
         ):
             begin, end = end, end + num_samples
+            own = list(islice(hidden, num_samples - num_scored)) if seq.wants_hidden else []
             # One that has finished was aborted since, or its end was not known when this was
             # submitted.
             if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
@@ -345,7 +358,10 @@ class Engine:
             if num_scored:
                 seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
             if drawn < end:
-                outputs.append(self._take_samples(seq, token_ids[drawn:end], result, drawn))
+                output = self._take_samples(seq, token_ids[drawn:end], result, drawn)
+                if own and output.token_ids:
+                    output = output._replace(hidden=np.stack(own[: len(output.token_ids)]))
+                outputs.append(output)
                 if seq.matcher is not None and outputs[-1].finish_reason is None:
                     constrained.append(seq)
         if constrained:

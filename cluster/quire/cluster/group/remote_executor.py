@@ -18,7 +18,7 @@ from quire.worker.api.errors import RankFailure
 from quire.worker.model.config import read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint
 from quire.worker.ranks.lockstep import START_TIMEOUT_S, LockstepExecutor
-from quire.worker.step.codec import slot_bytes, step_to_bytes
+from quire.worker.step.codec import output_of, slot_bytes, step_to_bytes
 from quire.worker.step.messages import StepInput, StepOutput
 
 _LOOK_S = 0.5
@@ -115,8 +115,7 @@ class RemoteExecutor(LockstepExecutor):
         return step_to_bytes(step, self._slot)
 
     def _read_output(self, message: Any, number: int) -> StepOutput:
-        token_ids, logprobs, broken_rows = message
-        return StepOutput(np.frombuffer(token_ids, np.int64), logprobs, broken_rows)
+        return output_of(message)
 
 
 class _Connected:

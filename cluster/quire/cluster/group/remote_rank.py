@@ -19,8 +19,7 @@ from typing import NoReturn
 from quire.cluster.group.rank_socket import Hello, connect, listen
 from quire.worker.api.config import EngineConfig
 from quire.worker.ranks.loop import failed, run_steps
-from quire.worker.step.codec import pack, step_from_bytes
-from quire.worker.step.messages import StepOutput
+from quire.worker.step.codec import output_message, pack, step_from_bytes
 
 _FAREWELL_S = 10.0
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -104,12 +103,8 @@ def _run(
         device=device,
         tp=tp,
         read=lambda _, data: step_from_bytes(data),
-        write=lambda _, output: pack_output(output),
+        write=lambda _, output: pack(output_message(output)),
     )
-
-
-def pack_output(output: StepOutput) -> bytes:
-    return pack((output.token_ids_S.tobytes(), output.logprobs, output.broken_rows))
 
 
 def _watch(fd: int) -> None:

@@ -6,6 +6,7 @@ Names and meanings of the latter are vLLM's.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import QuireError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -41,6 +42,8 @@ class TokenDelta(NamedTuple):
     """Of the prompt's tokens behind the first, with the first output, where they were asked for."""
     error: QuireError | None = None
     """Why the request ended before its time, with ``finish_reason`` "abort"."""
+    hidden: Floats | None = None
+    """A row for each token, where the request asked for hidden states."""
 
 
 @dataclass(frozen=True, slots=True)

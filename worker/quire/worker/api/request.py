@@ -10,7 +10,7 @@ completion is a `Prepared` with ``n`` of 1; an attempt at it adds the output tha
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,12 @@ MAX_MESSAGES = 10_000
 """In one chat."""
 MAX_TOOLS = 1024
 """In one chat, and calls in one message."""
+
+Task = Literal["generate"]
+"""What a group does with a request."""
+Output = Literal["hidden"]
+"""What a request can want of each of its tokens besides log-probabilities: the hidden state that it
+was drawn from, behind the model's last norm."""
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
@@ -132,6 +138,8 @@ class Prepared(Terms):
     prompt_token_ids: TokenIds
     resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     """Output that an earlier attempt has already produced: this one goes on behind it."""
+    task: Task = "generate"
+    outputs: frozenset[Output] = frozenset()
     cache_salt: str = ""
     """With the tenant's name: cached prefixes are shared only among requests of the same salt."""
     hashes: BlockHashes = field(default_factory=BlockHashes)

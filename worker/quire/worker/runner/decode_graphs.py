@@ -112,8 +112,10 @@ class DecodeGraphs:
     def bucket_of(self, step: StepInput) -> Bucket | None:
         """The smallest captured bucket for a step; ``None`` where there is none."""
         num_rows = len(step.seq_lens_B)
-        # A row that is not sampled, or a chunk: of these there is no graph.
+        # A row that is not sampled, or a chunk, or hidden states: of these there is no graph.
         if step.num_decodes != num_rows or len(step.samples_S) != num_rows:
+            return None
+        if step.hidden_rows_H is not None:
             return None
         max_seq_len = int(step.seq_lens_B.max())
         fits = (b for b in self._graphs if b.num_rows >= num_rows and b.max_seq_len >= max_seq_len)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, KvCache, ProgramRunner
+from quire.kernels.ops import Batch, Hidden, KvCache, ProgramRunner
 from quire.kernels.products import make_batch_invariant
 from quire.kernels.shared_prefix import (
     MIN_SAVED_BYTES,
@@ -91,6 +91,7 @@ class ModelRunner:
         """What decides the bits of outputs besides the weights."""
         self._vocab_size = spec.vocab_size if tp.rank == 0 else None
         self._kv: KvCache = []
+        self._tiers: list[KvCache] = []
         self._graphs: DecodeGraphs | None = None
         self._buckets: list[Bucket] = []
         self._device_sampler: DeviceSampler | None = None
@@ -142,12 +143,19 @@ class ModelRunner:
         self._kv = kv_cache.allocate(
             self._layout, num_blocks=num_blocks + bool(self._buckets), device=self._device
         )
+        self._tiers = [self._kv]
         if self._buckets:
             self._graphs = self._decode_graphs(self._kv)
             for bucket in reversed(self._graphs.buckets):
                 self._graphs.capture(bucket)
         if self._device.type == "cuda":
             self.warm_up()
+
+    def add_tier(self, *, num_blocks: int, device: torch.device) -> int:
+        """Makes room for more blocks, which `StepInput.copies_X22` reach; returns its number."""
+        more = kv_cache.allocate(self._layout, num_blocks=num_blocks, device=device)
+        self._tiers.append(more)
+        return len(self._tiers) - 1
 
     def warm_up(self) -> None:
         """Launches every kernel that serving may need, so that none is compiled while requests
@@ -188,9 +196,9 @@ class ModelRunner:
         pending = self.launch(step)
         return None if pending is None else pending.wait()
 
-    def forward(self, step: StepInput) -> Tensor | None:
+    def forward(self, step: StepInput, hidden: Hidden | None = None) -> Tensor | None:
         """Computes the step's tokens; logits ``[S, V]`` on rank 0, ``None`` elsewhere: float32 on
-        a CPU; on a GPU of the model's type, and valid until the next step.
+        a CPU; on a GPU of the model's type, and valid until the next step. Fills in ``hidden``.
         """
         late = self._late_tokens(step)
         shared = self._find_shared(step)
@@ -198,18 +206,23 @@ class ModelRunner:
             bucket = self._graphs.bucket_of(step)
             if bucket is not None:
                 return self._graphs.run(step, bucket, late)
-        return self._model.forward(self._to_device(step, shared, late), self._kv)
+        return self._model.forward(self._to_device(step, shared, late, hidden), self._kv)
 
     def _launch(
         self, step: StepInput, edits: Callable[[], Adjustments | None] | None
     ) -> Pending | None:
+        if step.copies_X22 is not None:
+            kv_cache.copy_blocks(self._tiers, step.copies_X22)
         rows = None
         if self._model.chooses and not step.edits_follow:
             rows = head_rows(step.sampling)
+        hidden = self._wanted_hidden(step, rows)
         if rows is not None:
-            chosen = self._forward_and_choose(step, rows)
-            return None if chosen is None else Done(sample_beside(chosen, step.sampling, rows))
-        logits_SV = self.forward(step)
+            chosen = self._forward_and_choose(step, rows, hidden)
+            if chosen is None:
+                return None
+            return _done(sample_beside(chosen, step.sampling, rows), hidden)
+        logits_SV = self.forward(step, hidden)
         if logits_SV is None:
             return None
         sampling = step.sampling
@@ -217,12 +230,24 @@ class ModelRunner:
             assert edits is not None, "edits_follow is set, so they are sent"
             sampling = replace(sampling, adjustments=edits())
         if self._device_sampler is not None:
-            return self._device_sampler.sample(logits_SV, sampling)
-        return Done(sample(logits_SV, sampling, in_place=True))
+            values_HC = None if hidden is None else hidden.values_HC
+            return self._device_sampler.sample(logits_SV, sampling, values_HC)
+        return _done(sample(logits_SV, sampling, in_place=True), hidden)
 
-    def _forward_and_choose(self, step: StepInput, rows: HeadRows) -> tuple[Tensor, Longs] | None:
+    def _wanted_hidden(self, step: StepInput, rows: HeadRows | None) -> Hidden | None:
+        """The hidden states to take on rank 0, whose program has them whole."""
+        if step.hidden_rows_H is None or self._tp.rank:
+            return None
+        rows_H = torch.from_numpy(step.hidden_rows_H).long()
+        if rows is not None:
+            rows_H = torch.from_numpy(np.argsort(rows.order_S))[rows_H]
+        return Hidden(rows_H.to(self._device))
+
+    def _forward_and_choose(
+        self, step: StepInput, rows: HeadRows, hidden: Hidden | None
+    ) -> tuple[Tensor, Longs] | None:
         """The logits of the rows that are not greedy, and the tokens of those that are."""
-        batch = self._to_device(step, late=self._late_tokens(step))
+        batch = self._to_device(step, late=self._late_tokens(step), hidden=hidden)
         last_tokens_S = batch.last_tokens_S[torch.from_numpy(rows.order_S)]
         return self._model.forward_and_choose(
             replace(batch, last_tokens_S=last_tokens_S),
@@ -263,6 +288,7 @@ class ModelRunner:
         step: StepInput,
         shared: SharedArrays | None = None,
         late: LateTokens | None = None,
+        hidden: Hidden | None = None,
     ) -> Batch:
         query_lens_B = np.diff(step.query_starts_B1)
         arrays: dict[str, Array] = {
@@ -288,6 +314,7 @@ class ModelRunner:
         return Batch(
             **staged,
             shared=splits,
+            hidden=hidden,
             num_decodes=step.num_decodes,
             max_query_len=int(query_lens_B.max()),
             max_seq_len=int(step.seq_lens_B.max()),
@@ -320,6 +347,12 @@ class ModelRunner:
         )
         peak = peak_bytes(run, steps)
         return peak + (graph_bytes(lambda: self._decode_graphs(kv)) if self._buckets else 0)
+
+
+def _done(output: StepOutput, hidden: Hidden | None) -> Done:
+    if hidden is not None and hidden.values_HC is not None:
+        output = replace(output, hidden_HC=hidden.values_HC.numpy())
+    return Done(output)
 
 
 def pick_device(config: EngineConfig, *, rank: int, num_ranks: int | None = None) -> torch.device:

@@ -38,8 +38,10 @@ class DeviceSampler:
             self._adjust = triton_logits.adjust_logits
 
     @torch.inference_mode()
-    def sample(self, logits_SV: Tensor, batch: SamplingBatch) -> "Sampled":
-        """Chooses a token for each row of logits, of any float type.
+    def sample(
+        self, logits_SV: Tensor, batch: SamplingBatch, hidden_HC: Tensor | None = None
+    ) -> "Sampled":
+        """Chooses a token for each row of logits, of any float type. ``hidden`` goes along.
 
         Adjustments change them in place where they are float32, else in a copy that is.
         """
@@ -71,7 +73,9 @@ class DeviceSampler:
             num_top = min(int(batch.num_logprobs_S.max()), logits_SV.shape[1])
             asked_RA = staged.get("asked_RA")
             pieces += _logprobs(plain_RV, token_ids_S[rows_R], asked_RA, num_top=num_top)
-        return Sampled(pieces, batch)
+        if hidden_HC is not None:
+            pieces.append(hidden_HC.double())
+        return Sampled(pieces, batch, has_hidden=hidden_HC is not None)
 
 
 _ROWS_AT_ONCE = 16
@@ -81,10 +85,13 @@ _ROWS_AT_ONCE = 16
 class Sampled:
     """The tokens of a step, on their way to the host."""
 
-    def __init__(self, pieces: Sequence[Tensor], batch: SamplingBatch) -> None:
+    def __init__(
+        self, pieces: Sequence[Tensor], batch: SamplingBatch, *, has_hidden: bool = False
+    ) -> None:
         """``pieces``: token ids, their logits and, of the R rows that want them, log-probabilities
         and ranks of these tokens, ids and log-probabilities of the best, and log-probabilities of
-        those named; all of 8 bytes."""
+        those named; then hidden states, where it has some; all of 8 bytes."""
+        self._has_hidden = has_hidden
         self.token_ids_S = pieces[0]
         """On the device: tokens from which the next step can be made before this one has ended."""
         self._num_logprobs_S = batch.num_logprobs_S
@@ -114,8 +121,11 @@ class Sampled:
         token_ids_S = parts[0].copy()
         is_broken_S = ~(parts[1].view(np.float64) < np.inf)
         broken_rows = tuple(np.flatnonzero(is_broken_S).tolist()) if is_broken_S.any() else ()
+        hidden_HC = None
+        if self._has_hidden:
+            hidden_HC = parts.pop().view(np.float64).astype(np.float32)
         if len(parts) == 2:
-            return StepOutput(token_ids_S, broken_rows=broken_rows)
+            return StepOutput(token_ids_S, broken_rows=broken_rows, hidden_HC=hidden_HC)
         own_R, rank_R, top_ids_RK, top_RK, asked_RA = parts[2:]
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids_S)
         for index, row in enumerate(np.flatnonzero(self._num_logprobs_S >= 0).tolist()):
@@ -133,7 +143,7 @@ class Sampled:
                 rank=int(rank_R[index]),
                 top=with_asked(tuple(top), asked, values),
             )
-        return StepOutput(token_ids_S, tuple(logprobs), broken_rows)
+        return StepOutput(token_ids_S, tuple(logprobs), broken_rows, hidden_HC)
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Longs:

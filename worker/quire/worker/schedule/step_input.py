@@ -85,6 +85,7 @@ class StepInputs:
             late_tokens_L=late_2L[0],
             late_rows_L=late_2L[1],
             edits_follow=edits_follow,
+            hidden_rows_H=_hidden_rows(schedule),
         )
 
     def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
@@ -157,6 +158,18 @@ def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
     before_B = counts_B.cumsum() - counts_B
     place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
     return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
+
+
+def _hidden_rows(schedule: Schedule) -> Ints | None:
+    """The samples whose hidden states are wanted."""
+    wants_B = [seq.wants_hidden for seq in schedule.sequences]
+    if not any(wants_B):
+        return None
+    wants_S = np.repeat(wants_B, schedule.num_samples)
+    given_S = _given(schedule)
+    if given_S is not None:
+        wants_S &= given_S < 0
+    return np.flatnonzero(wants_S).astype(np.int32)
 
 
 def _given(schedule: Schedule) -> Longs | None:

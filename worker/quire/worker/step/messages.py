@@ -10,12 +10,13 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.worker.api.arrays import Ints, Longs
+from quire.worker.api.arrays import Floats, Ints, Longs
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.step.sampling_batch import Adjustments, SamplingBatch
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
 # S samples                      L tokens that are not known yet
+# H samples whose hidden states are wanted   X copies of blocks   C hidden size
 
 
 MAX_SCORED_TOKENS = 256
@@ -54,18 +55,27 @@ class StepInput:
     edits_follow: bool = False
     """Logits are changed by what the step before this one samples. Rank 0 gets the adjustments
     apart, while the model runs: see `Executor.send_edits`."""
+    hidden_rows_H: Ints | None = None
+    """The samples whose hidden states are wanted, ascending; ``None`` where there are none."""
+    copies_X22: Ints | None = None
+    """Blocks that every rank copies before it computes: each one's source and target, and of these
+    the tier and the block's place there. Tier 0 is the cache that rows read and write. One copy
+    after the other, but of neighbours between the same two tiers none may read what another
+    writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The tokens that rank 0 sampled in one step."""
+    """What one step made of its samples, in the order of `StepInput.samples_S`: a field for each
+    kind of output. All but the tokens are empty where no sample wants them."""
 
     token_ids_S: Longs
-    """In the order of `StepInput.samples_S`."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One per sample, or empty where none was asked for."""
     broken_rows: tuple[int, ...] = ()
     """Samples whose logits were NaN or infinite: their tokens mean nothing."""
+    hidden_HC: Floats | None = None
+    """The hidden states of `StepInput.hidden_rows_H`, behind the last norm."""
 
 
 class Executor(Protocol):

@@ -53,6 +53,7 @@ class ThroughTransformers:
             module = self._model.get_submodule(name)
             module.quire_step = self._step
             module.quire_layer = (number, found.attentions[number], options[number])
+        self._model.get_output_embeddings().register_forward_pre_hook(self._step.take_hidden)
 
     def forward(
         self,
@@ -86,6 +87,10 @@ class _Step:
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
+    def take_hidden(self, _: object, inputs: tuple[Tensor, ...]) -> None:
+        if self.batch.hidden is not None:
+            self.batch.hidden.take(inputs[0][0])
+
     def attend(
         self,
         query: Tensor,
@@ -108,18 +113,7 @@ class _Step:
             k_TKD, v_TKD, k_cache, v_cache, batch.slot_mapping_T, options=options
         )
         attended_THD = self._backend.attend(
-            q_THD,
-            k_cache,
-            v_cache,
-            block_tables_BM=batch.block_tables_BM,
-            seq_lens_B=batch.seq_lens_B,
-            query_starts_B1=batch.query_starts_B1,
-            num_decodes=batch.num_decodes,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=attention.scale,
-            options=options,
-            shared=batch.shared,
+            q_THD, k_cache, v_cache, batch, scale=attention.scale, options=options
         )
         return attended_THD[None, ..., : attention.value_size]
 
