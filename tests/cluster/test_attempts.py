@@ -72,7 +72,7 @@ class Scene:
         )
 
 
-def suspected() -> Blame:
+def to_be_isolated() -> Blame:
     blame = Blame()
     blame.completion().extend(Death("g", epoch) for epoch in (1, 2))
     return blame
@@ -94,13 +94,13 @@ def test_a_death_that_two_completions_hear_of_in_two_ways_counts_once() -> None:
     assert simulate(main, seed=1) == 1
 
 
-def test_suspects_without_a_group_all_wait_for_one_at_once() -> None:
+def test_isolated_requests_without_a_group_all_wait_for_one_at_once() -> None:
     async def main(loop: SimLoop) -> list[float]:
         scene = Scene(loop, members=())
 
         async def run() -> float:
             with pytest.raises(Unavailable):
-                await scene.attempts(suspected()).begin([1])
+                await scene.attempts(to_be_isolated()).begin([1])
             return loop.time()
 
         ended_s = await asyncio.gather(*[run() for _ in range(3)])
@@ -110,14 +110,14 @@ def test_suspects_without_a_group_all_wait_for_one_at_once() -> None:
     assert simulate(main, seed=1) == [CONFIG.group_wait_s] * 3
 
 
-def test_the_line_of_suspects_may_be_longer_than_a_wait_for_a_group() -> None:
+def test_the_line_of_isolated_requests_may_be_longer_than_a_wait_for_a_group() -> None:
     """A group comes after 40 seconds and each turn takes 50. None of those in line gives up."""
 
     async def main(loop: SimLoop) -> list[float]:
         scene = Scene(loop, members=())
 
         async def run() -> float:
-            attempts = scene.attempts(suspected())
+            attempts = scene.attempts(to_be_isolated())
             await attempts.begin([1])
             begun_s = loop.time()
             await asyncio.sleep(50)
@@ -132,12 +132,12 @@ def test_the_line_of_suspects_may_be_longer_than_a_wait_for_a_group() -> None:
     assert simulate(main, seed=1) == [40, 90, 140, 190]
 
 
-def test_what_a_suspect_waited_in_line_is_not_taken_for_a_wait_for_a_group() -> None:
+def test_what_an_isolated_request_waited_in_line_is_not_taken_for_a_wait_for_a_group() -> None:
     """The group goes while the second waits for its turn, which has its whole wait before it."""
 
     async def main(loop: SimLoop) -> float:
         scene = Scene(loop, members=("g",))
-        first, second = scene.attempts(suspected()), scene.attempts(suspected())
+        first, second = scene.attempts(to_be_isolated()), scene.attempts(to_be_isolated())
         await first.begin([1])
         waiting = asyncio.create_task(second.begin([1]))
         await asyncio.sleep(50)
@@ -170,38 +170,30 @@ def test_a_group_that_died_before_it_began_an_attempt_counts_for_nothing_but_tim
     assert simulate(main, seed=1) == (1, CONFIG.group_wait_s)
 
 
-def test_a_suspect_is_sent_on_once_all_that_died_with_the_last_group_are_known() -> None:
+def test_an_isolated_request_is_sent_on_once_all_that_died_with_the_last_group_are_known() -> None:
     async def main(loop: SimLoop) -> float:
         scene = Scene(loop, members=("g",))
         scene.groups.died(Death("x", 1))
         loop.call_later(2, scene.groups.died, Death("y", 2))
-        await scene.attempts(suspected()).begin([1])
+        await scene.attempts(to_be_isolated()).begin([1])
         await scene.groups.close()
         return loop.time()
 
     assert simulate(main, seed=1) == 2 + WINDOW_S
 
 
-def test_where_groups_die_faster_than_that_a_suspect_gives_up_in_time() -> None:
+def test_where_groups_die_faster_than_that_an_isolated_request_gives_up_in_time() -> None:
     async def main(loop: SimLoop) -> float:
         scene = Scene(loop, members=("g",))
         scene.groups.died(Death("x", 0))
         for number in range(1, 100):
             loop.call_later(number, scene.groups.died, Death("x", number))
         with pytest.raises(Unavailable):
-            await scene.attempts(suspected()).begin([1])
+            await scene.attempts(to_be_isolated()).begin([1])
         await scene.groups.close()
         return loop.time()
 
     assert simulate(main, seed=1) <= CONFIG.group_wait_s
-
-
-class Open:
-    """Somebody who was there, and of whom nothing more is known."""
-
-    blame = None
-    num_attempts = num_killed = 0
-    is_past = is_over = False
 
 
 @pytest.mark.parametrize(
@@ -211,31 +203,27 @@ class Open:
         ("another group died a while before", True),
         ("another group dies too", False),
         ("the group comes back", False),
-        ("somebody else was there", True),
     ],
 )
-def test_a_death_on_probation_convicts_where_nothing_else_explains_it(
+def test_a_death_while_isolated_convicts_where_nothing_else_explains_it(
     what_else: str, is_guilty: bool
 ) -> None:
     async def main(loop: SimLoop) -> bool:
         scene = Scene(loop, members=("g",))
-        suspect = scene.attempts(suspected())
+        request = scene.attempts(to_be_isolated())
         if what_else == "another group died a while before":
             scene.groups.died(Death("x", 1))
-        await suspect.begin([1])
+        await request.begin([1])
         death = Death("g", EPOCH)
         scene.groups.died(death)
-        suspect.end()
-        suspect.lose(GroupDied("gone", death))
-        somebody = Open()
+        request.end()
+        request.lose(GroupDied("gone", death))
         if what_else == "another group dies too":
             loop.call_later(WINDOW_S - 1, scene.groups.died, Death("x", 1))
         if what_else == "the group comes back":
             death.is_refuted = True
-        if what_else == "somebody else was there":
-            scene.resumes.scenes.add(death, somebody)
         try:
-            await suspect.begin([1])
+            await request.begin([1])
         except Quarantined:
             return True
         finally:
@@ -245,18 +233,47 @@ def test_a_death_on_probation_convicts_where_nothing_else_explains_it(
     assert simulate(main, seed=1) is is_guilty
 
 
-def test_without_a_group_nobody_is_convicted_for_want_of_witnesses() -> None:
-    async def main(loop: SimLoop) -> None:
-        scene = Scene(loop, members=("g",))
-        suspect, somebody, death = scene.attempts(suspected()), Open(), Death("g", EPOCH)
-        await suspect.begin([1])
-        scene.groups.set_members()
-        scene.groups.died(death)
-        suspect.end()
-        suspect.lose(GroupDied("gone", death))
-        scene.resumes.scenes.add(death, somebody)
-        with pytest.raises(Unavailable):
-            await suspect.begin([1])
-        await scene.groups.close()
+def test_a_request_is_convicted_though_its_sibling_comes_first_and_is_not_run_again() -> None:
+    """Two completions of one prompt: the second has its turn before the first is judged."""
 
-    simulate(main, seed=1)
+    async def main(loop: SimLoop) -> float:
+        scene, blame = Scene(loop, members=("g",)), to_be_isolated()
+        first, second = scene.attempts(blame), scene.attempts(blame)
+        await first.begin([1])
+        waiting = asyncio.create_task(second.begin([1]))
+        await asyncio.sleep(1)
+        death = Death("g", EPOCH)
+        scene.groups.died(death)
+        first.end()
+        first.lose(GroupDied("gone", death))
+        ended = await asyncio.gather(waiting, first.begin([1]), return_exceptions=True)
+        await scene.groups.close()
+        assert [type(error) for error in ended] == [Quarantined, Quarantined]
+        return loop.time()
+
+    assert simulate(main, seed=1) == 1 + WINDOW_S
+
+
+def test_two_poison_requests_convict_each_other_of_nothing() -> None:
+    async def main(loop: SimLoop) -> int:
+        scene = Scene(loop, members=("g",))
+        num_killed = 0
+
+        async def run() -> None:
+            nonlocal num_killed
+            attempts = scene.attempts(to_be_isolated())
+            while True:
+                await attempts.begin([1])
+                await asyncio.sleep(0.1)
+                num_killed += 1
+                death = Death("g", EPOCH + num_killed)
+                scene.groups.died(death)
+                attempts.end()
+                attempts.lose(GroupDied("gone", death))
+
+        ended = await asyncio.gather(run(), run(), return_exceptions=True)
+        await scene.groups.close()
+        assert [type(error) for error in ended] == [Quarantined, Quarantined]
+        return num_killed
+
+    assert simulate(main, seed=1) == 2

@@ -28,7 +28,7 @@ def test_a_death_of_which_is_heard_twice_is_one() -> None:
     log.add(Death("a", 1))
     log.now_s += 4
     log.add(Death("a", 1))
-    assert (log.num, log.unrest_s) == (1, 6)
+    assert (len(log._deaths), log.unrest_s) == (1, 6)
 
 
 def test_a_group_that_was_heard_of_again_has_not_died_but_can() -> None:
@@ -36,20 +36,21 @@ def test_a_group_that_was_heard_of_again_has_not_died_but_can() -> None:
     log.add(cut_off)
     cut_off.is_refuted = True
     assert log.unrest_s == 0
-    assert not log.any_since(0, besides=set())
+    assert not log.is_alone(cut_off)
     log.add(Death("a", 1))
     assert log.unrest_s == 10
-    assert log.any_since(1, besides=set())
+    assert log.is_alone(Death("a", 1))
 
 
-def test_only_later_deaths_of_other_groups_are_asked_for() -> None:
+def test_a_death_within_a_window_of_another_is_not_alone() -> None:
     log = Log()
-    log.add(Death("a", 1))
-    num = log.num
-    log.add(Death("b", 2))
-    assert log.any_since(0, besides={("b", 2)})
-    assert log.any_since(num, besides={("a", 1)})
-    assert not log.any_since(num, besides={("b", 2)})
+    first, second, third = (Death(name, 1) for name in "abc")
+    log.add(first)
+    log.now_s += 9
+    log.add(second)
+    log.now_s += 10
+    log.add(third)
+    assert [log.is_alone(death) for death in (first, second, third)] == [False, False, True]
 
 
 def test_no_more_than_some_deaths_are_remembered() -> None:
@@ -57,4 +58,3 @@ def test_no_more_than_some_deaths_are_remembered() -> None:
     for epoch in range(200):
         log.add(Death("a", epoch))
     assert len(log._deaths) == 64
-    assert log.num == 200

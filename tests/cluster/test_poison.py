@@ -144,13 +144,15 @@ async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_o
         while cluster.gateway.num_inflight:
             await asyncio.sleep(0.01)
         assert cluster.gateway.telemetry.quarantined._value.get() == 1
-        assert cluster.gateway._resumes.probation.num_suspects == 0
+        assert cluster.gateway._resumes.isolation.num_completions == 0
         num_dead = sum(group.engine_loop.failed.done() for group in groups)
     assert num_dead == MAX_GROUP_DEATHS
 
 
 @pytest.mark.slow
-async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_cluster: Any) -> None:
+async def test_an_isolated_request_is_not_convicted_of_what_a_second_poison_did(
+    start_cluster: Any,
+) -> None:
     """Two groups crash under it; the third is killed by a request sent there afresh."""
     poison = [250, *range(20, 40)]
     async with start_cluster(num_groups=7, group_wait_s=30) as cluster:
@@ -170,7 +172,7 @@ async def test_a_suspect_is_not_convicted_of_what_a_second_poison_did(start_clus
             cluster.connections.set_addresses([following.address])
         while not groups[2].executor.num_steps:
             await asyncio.sleep(0.001)
-        assert cluster.gateway._resumes.probation.num_suspects == 1
+        assert cluster.gateway._resumes.isolation.num_completions == 1
         poisoned = asyncio.create_task(
             tokens_of(generate(cluster, poison, seed=2, max_tokens=100), [])
         )
@@ -200,7 +202,7 @@ async def test_a_quarantined_request_over_http_is_an_error_that_is_not_retried(
     assert raised.value.code == "quarantined"
 
 
-def suspect(name: str) -> group_pb2.GroupCommand:
+def isolated(name: str) -> group_pb2.GroupCommand:
     return group_pb2.GroupCommand(
         submit=group_pb2.Submit(
             request_id=name,
@@ -244,7 +246,7 @@ def steps_of(group: Any, num_steps: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("end", ["proven", "aborted", "gateway gone"])
-async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
+async def test_a_group_runs_one_isolated_request_at_a_time_of_all_gateways(
     start_group: Any, end: str
 ) -> None:
     refused, taken = group_pb2.GroupError.PROBATION, group_pb2.GroupError.CODE_UNSPECIFIED
@@ -252,9 +254,9 @@ async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
         stub = group_pb2_grpc.ReplicaGroupStub(channel)
         first, second = stub.Attach(), stub.Attach()
         with steps_of(group, 1):
-            await first.write(suspect("a"))
+            await first.write(isolated("a"))
             assert await read_tokens(first, "a", num_tokens=1) == taken
-            await second.write(suspect("b"))
+            await second.write(isolated("b"))
             assert await read_tokens(second, "b", num_tokens=1) == refused
         if end == "proven":
             assert await read_tokens(first, "a", num_tokens=7) == taken
@@ -266,6 +268,6 @@ async def test_a_group_runs_one_suspect_at_a_time_of_all_gateways(
             first.cancel()
             await group.settle()
         for number in itertools.count():  # The group hears of the end in its own time.
-            await second.write(suspect(f"c{number}"))
+            await second.write(isolated(f"c{number}"))
             if await read_tokens(second, f"c{number}", num_tokens=1) == taken:
                 return

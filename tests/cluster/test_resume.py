@@ -4,7 +4,7 @@ import itertools
 import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.failover.resume import Blame, Losses, Probation, ResumeConfig, RetryBudget
+from quire.cluster.failover.resume import Blame, Isolation, Losses, ResumeConfig, RetryBudget
 from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
@@ -20,16 +20,16 @@ def died(*, is_refuted: bool = False) -> GroupDied:
 
 
 def add(losses: Losses, error: GroupLost, *, num_tokens: int = 0) -> None:
-    """As attempts do: a suspect's are on probation."""
-    losses.add(error, num_tokens=num_tokens, on_probation=losses.is_suspect)
+    """As attempts do: a suspect's are on isolation."""
+    losses.add(error, num_tokens=num_tokens, is_isolated=losses.must_be_isolated)
 
 
-def test_two_deaths_in_a_row_make_a_suspect_and_a_third_accuses_it() -> None:
+def test_after_two_deaths_in_a_row_a_request_is_isolated_and_a_third_is_judged() -> None:
     losses = Losses(CONFIG)
     seen = []
     for _ in range(3):
         add(losses, died(), num_tokens=7)
-        seen.append((losses.is_suspect, losses.blame.is_accused))
+        seen.append((losses.must_be_isolated, losses.blame.isolated_death is not None))
     assert seen == [(False, False), (True, False), (True, True)]
 
 
@@ -41,33 +41,33 @@ def test_completions_of_a_prompt_are_blamed_as_one_and_a_group_counts_once() -> 
     add(second, shared)
     assert first.num_deaths == 1
     add(third, died())
-    assert first.is_suspect
-    assert not first.blame.is_accused
+    assert first.must_be_isolated
+    assert not first.blame.isolated_death
     add(second, died())
-    assert all(losses.blame.is_accused for losses in (first, second, third))
+    assert all(losses.blame.isolated_death for losses in (first, second, third))
 
 
-def test_groups_that_die_together_accuse_no_prompt_that_ran_on_all_of_them() -> None:
+def test_groups_that_die_together_only_isolate_a_prompt_that_ran_on_all_of_them() -> None:
     blame = Blame()
     completions = [Losses(CONFIG, blame) for _ in range(5)]
     for losses in completions:
-        losses.add(died(), num_tokens=0, on_probation=False)
-    assert completions[0].is_suspect
-    assert not completions[0].blame.is_accused
+        losses.add(died(), num_tokens=0, is_isolated=False)
+    assert completions[0].must_be_isolated
+    assert not completions[0].blame.isolated_death
 
 
-def test_a_death_behind_the_place_of_the_others_accuses_no_other_completion() -> None:
+def test_a_death_behind_the_place_of_the_others_convicts_no_other_completion() -> None:
     blame = Blame()
     first, second = Losses(CONFIG, blame), Losses(CONFIG, blame)
     for error in (died(), died()):
         add(first, error)
         add(second, error)
-    add(first, died(), num_tokens=8)  # It was on probation, and acquitted.
+    add(first, died(), num_tokens=8)  # It was isolated, and cleared.
     assert first.num_deaths == 3
-    assert not first.blame.is_accused
+    assert not first.blame.isolated_death
 
 
-def test_who_got_past_the_place_of_earlier_deaths_is_acquitted_of_them() -> None:
+def test_who_got_past_the_place_of_earlier_deaths_is_cleared_of_them() -> None:
     losses = Losses(CONFIG)
     add(losses, died())
     add(losses, died())
@@ -85,16 +85,16 @@ def test_draining_counts_for_nothing_and_a_broken_connection_as_no_death() -> No
     assert (losses.num_lost, losses.num_deaths) == (1, 0)
 
 
-def test_who_was_handed_over_behind_that_place_is_acquitted_too() -> None:
+def test_who_was_handed_over_behind_that_place_is_cleared_too() -> None:
     losses = Losses(CONFIG)
     add(losses, died())
     add(losses, died())
     add(losses, HandedOver("drains"), num_tokens=7)
-    assert losses.is_suspect, "it had not got past it"
+    assert losses.must_be_isolated, "it had not got past it"
     add(losses, HandedOver("drains"), num_tokens=8)
-    assert not losses.is_suspect
+    assert not losses.must_be_isolated
     add(losses, died())
-    assert not losses.blame.is_accused
+    assert not losses.blame.isolated_death
 
 
 def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
@@ -102,9 +102,9 @@ def test_a_death_is_refuted_by_the_same_incarnation_coming_back() -> None:
     cut_off = died()
     add(losses, died())
     add(losses, cut_off)
-    assert losses.is_suspect
+    assert losses.must_be_isolated
     cut_off.death.is_refuted = True
-    assert not losses.is_suspect
+    assert not losses.must_be_isolated
     assert losses.num_lost == 2
 
 
@@ -115,7 +115,7 @@ def test_attempts_have_an_end_whatever_they_die_of() -> None:
         assert not losses.is_hopeless
     add(losses, died(), num_tokens=100)
     assert losses.is_hopeless
-    assert not losses.blame.is_accused
+    assert not losses.blame.isolated_death
 
 
 def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
@@ -141,12 +141,12 @@ def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: int) -> 
         ResumeConfig(**{field: value})
 
 
-async def test_one_suspect_at_a_time_in_their_order() -> None:
-    probation = Probation()
+async def test_one_isolated_request_at_a_time_in_their_order() -> None:
+    isolation = Isolation()
     order: list[int] = []
 
     async def run(number: int) -> None:
-        leave = await probation.enter()
+        leave = await isolation.enter()
         order.append(number)
         await asyncio.sleep(0)
         assert order[-1] == number, "nobody else came in"
@@ -155,17 +155,17 @@ async def test_one_suspect_at_a_time_in_their_order() -> None:
 
     await asyncio.gather(*[run(number) for number in range(5)])
     assert order == [0, 1, 2, 3, 4]
-    assert probation.num_suspects == 0
+    assert isolation.num_completions == 0
 
 
-async def test_a_suspect_that_gives_up_waiting_is_not_waited_for() -> None:
-    probation = Probation()
-    leave = await probation.enter()
-    waiting = asyncio.create_task(probation.enter())
+async def test_one_that_gives_up_waiting_is_not_waited_for() -> None:
+    isolation = Isolation()
+    leave = await isolation.enter()
+    waiting = asyncio.create_task(isolation.enter())
     await asyncio.sleep(0)
-    assert probation.num_suspects == 2
+    assert isolation.num_completions == 2
     waiting.cancel()
     await asyncio.wait([waiting])
     leave()
-    (await probation.enter())()
-    assert probation.num_suspects == 0
+    (await isolation.enter())()
+    assert isolation.num_completions == 0

@@ -80,7 +80,7 @@ class HandedOver(GroupLost):
 
 
 class Quarantined(QuireError):
-    """Too many groups died under the request, and at the last death it was the only suspect."""
+    """Too many groups died under the request, and at the last one it was isolated."""
 
 
 class Overloaded(QueueFull):

@@ -87,7 +87,7 @@ class CallReader:
 
     def begin_of(self, name: str) -> bool:
         """Begins a call of this tool, unless the request has none of this name."""
-        self._name, self._number, self._given_id = name, "", ""
+        self._name, self._number, self._given_id, self._is_begun = name, "", "", False
         return self._begin()
 
     def argue_json(self, text: str) -> None:
@@ -143,7 +143,9 @@ class CallReader:
                 return (yield from self._read_fields(part, ends))
 
     def _begin(self) -> bool:
-        """Tells of the call, unless it is of no tool of the request."""
+        """Tells of the call, once, unless it is of no tool of the request."""
+        if self._is_begun:
+            return True
         if self._name not in self._schemas:
             return False
         self._reader.forget()
@@ -157,10 +159,7 @@ class CallReader:
         return True
 
     def _read_arguments(self, ends: tuple[str, ...] = ()) -> Reading[bool]:
-        for end in ends:
-            if (yield from self._reader.literal(end, take=False)):
-                return self._begin() and self.argue("{}")
-        if (yield from self._reader.literal("null")):
+        if (yield from self._is_at(ends)) or (yield from self._reader.literal("null")):
             return self._begin() and self.argue("{}")
         first = yield from self._reader.peek()
         if first not in ("{", "[", '"') or not self._begin():
@@ -170,6 +169,13 @@ class CallReader:
             self.argue_json((text or "").strip() or "{}")
             return text is not None
         return (yield from self._reader.json_value(self.argue_json))
+
+    def _is_at(self, ends: tuple[str, ...]) -> Reading[bool]:
+        """Whether one of ``ends`` comes next."""
+        for end in ends:
+            if (yield from self._reader.literal(end, take=False)):
+                return True
+        return False
 
     def _read_object(self, part: CallObject) -> Reading[bool]:
         reader = self._reader
@@ -236,22 +242,15 @@ class CallReader:
                 yield from reader.spaces()
                 if not (yield from reader.literal(part.value[0])):
                     return False
-            if not self._is_begun and not self._begin():
+            if not self._begin():
                 return False
             name = "".join(key).strip()
             self.argue(f'{", " if num_fields else "{"}"{written(name)}": ')
             if not (yield from self._read_field(part, name, "".join(attribute), ends)):
                 return False
             num_fields += 1
-        for end in ends:
-            if (yield from reader.literal(end, take=False)):
-                break
-        else:
-            return False
-        if not self._is_begun and not self._begin():
-            return False
-        self.argue("}" if num_fields else "{}")
-        return True
+        is_closed = yield from self._is_at(ends)
+        return is_closed and self._begin() and self.argue("}" if num_fields else "{}")
 
     def _read_field(
         self, part: Fields, name: str, attribute: str, follow: tuple[str, ...]
@@ -311,15 +310,12 @@ class CallReader:
                     return False
                 yield from reader.spaces()
             if (yield from reader.literal(")")):
-                if not self._is_begun and not self._begin():
-                    return False
-                self.argue("}" if num_keywords else "{}")
-                return True
+                return self._begin() and self.argue("}" if num_keywords else "{}")
             keyword = yield from reader.run(_KEYWORD)
             yield from reader.spaces()
             if not keyword or not (yield from reader.literal("=")):
                 return False
-            if not self._is_begun and not self._begin():
+            if not self._begin():
                 return False
             self.argue(f'{", " if num_keywords else "{"}"{keyword}": ')
             value: list[str] = []
@@ -338,7 +334,9 @@ class CallReader:
         is_text = kinds == frozenset({"string"})
         if (yield from reader.literal(quote)):
             if kinds is not None and "string" not in kinds:
-                return (yield from self._read_marked(quote, kinds))
+                marked: list[str] = []  # What is no text, between two ``quote`` all the same.
+                end = yield from reader.until((quote,), marked.append)
+                return end is not None and self._argue_tagged("".join(marked), kinds)
             self.argue('"')
             if (yield from reader.until((quote,), lambda text: self.argue(written(text)))) is None:
                 return False
@@ -386,13 +384,6 @@ class CallReader:
             if not (yield from self._read_braced(quote, depth_left - 1, kinds=kinds)):
                 return False
             num_values += 1
-
-    def _read_marked(self, quote: str, kinds: frozenset[str]) -> Reading[bool]:
-        """What is no text, between two ``quote`` all the same."""
-        value: list[str] = []
-        if (yield from self._reader.until((quote,), value.append)) is None:
-            return False
-        return self._argue_tagged("".join(value), kinds)
 
     def _read_braced_name(self, quote: str) -> Reading[str | None]:
         reader = self._reader

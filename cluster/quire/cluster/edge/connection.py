@@ -35,6 +35,8 @@ LINGER_S = 1.0
 """How long a client that was refused may take to read why. Closed at once, a connection with unread
 bytes would be reset, and the answer lost."""
 _LOOK_EVERY_S = 0.05
+_MAX_REFUSED = 256
+"""Connections that are told that there is no room, at once; more are closed without a word."""
 
 
 class OpenConnections:
@@ -45,6 +47,8 @@ class OpenConnections:
         ``address``, ``room``, ``head`` or ``body``."""
         self.limits = limits
         self.open: set[HttpConnection] = set()
+        self.refused: set[HttpConnection] = set()
+        """Those that are being told that there is no room."""
         self.cut = cut
         self._num_of: Counter[str] = Counter()  # By the client's address.
         self.is_leaving = False
@@ -69,7 +73,13 @@ class OpenConnections:
         self._waiting[connection] = None
         return True
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether one more may be told so."""
+        return len(self.refused) < _MAX_REFUSED
+
     def leave(self, connection: "HttpConnection") -> None:
+        self.refused.discard(connection)
         if connection not in self.open:
             return
         self.open.discard(connection)
@@ -113,11 +123,17 @@ class HttpConnection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._is_in_body = False
         self._is_refused = False
+        self._refusal = b""
         self._num_unparsed = 0  # Bytes since the parser last gave something for them.
 
     def begin(self) -> None:
         """Starts the time of the first head."""
         self._owe("head")
+
+    def turn_away(self, refusal: bytes) -> None:
+        """Sends ``refusal`` as soon as there is a transport, and reads no request."""
+        self._refusal = refusal
+        self._connections.refused.add(self)
 
     def prepare_to_leave(self) -> None:
         """Closes behind the next answer whose head says so; without one, after `LEAVE_S`."""
@@ -141,6 +157,11 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         elif self.opening is not None:
             self.opening.cancel()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._refusal:
+            self._say_last(self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owe("")
@@ -289,7 +310,16 @@ class HttpConnection(HttpToolsProtocol):
             self.abort()  # In the midst of another answer.
             return
         self._unset_keepalive_if_required()
-        say_and_close(self.transport, raw_response(error_response(error)))
+        self._say_last(raw_response(error_response(error)))
+
+    def _say_last(self, answer: bytes) -> None:
+        """Where the transport can end one direction alone, the other stays open for a while."""
+        self._is_refused = True
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
         self._owe("end")
 
 
@@ -317,15 +347,6 @@ def raw_response(response: Response) -> bytes:
     headers = [*response.raw_headers, (b"connection", b"close")]
     head = b"".join(b"%b: %b\r\n" % header for header in headers)
     return STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body)
-
-
-def say_and_close(transport: asyncio.Transport, data: bytes) -> None:
-    """Where the transport can end one direction alone, the caller has to close the other."""
-    transport.write(data)
-    if transport.can_write_eof():
-        transport.write_eof()
-    else:
-        transport.close()
 
 
 def _too_large() -> HeadTooLarge:

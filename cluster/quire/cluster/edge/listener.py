@@ -12,18 +12,11 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.cluster.edge.connection import (
-    LINGER_S,
-    HttpConnection,
-    OpenConnections,
-    raw_response,
-    say_and_close,
-)
+from quire.cluster.edge.connection import HttpConnection, OpenConnections, raw_response
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.leaving import stop_listening
 from quire.cluster.edge.limits import ConnectionLimits
@@ -31,8 +24,6 @@ from quire.cluster.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
-_MAX_REFUSALS = 256
-"""Connections that are told that there is no room, at once; more are closed without a word."""
 _ACCEPT_PAUSE_S = 0.1
 _CUT_WITHIN_S = 1
 """For what is cut off at the end of the drain to end."""
@@ -71,7 +62,6 @@ class HttpListener:
         self._server.config.load()
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[object]] = set()
-        self._refused: set[_Refused] = set()
         error = Unavailable(
             f"all of the gateway's {limits.max_connections} connections have requests, or your "
             "address has as many as one may have: try again"
@@ -100,8 +90,8 @@ class HttpListener:
         await self.connections.wait_until_left(timeout_s=self._drain_timeout_s)
         for task in self._opening:
             task.cancel()
-        for refused in list(self._refused):
-            refused.close()
+        for refused in list(self.connections.refused):
+            refused.abort()
         self._server.should_exit = True
         await asyncio.gather(accepting, serving, *self._opening, return_exceptions=True)
         for connection in list(self.connections.open):
@@ -134,16 +124,15 @@ class HttpListener:
             server_state=self._server.server_state,
             app_state={},
         )
-        loop = asyncio.get_running_loop()
-        if not self.connections.admit(connection):
-            if self._tls is not None or len(self._refused) >= _MAX_REFUSALS:
-                client.close()
-                return
-            with contextlib.suppress(OSError):
-                await loop.connect_accepted_socket(self._refuse, client)
+        if self.connections.admit(connection):
+            connection.begin()
+        elif self._tls is None and self.connections.may_refuse:
+            connection.turn_away(self._refusal)
+        else:
+            client.close()
             return
-        connection.begin()
         connection.opening = asyncio.current_task()
+        loop = asyncio.get_running_loop()
         timeout_s = self.connections.limits.head_timeout_s if self._tls is not None else None
         # Cancelled by the connection itself, when its time is over or its place is needed.
         with contextlib.suppress(OSError, asyncio.CancelledError):
@@ -154,34 +143,6 @@ class HttpListener:
         if connection.transport is None:  # Also where nothing was raised: the client is gone.
             connection.abort()
             client.close()
-
-    def _refuse(self) -> "_Refused":
-        return _Refused(self._refusal, self._refused)
-
-
-class _Refused(asyncio.Protocol):
-    """Says that there is no room, and reads what comes until the client closes or time is over."""
-
-    def __init__(self, refusal: bytes, others: "set[_Refused]") -> None:
-        self._refusal = refusal
-        self._others = others
-        self._transport: asyncio.Transport | None = None
-        self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self.close)
-        others.add(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base.
-        say_and_close(self._transport, self._refusal)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.cancel()
-        self._others.discard(self)
-
-    def close(self) -> None:
-        self._deadline.cancel()
-        self._others.discard(self)
-        if self._transport is not None:
-            self._transport.abort()
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
@@ -33,7 +32,6 @@ from quire.cluster.edge.openai_format import (
     CompletionFormat,
     Echo,
     Format,
-    Json,
 )
 from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import (
@@ -51,6 +49,7 @@ from quire.cluster.edge.streams import (
     RequestIds,
     Write,
     client_id,
+    event,
     unless_disconnected,
 )
 from quire.cluster.edge.structured import told_of
@@ -376,6 +375,9 @@ async def _collect(run: Run, shape: Format) -> Response:
     return await asyncio.to_thread(lambda: _LongResponse(shape.whole()))
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 class _LongResponse(JSONResponse):
     """Encoded by an encoder that lets other threads run meanwhile, as `json.dumps` does not."""
 
@@ -389,7 +391,7 @@ async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) 
 
     async def take(chunk: Chunk) -> None:
         nonlocal is_begun
-        events = b"".join(map(_event, shape.stream(chunk, options)))
+        events = b"".join(map(event, shape.stream(chunk, options)))
         if events or not is_begun:
             is_begun = True
             await write(events)
@@ -399,21 +401,8 @@ async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) 
     except Exception as error:
         if not is_begun:
             raise
-        await write(_event(shape.stream_error(error_body(error))))
+        await write(event(shape.stream_error(error_body(error))))
         return
-    end = b"".join(map(_event, shape.stream_end(options)))
+    end = b"".join(map(event, shape.stream_end(options)))
     if end:
         await write(end)
-
-
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _event(piece: Json | str) -> bytes:
-    """``piece`` as the data of a server-sent event, which is named as it is where it has a type."""
-    if isinstance(piece, str):
-        return b"data: %b\n\n" % piece.encode()
-    data = to_json(piece)
-    if "type" in piece:
-        return b"event: %b\ndata: %b\n\n" % (piece["type"].encode(), data)
-    return b"data: %b\n\n" % data

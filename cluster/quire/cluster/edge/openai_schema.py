@@ -75,9 +75,7 @@ class Body(BaseModel):
         """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served, or has
         a field that is not known, unless ``ignore_unknown``."""
         known = _known(cls)
-        unknown = (
-            None if ignore_unknown else next((name for name in given if name not in known), None)
-        )
+        unknown = next((name for name in given if not ignore_unknown and name not in known), None)
         if unknown is not None:
             near = difflib.get_close_matches(unknown[:_MAX_NAME], sorted(known), n=1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out"
@@ -400,31 +398,3 @@ def sent_as(ours: str, theirs: str, *, unless: bool = False) -> Iterator[None]:
         if unless or error.param != ours:
             raise
         raise error.renamed(theirs) from error
-
-
-class TokenizeBody(ChatFields):
-    """vLLM's ``/tokenize``: a text or a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: ChatTurns | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-    def check(self) -> None:
-        super().check()
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("send either prompt, a text, or messages, a chat", param="prompt")
-
-    def spans(self) -> Prompt:
-        if self.messages is not None:
-            return (self.chat(self.messages),)
-        return (Text(self.prompt or "", add_special_tokens=self.add_special_tokens is not False),)
-
-
-class DetokenizeBody(Body):
-    """vLLM's ``/detokenize``."""
-
-    model: str | None = None
-    tokens: TokenIds
-    skip_special_tokens: bool | None = None

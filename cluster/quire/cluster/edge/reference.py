@@ -20,10 +20,9 @@ from quire.cluster.edge.openai_schema import (
     Body,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
 )
 from quire.cluster.edge.responses_schema import ResponsesBody
+from quire.cluster.edge.text_api import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 

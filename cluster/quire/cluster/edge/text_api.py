@@ -17,11 +17,40 @@ from starlette.routing import Route
 
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
-from quire.cluster.edge.openai_schema import DetokenizeBody, TokenizeBody
+from quire.cluster.edge.openai_schema import Body, ChatFields, ChatTurns, TokenIds
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
 from quire.cluster.serving.service import MAX_TOKEN_IDS
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prompt, Text
+
+
+class TokenizeBody(ChatFields):
+    """vLLM's ``/tokenize``: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: ChatTurns | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt, a text, or messages, a chat", param="prompt")
+
+    def spans(self) -> Prompt:
+        if self.messages is not None:
+            return (self.chat(self.messages),)
+        return (Text(self.prompt or "", add_special_tokens=self.add_special_tokens is not False),)
+
+
+class DetokenizeBody(Body):
+    """vLLM's ``/detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool | None = None
 
 
 def text_routes(models: Models, bodies: BodyReader) -> list[Route]:

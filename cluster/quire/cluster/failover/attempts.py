@@ -19,7 +19,6 @@ from quire.cluster.errors import (
 )
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.resume import Blame, Losses, Resumes
-from quire.cluster.failover.scenes import Verdict
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
@@ -66,8 +65,6 @@ class Attempts:
         self._clock = clock
         self.blame = blame
         self.num_attempts = 0
-        self.is_over = False
-        """Set by its owner: there will be no more of them."""
         self._losses = Losses(config.resume, blame)
         self._num_tokens = 0
         self._num_refusals = 0
@@ -77,20 +74,9 @@ class Attempts:
         self._decision: Decision | None = None
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
-        self._on_probation = False
-        self._num_deaths = 0  # Of all groups, when it was last sent off on probation.
-        self._is_accused = False  # The accused completion of its prompt.
-        self._leave_probation: Callable[[], None] = _do_nothing
+        self._is_isolated = False
+        self._end_turn: Callable[[], None] = _do_nothing  # Of isolated requests.
         resumes.budget.began()
-
-    @property
-    def num_killed(self) -> int:
-        return len(self.blame.killed)
-
-    @property
-    def is_past(self) -> bool:
-        assert self._stream is not None
-        return self._stream.num_tokens >= self._config.resume.probation_tokens
 
     @property
     def decision(self) -> Decision:
@@ -107,20 +93,18 @@ class Attempts:
             Unavailable: There is no group, or too many were lost on the way.
         """
         self._num_tokens = len(token_ids)
-        self._on_probation = False
-        if self._is_accused:
-            await self._stand_trial()
+        self._is_isolated = False
         try:
             return await self._begin(token_ids)
         except BaseException:
-            self._leave_probation()
+            self._end_turn()
             raise
 
     def end(self) -> None:
         """Lets go of the last one, whatever became of it."""
         if self._stream is not None:
             self._stream.abort()
-        self._leave_probation()
+        self._end_turn()
 
     def lose(self, error: QuireError) -> None:
         """Counts that the last attempt ended with ``error``. Returns if there may be another.
@@ -154,19 +138,12 @@ class Attempts:
             raise error
         if self._stream.num_tokens:
             self._full_since_s = None
-        was_accused = self.blame.is_accused
-        may_be_to_blame = self._losses.add(
-            error, num_tokens=self._stream.num_tokens, on_probation=self._on_probation
-        )
-        if may_be_to_blame:
-            assert isinstance(error, GroupDied)
-            self._resumes.scenes.add(error.death, self)
-        if self.blame.is_accused and not was_accused:
-            self._is_accused = True
-            return
+        self._losses.add(error, num_tokens=self._stream.num_tokens, is_isolated=self._is_isolated)
         if isinstance(error, HandedOver):
             self._telemetry.handovers.inc()
             return
+        if self.blame.isolated_death is not None:
+            return  # The verdict comes first.
         if self._losses.is_hopeless:
             raise self._unavailable()
         if not self._resumes.budget.take():
@@ -217,14 +194,18 @@ class Attempts:
             self._deadline_s = self._clock() + self._config.group_wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
         while True:
-            while self._losses.is_suspect and not self._on_probation:
+            if self._losses.must_be_isolated and not self._is_isolated:
                 # The others' turns do not count: a group is there, and the line moves.
                 entered_s = self._clock()
-                await self._enter_probation()
+                self._end_turn = await self._resumes.isolation.enter()
+                self._is_isolated = True
                 self._deadline_s += self._clock() - entered_s
-            if self._on_probation and (unrest_s := self._groups.deaths.unrest_s):
-                await self._wait_until_calm(unrest_s)
-                continue
+            if self._is_isolated:
+                if unrest_s := self._groups.deaths.unrest_s:
+                    await self._wait_until_calm(unrest_s)
+                    continue
+                if self.blame.judge(self._groups.deaths):
+                    self._telemetry.quarantined.inc()
             if self.blame.is_convicted:
                 raise self._quarantined()
             card = self._groups.card
@@ -244,11 +225,10 @@ class Attempts:
                     moved_because=str(self._error or ""),
                 )
                 self.num_attempts += 1
-                self._num_deaths = self._groups.deaths.num
                 self._stream = self._groups.submit(
                     self._decision.group,
                     self._submission(token_ids),
-                    on_proven=self._leave_probation,
+                    on_proven=self._end_turn,
                 )
             except NoGroupAvailable as error:
                 await self._wait(error, self._deadline_s)
@@ -258,55 +238,13 @@ class Attempts:
             else:
                 return self._stream
 
-    async def _enter_probation(self) -> None:
-        """Waits for its turn, and for the verdict where its prompt is accused."""
-        while self.blame.is_accused:
-            await asyncio.sleep(self._config.retry_pause_s)
-        leave = await self._resumes.probation.enter()
-        if self.blame.is_accused:  # Meanwhile.
-            leave()
-            return
-        self._leave_probation, self._on_probation = leave, True
-
     async def _wait_until_calm(self, unrest_s: float) -> None:
-        """Groups that die together convict no suspect, so all groups that are already dead must be
-        known before it is sent to another one."""
+        """Groups that die together convict no request, so all groups that are already dead must be
+        known before an isolated one is judged or sent to another group."""
         assert self._deadline_s is not None
         if self._clock() + unrest_s > self._deadline_s:
             raise self._unavailable()
         await asyncio.sleep(max(unrest_s, self._config.retry_pause_s))
-
-    async def _stand_trial(self) -> None:
-        """Waits for the verdict.
-
-        Raises:
-            Quarantined: Guilty, or nothing else was known in time, though there were groups.
-            Unavailable: Not, but too many attempts were lost, or there was no group.
-        """
-        deadline_s = self._clock() + self._config.group_wait_s
-        verdict = Verdict.OPEN
-        try:
-            while verdict is Verdict.OPEN and self._clock() < deadline_s:
-                await asyncio.sleep(self._config.retry_pause_s)
-                verdict = self._verdict()
-        finally:
-            is_known = verdict is Verdict.GUILTY or self._groups.num_ready > 0
-            self._losses.judge(is_guilty=is_known and verdict is not Verdict.DOUBTFUL)
-            self._is_accused = False
-        if self.blame.is_convicted:
-            self._telemetry.quarantined.inc()
-            raise self._quarantined()
-        if self._losses.is_hopeless or verdict is Verdict.OPEN:
-            raise self._unavailable()
-        self._telemetry.resumes.inc()
-
-    def _verdict(self) -> Verdict:
-        deaths, death = self._groups.deaths, self._losses.last_death
-        if death.is_refuted or deaths.any_since(self._num_deaths, besides=self.blame.killed):
-            return Verdict.DOUBTFUL
-        if deaths.unrest_s:
-            return Verdict.OPEN  # Another one may have died with it.
-        return self._resumes.scenes.verdict(death, self)
 
     async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
         """Returns when it is time to look for a group again."""
@@ -318,15 +256,15 @@ class Attempts:
         if self._avoided:
             timeout_s = min(timeout_s, self._config.retry_pause_s)
         else:
-            # There is no group. All suspects wait for one at the same time, not in turn.
-            self._leave_probation()
-            self._on_probation = False
+            # There is no group. All isolated requests wait for one at the same time, not in turn.
+            self._end_turn()
+            self._is_isolated = False
         with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
             await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
-        probation_tokens = self._config.resume.probation_tokens if self._on_probation else 0
+        probation_tokens = self._config.resume.probation_tokens if self._is_isolated else 0
         return submit_of(
             replace(self._request, resumed_token_ids=as_token_ids(token_ids)),
             attempt=self.num_attempts,
@@ -336,7 +274,7 @@ class Attempts:
     def _quarantined(self) -> Quarantined:
         return Quarantined(
             f"quarantined: {self._losses.num_deaths} replica groups died one after the other "
-            "while they ran this request, the last of them with no other suspect; it is not "
+            "while they ran this request, the last of them with no other such request; it is not "
             f"tried again. The last one: {self._error}"
         )
 

@@ -130,7 +130,6 @@ class Completion:
                 _log.warning("%s (%s) fails after %d tokens: %s", name, known_as, num_tokens, error)
             raise
         finally:
-            self._attempts.is_over = True
             if outcome == "error":
                 self._ending.is_failed = True
             told = f"{outcome}: {detail}" if detail else outcome

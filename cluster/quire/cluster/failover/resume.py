@@ -1,16 +1,17 @@
 """How a completion may go on after its group was lost, and when it may not any more.
 
 No request is blamed for a group that drains, is full, is cut off briefly, or was lost before it
-began the attempt. A group that *dies* may have been killed by one of its requests. The first time,
-all its requests are resumed at once, so that a hundred streams survive one crash. A completion
-under which ``max_group_deaths - 1`` groups died in a row, without ``probation_tokens`` in between,
-is a *suspect*. It runs again once no group has died for a while, and on a group without another
-suspect. One more death is then attributed to it, unless other groups died at the same time or
-`scenes` finds a likelier cause. The completions of one prompt are blamed together, as one request.
+began the attempt. A group that *dies* may have been killed by one of its requests, the poison
+request. The first time, all its requests are resumed at once, so that a hundred streams survive one
+crash. A request under which ``max_group_deaths - 1`` groups died in a row, without
+``probation_tokens`` in between, is *isolated*: it runs once no group has died for a while, and on a
+group without another isolated request. If that group dies too, and no other one at about the same
+time, the request is *convicted* and not run again. The completions of one prompt are one request.
+
 A poison request kills again at the same place: at the first token after those that were received,
-or a few later if the last ones were lost on the way. A suspect that gets past that point is
-acquitted, and the next suspect runs. So at most ``max_group_deaths`` groups die of one request, and
-innocent requests are resumed.
+or a few later if the last ones were lost on the way. An isolated request that gets past that point
+is cleared, and the next one runs. So at most ``max_group_deaths`` groups die of one poison request,
+and innocent requests are resumed.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.failover.scenes import Scenes
+from quire.cluster.links.deaths import Deaths
 from quire.worker.api.errors import ConfigError
 
 
@@ -60,12 +61,10 @@ class Blame:
     """State shared by the completions of one prompt: the groups that died under any of them."""
 
     def __init__(self) -> None:
-        self.is_accused = False
-        """A group died under one of them on probation: until the verdict none of them is run."""
+        self.isolated_death: Death | None = None
+        """The last one under one of them that was isolated, until it is judged."""
         self.is_convicted = False
         """From then on none of them is run again."""
-        self.killed: set[tuple[str, int]] = set()
-        """Groups, and which life of them, that died before ``probation_tokens`` of an attempt."""
         self._deaths: list[list[Death]] = []
 
     @property
@@ -85,6 +84,21 @@ class Blame:
         self._deaths.append([])
         return self._deaths[-1]
 
+    def judge(self, deaths: Deaths) -> bool:
+        """Whether its last death while isolated convicts it now. If not, that counts no more.
+
+        To be called when no group has died for a while: those that died together are then known.
+        """
+        death, self.isolated_death = self.isolated_death, None
+        if death is None:
+            return False
+        self.is_convicted = deaths.is_alone(death)
+        if not self.is_convicted:
+            for counted in self._deaths:
+                if death in counted:
+                    counted.remove(death)
+        return self.is_convicted
+
 
 class Losses:
     """The history of one completion's attempts."""
@@ -103,46 +117,31 @@ class Losses:
         return self.blame.num_deaths
 
     @property
-    def is_suspect(self) -> bool:
+    def must_be_isolated(self) -> bool:
         return self.num_deaths >= self._config.max_group_deaths - 1
 
     @property
     def is_hopeless(self) -> bool:
         return self.num_lost >= self._config.max_attempts
 
-    def add(self, error: GroupLost, *, num_tokens: int, on_probation: bool) -> bool:
-        """Counts a lost attempt, which had brought ``num_tokens``. Whether it may be to blame.
+    def add(self, error: GroupLost, *, num_tokens: int, is_isolated: bool) -> None:
+        """Counts a lost attempt, which had brought ``num_tokens``.
 
-        Only a death on probation can accuse: completions of one prompt may be on several groups
-        that die of something else.
+        Only a death while it was isolated can convict it: the completions of one prompt may be on
+        several groups that die of something else.
         """
         is_past = num_tokens >= self._config.probation_tokens
         if is_past:
             # It got past the place where those groups died, so this attempt clears it.
             self._deaths.clear()
         if isinstance(error, HandedOver):
-            return False
+            return
         self.num_lost += 1
         if not isinstance(error, GroupDied):
-            return False
+            return
         self._deaths.append(error.death)
-        if is_past:
-            return False
-        self.blame.killed.add((error.death.group, error.death.epoch))
-        if on_probation and self.num_deaths >= self._config.max_group_deaths:
-            self.blame.is_accused = True
-        return True
-
-    @property
-    def last_death(self) -> Death:
-        return self._deaths[-1]
-
-    def judge(self, *, is_guilty: bool) -> None:
-        """Ends the accusation; without guilt, its last death counts no more."""
-        self.blame.is_accused = False
-        self.blame.is_convicted = is_guilty
-        if not is_guilty:
-            self._deaths.pop()
+        if is_isolated and not is_past and self.num_deaths >= self._config.max_group_deaths:
+            self.blame.isolated_death = error.death
 
 
 class RetryBudget:
@@ -177,21 +176,21 @@ class RetryBudget:
         self._level = min(self._level + number, float(self._config.retry_burst))
 
 
-class Probation:
-    """The gateway's suspects, of which one at a time may be sent to a group."""
+class Isolation:
+    """The gateway's isolated requests, of which one at a time may be sent to a group."""
 
     def __init__(self) -> None:
-        self.num_suspects = 0
+        self.num_completions = 0
         """Those that wait for their turn, and the one that has it."""
         self._turn = asyncio.Lock()
 
     async def enter(self) -> Callable[[], None]:
         """Waits for a turn, first come, first served; returns how to end it, also twice."""
-        self.num_suspects += 1
+        self.num_completions += 1
         try:
             await self._turn.acquire()
         except BaseException:
-            self.num_suspects -= 1
+            self.num_completions -= 1
             raise
         is_over = False
 
@@ -199,7 +198,7 @@ class Probation:
             nonlocal is_over
             if not is_over:
                 is_over = True
-                self.num_suspects -= 1
+                self.num_completions -= 1
                 self._turn.release()
 
         return leave
@@ -211,5 +210,4 @@ class Resumes:
     def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
         self.config = config
         self.budget = RetryBudget(config, clock=clock)
-        self.probation = Probation()
-        self.scenes = Scenes()
+        self.isolation = Isolation()

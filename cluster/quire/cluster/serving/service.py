@@ -106,7 +106,7 @@ class ModelService:
         self._clock = clock
         self._resumes = Resumes(self.config.completion.resume, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
-        self.telemetry.suspects.set_function(lambda: self._resumes.probation.num_suspects)
+        self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
         self._inflight = Inflight(
             limit=self.config.admission.max_inflight,
             gauge=self.telemetry.inflight,

@@ -51,9 +51,9 @@ class Telemetry:
             "Completions refused since too many groups had died under them.",
         )
         self.retry_budget = gauge("quire_retry_budget", "Resumes that could be done at once now.")
-        self.suspects = gauge(
-            "quire_suspects",
-            "Completions under which groups died in a row, on probation or waiting for it.",
+        self.isolated = gauge(
+            "quire_isolated_completions",
+            "Completions under which groups died in a row: they run one at a time.",
         )
         self.inflight = gauge("quire_inflight_completions", "Completions under way.")
         self.time_to_first_token = histogram(
