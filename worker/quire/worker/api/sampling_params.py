@@ -126,6 +126,12 @@ class SamplingParams:
             object.__setattr__(made, name, value)
         return made
 
+    def of_completion(self, number: int) -> "SamplingParams":
+        """Those of one completion of ``n``, which have a seed."""
+        assert self.seed is not None
+        scores = None if number else self.prompt_logprobs
+        return self.changed(n=1, seed=(self.seed + number) & MAX_SEED, prompt_logprobs=scores)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
