@@ -29,6 +29,7 @@ from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
 from quire.cluster.serving.together import together
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
@@ -316,10 +317,11 @@ class ModelService:
         """All of ``requests``, numbered through, not begun."""
         completions: list[Completion] = []
         for prompt in requests:
-            blame = Blame()
+            blame, work = Blame(), work_of(prompt)
             completions += [
                 Completion(
                     each,
+                    work=work,
                     index=index,
                     groups=self.groups,
                     table=self.table,

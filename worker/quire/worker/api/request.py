@@ -136,6 +136,8 @@ class Prepared(Terms):
     request_id: str
     """Unlike that of any other request that the engine has at the same time."""
     prompt_token_ids: TokenIds
+    completion: int = 0
+    """Which of those that are drawn from the prompt it is."""
     resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     """Output that an earlier attempt has already produced: this one goes on behind it."""
     task: Task = "generate"
@@ -187,6 +189,7 @@ class Prepared(Terms):
         for number in range(self.sampling.n):
             yield replace(
                 self,
+                completion=number,
                 request_id=f"{self.request_id}-{number}",
                 sampling=self.sampling.of_completion(number),
             )
