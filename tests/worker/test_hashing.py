@@ -1,12 +1,14 @@
 """Names of blocks against their definition, by hashlib, with and without the native library."""
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prepared import prepared
 
 from quire.worker.api import native_hashing
 from quire.worker.api.hashing import (
@@ -17,8 +19,18 @@ from quire.worker.api.hashing import (
     hash_blocks,
     root_hash,
 )
+from quire.worker.api.model_card import ModelCard
 
 ROOT = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16)
+CARD = ModelCard(
+    model="name",
+    model_fingerprint="m",
+    kv_dtype="f",
+    block_size=16,
+    max_model_len=99,
+    vocab_size=99,
+    numerics="",
+)
 
 
 @pytest.fixture(params=["native", "hashlib"], autouse=True)
@@ -134,3 +146,12 @@ def test_a_feature_is_told_from_tokens_by_its_definition() -> None:
 def test_what_is_no_feature_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be 32, 1 up"):
         Feature(**{"begin": 0, "num_tokens": 1, "digest": bytes(32), **wrong})
+
+
+def test_requests_that_differ_in_adapter_or_salt_share_no_block() -> None:
+    plain = prepared("r", range(64))
+    kinds = [plain, replace(plain, adapter="a"), replace(plain, adapter="b")]
+    kinds += [replace(plain, cache_salt="a"), replace(plain, adapter="a", cache_salt="a")]
+    names = [each.hashed_for(CARD).hashes for each in kinds]
+    assert len({name for each in names for name in each}) == sum(map(len, names)) == 5 * 4
+    assert names[0] == hash_blocks(plain.prompt_token_ids, block_size=16, root=ROOT)

@@ -4,7 +4,7 @@ Prompts and block hashes travel as raw bytes (little-endian uint32s, 32-byte has
 field would cost a Python object for each of them.
 """
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,16 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Leaves out defaults and what is ``None``, which means the same on the other side except for
     ``max_tokens``: the gateway has put a number there before it sends anything."""
-    values: dict[str, Any] = {
-        name: value
-        for name, left_out in _LEFT_OUT.items()
-        if (value := getattr(params, name)) not in left_out
-    }
-    if lists := values.get("bad_words_token_ids"):
-        values["bad_words_token_ids"] = [pb.TokenIds(ids=each) for each in lists]
-    if (constraint := params.constraint) is not None:
-        values["structured_outputs"] = pb.Constraint(**{constraint.kind: constraint.text})
+    values: dict[str, Any] = {}
+    for name, left_out in _LEFT_OUT.items():
+        value = getattr(params, name)
+        if value in left_out:
+            continue
+        if isinstance(value, tuple):
+            value = [pb.TokenIds(ids=each) if isinstance(each, tuple) else each for each in value]
+        elif isinstance(value, Constraint):
+            value = pb.Constraint(**{value.kind: value.text})
+        values[name] = value
     return pb.SamplingParams(**values)
 
 
@@ -70,24 +71,28 @@ def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def _values(message: pb.SamplingParams) -> dict[str, Any]:
-    values = {
-        field.name: tuple(value) if isinstance(value, MutableSequence) else value
-        for field, value in message.ListFields()
-    }
-    if "bad_words_token_ids" in values:
-        lists = values["bad_words_token_ids"]
-        values["bad_words_token_ids"] = tuple([tuple(each.ids) for each in lists])
-    if "logit_bias" in values:
-        values["logit_bias"] = dict(values["logit_bias"])
-    if (form := values.get("structured_outputs")) is not None:
-        kind = form.WhichOneof("kind")
-        if kind is None:
-            raise InvalidRequest(
-                "structured_outputs is empty: leave it out, or set one field",
-                param="structured_outputs",
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if isinstance(value, MutableSequence):
+            value = tuple(
+                [tuple(each.ids) if isinstance(each, pb.TokenIds) else each for each in value]
             )
-        values["structured_outputs"] = Constraint(kind, getattr(form, kind))
+        elif isinstance(value, MutableMapping):
+            value = dict(value)
+        elif isinstance(value, pb.Constraint):
+            value = _constraint_of(value)
+        values[field.name] = value
     return values
+
+
+def _constraint_of(message: pb.Constraint) -> Constraint:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(
+            "structured_outputs is empty: leave it out, or set one field",
+            param="structured_outputs",
+        )
+    return Constraint(kind, getattr(message, kind))
 
 
 def work_of(request: Prepared) -> bytes:
