@@ -76,7 +76,7 @@ def check_request(
     if resumed_token_ids is not None:
         _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
     for name, rule in PARAMETERS.items():
-        if token_ids := [*rule.token_ids(getattr(sampling, name))]:
+        if rule.token_ids and (token_ids := [*rule.token_ids(getattr(sampling, name))]):
             _check_token_ids(name, np.array(token_ids), limits.vocab_size)
     check_spelled_out(sampling)
     if len({each[-1] for each in sampling.bad_words_token_ids or ()}) >= limits.vocab_size:
