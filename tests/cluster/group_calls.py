@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from tests.prepared import prepared
 
-from quire.cluster.wire import tokens_to_bytes
+from quire.cluster.wire import tokens_to_bytes, work_of
 from quire.v1 import group_pb2 as pb
-from quire.v1 import group_pb2_grpc, inference_pb2
+from quire.v1 import group_pb2_grpc
 
 
 @asynccontextmanager
@@ -26,9 +27,8 @@ def submit(
         submit=pb.Submit(
             request_id=name,
             attempt=1,
-            prompt_token_ids=tokens_to_bytes(prompt),
+            work=work_of(prepared("", prompt, **params)),
             resumed_token_ids=tokens_to_bytes(resumed or []),
-            sampling=inference_pb2.SamplingParams(**params),
         )
     )
 

@@ -62,6 +62,7 @@ class Scene:
         self._num += 1
         return Attempts(
             prepared(f"r{self._num}", range(5), seed=1, max_tokens=9),
+            work=b"",
             blame=blame,
             groups=self.groups,
             table=self.table,

@@ -50,6 +50,7 @@ async def test_a_group_that_aborts_what_nobody_aborted_is_left_for_another(
     request = prepared("r", range(5), model=card, seed=1, max_tokens=2)
     completion = Completion(
         request,
+        work=b"",
         groups=groups,
         table=table,
         tokenizer=model.tokenizer,

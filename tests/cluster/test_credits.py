@@ -6,9 +6,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from tests.prepared import prepared
 
 from quire.cluster.failover.chunk import Chunk
-from quire.cluster.wire import tokens_to_bytes
+from quire.cluster.wire import tokens_to_bytes, work_of
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.request import Request, Tokens
@@ -116,9 +117,8 @@ def submit(*, token_limit: int, resumed: list[int], **sampling: Any) -> group_pb
         submit=group_pb2.Submit(
             request_id="a",
             attempt=1,
-            prompt_token_ids=tokens_to_bytes(PROMPT),
             resumed_token_ids=tokens_to_bytes(resumed),
-            sampling=pb.SamplingParams(seed=5, ignore_eos=True, **sampling),
+            work=work_of(prepared("", PROMPT, seed=5, ignore_eos=True, **sampling)),
             token_limit=token_limit,
         )
     )

@@ -83,6 +83,7 @@ async def test_what_failed_is_told_with_why_at_its_last_attempt(
     card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
     completion = Completion(
         prepared("r", range(5), model=card, seed=1, max_tokens=2),
+        work=b"",
         groups=groups,
         table=table,
         tokenizer=model.tokenizer,

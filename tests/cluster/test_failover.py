@@ -11,6 +11,7 @@ from quire.cluster.failover.completion import Completion
 from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.resume import ResumeConfig, Resumes
 from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 
@@ -134,6 +135,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
         request = prepared("r", PROMPT, model=card, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
         completion = Completion(
             request,
+            work=work_of(request),
             groups=cluster.connections,
             table=cluster.table,
             tokenizer=cluster.model.tokenizer,

@@ -76,9 +76,7 @@ async def test_a_priority_reaches_the_engine(
         monkeypatch.setattr(group.engine, "add_request", see)
         call = stub.Attach()
         for name, priority in (("a", 0), ("b", -3)):
-            command = submit(name, [20])
-            command.submit.priority = priority
-            await call.write(command)
+            await call.write(submit(name, [20], priority=priority))
             await read_deltas(call, name)
     assert seen == [0, -3]
 
@@ -122,9 +120,9 @@ async def test_a_stream_that_ends_takes_its_requests_with_it(start_group: Any, h
         (submit("a", [10_000]), "INVALID_REQUEST", "10000"),
         (submit("a", [20] * 395), "INVALID_REQUEST", "405 tokens"),
         (
-            pb.GroupCommand(submit=pb.Submit(request_id="a", prompt_token_ids=b"12345")),
+            pb.GroupCommand(submit=pb.Submit(request_id="a", work=b"12345")),
             "INVALID_REQUEST",
-            "5 bytes",
+            "work of 5 bytes is broken",
         ),
     ],
 )

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
 from tests.prepared import prepared
 
+from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import RankFailure
@@ -141,11 +141,8 @@ async def test_a_gateway_that_falls_silent_has_its_requests_aborted(start_group:
         group.executor.step_s = 0.1
         async with grpc.aio.insecure_channel(group.address) as channel:
             call = group_pb2_grpc.ReplicaGroupStub(channel).Attach()
-            sampling = pb.SamplingParams(seed=1, max_tokens=300, ignore_eos=True)
-            prompt = np.array(PROMPT, dtype="<u4").tobytes()
-            submit = group_pb2.Submit(
-                request_id="a", attempt=1, prompt_token_ids=prompt, sampling=sampling
-            )
+            work = work_of(prepared("", PROMPT, seed=1, max_tokens=300, ignore_eos=True))
+            submit = group_pb2.Submit(request_id="a", attempt=1, work=work)
             await call.write(group_pb2.GroupCommand(submit=submit))
             with pytest.raises(grpc.aio.AioRpcError, match="said nothing for") as raised:
                 await read_to_end(call)
@@ -161,14 +158,10 @@ async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_gro
         group.executor.step_s = 0.004
         async with grpc.aio.insecure_channel(group.address, options=small_windows) as channel:
             call = group_pb2_grpc.ReplicaGroupStub(channel).Attach()
-            sampling = pb.SamplingParams(seed=1, max_tokens=370, ignore_eos=True, logprobs=20)
+            request = prepared("", PROMPT, seed=1, max_tokens=370, ignore_eos=True, logprobs=20)
+            work = work_of(request)
             for number in range(8):
-                submit = group_pb2.Submit(
-                    request_id=f"r{number}",
-                    attempt=1,
-                    prompt_token_ids=np.array(PROMPT, dtype="<u4").tobytes(),
-                    sampling=sampling,
-                )
+                submit = group_pb2.Submit(request_id=f"r{number}", attempt=1, work=work)
                 await call.write(group_pb2.GroupCommand(submit=submit))
             while not group.service._attachments:
                 await asyncio.sleep(0.01)

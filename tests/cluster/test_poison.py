@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 import openai
 import pytest
+from tests.prepared import prepared
 
-from quire.cluster.wire import tokens_to_bytes
+from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import RankFailure
@@ -207,8 +208,7 @@ def isolated(name: str) -> group_pb2.GroupCommand:
         submit=group_pb2.Submit(
             request_id=name,
             attempt=3,
-            prompt_token_ids=tokens_to_bytes(prompt_of(0)),
-            sampling=pb.SamplingParams(seed=1, max_tokens=300, ignore_eos=True),
+            work=work_of(prepared("", prompt_of(0), seed=1, max_tokens=300, ignore_eos=True)),
             probation_tokens=8,
         )
     )

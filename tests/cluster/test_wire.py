@@ -12,15 +12,15 @@ from quire.cluster.wire import (
     params_from_proto,
     params_to_proto,
     prepared_of,
-    submit_of,
     tokens_from_bytes,
     tokens_to_bytes,
+    work_of,
 )
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids
+from quire.worker.api.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.structured import Constraint, ConstraintKind
@@ -45,7 +45,7 @@ def test_half_a_token_is_refused() -> None:
 # Every field of what travels, each with values of its own: one that is new fails here until it has
 # some, and until the messages have it.
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {
-    "n": st.integers(1, 128),
+    "n": st.integers(1, 3),
     "temperature": st.floats(0, 100, width=32),
     "top_p": st.floats(0, 1, width=32, exclude_min=True),
     "top_k": st.integers(0, 2**31 - 1),
@@ -80,16 +80,28 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
 }
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(as_token_ids)
 TRAVELS: dict[str, st.SearchStrategy[Any]] = {
-    "request_id": st.text(max_size=9),
-    "prompt_token_ids": token_ids,
-    "resumed_token_ids": token_ids,
+    "prompt_token_ids": st.lists(st.integers(0, 2**32 - 1), min_size=9, max_size=12).map(
+        as_token_ids
+    ),
+    "features": st.sampled_from(
+        [
+            (),
+            (Feature(begin=0, num_tokens=9, digest=b"a" * 32),),
+            (
+                Feature(begin=1, num_tokens=2, digest=b"a" * 32),
+                Feature(begin=3, num_tokens=1, digest=b"b" * 32),
+                Feature(begin=6, num_tokens=3, digest=b"a" * 32),
+            ),
+        ]
+    ),
+    "adapter": st.text(max_size=9),
     "sampling": st.builds(SamplingParams, **SAMPLING),
     "cache_salt": st.text(max_size=9),
     "priority": st.integers(-(2**31), 2**31 - 1),
     "tenant": st.text(max_size=9),
 }
 STAYS = {
-    *("client_id", "explain_routing", "shown_token_ids", "hashes", "model"),
+    *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
     *("arrival_s", "deadline_s", "task", "outputs"),
 }
 
@@ -98,9 +110,10 @@ def test_every_field_of_a_request_travels_or_stays_with_the_gateway() -> None:
     assert (
         SAMPLING.keys() == names(SamplingParams) == {*pb.SamplingParams.DESCRIPTOR.fields_by_name}
     )
-    assert TRAVELS.keys() | STAYS == names(Prepared)
-    of_the_attempt = {"attempt", "token_limit", "probation_tokens"}
-    assert TRAVELS.keys() | of_the_attempt == {*group_pb2.Submit.DESCRIPTOR.fields_by_name}
+    of_the_attempt = {"request_id", "completion", "resumed_token_ids"}
+    assert TRAVELS.keys() | of_the_attempt | STAYS == names(Prepared)
+    sent = {*group_pb2.Work.DESCRIPTOR.fields_by_name} - {"segments"}
+    assert TRAVELS.keys() - {"prompt_token_ids", "features"} == sent
 
 
 @given(st.fixed_dictionaries(SAMPLING))
@@ -110,20 +123,26 @@ def test_sampling_survives_the_wire(values: dict[str, Any]) -> None:
     assert params_from_proto(pb.SamplingParams.FromString(data)) == params
 
 
-@given(st.fixed_dictionaries(TRAVELS), st.integers(1, 9), st.integers(0, 9))
-def test_a_request_survives_the_wire(values: dict[str, Any], attempt: int, probation: int) -> None:
-    submit = submit_of(
-        Prepared(**values, client_id="c", explain_routing=True),
-        attempt=attempt,
-        probation_tokens=probation,
-    )
-    submit = group_pb2.Submit.FromString(submit.SerializeToString())
-    assert (submit.attempt, submit.probation_tokens) == (attempt, probation)
-    came = prepared_of(submit)
-    for name, value in values.items():
-        assert_same(getattr(came, name), value)
-    assert (came.client_id, came.explain_routing) == ("", False)
-    assert prepared_of(submit, request_id="mine").request_id == "mine"
+@given(st.fixed_dictionaries(TRAVELS), token_ids)
+def test_a_request_survives_the_wire(values: dict[str, Any], resumed: TokenIds) -> None:
+    request = Prepared(**values, request_id="r", client_id="c", explain_routing=True)
+    work = work_of(request)
+    for completion in request.completions():
+        submit = group_pb2.Submit(
+            work=work,
+            completion=completion.completion,
+            resumed_token_ids=tokens_to_bytes(resumed),
+        )
+        came = prepared_of(submit, request_id="mine")
+        for name in values:
+            assert_same(getattr(came, name), getattr(completion, name))
+        assert_same(came.resumed_token_ids, resumed)
+        assert (came.request_id, came.client_id, came.is_checked) == ("mine", "", True)
+
+
+def test_what_is_no_work_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="work of 3 bytes is broken"):
+        prepared_of(group_pb2.Submit(work=b"abc"), request_id="r")
 
 
 def names(kind: Any) -> set[str]:

@@ -16,7 +16,7 @@ from tests.sim.loop import Process
 from tests.sim.model import POISON
 from tests.sim.pipes import Pipe
 
-from quire.cluster.wire import tokens_from_bytes
+from quire.cluster.wire import prepared_of
 from quire.v1 import group_pb2
 
 GROUP_FAULTS = (
@@ -289,7 +289,7 @@ class Chaos:
         if self._rng.random() < 0.2:
             yield message
         # One that kills the group would do so once more, and nobody asked for it.
-        is_poison = POISON in tokens_from_bytes(message.submit.prompt_token_ids)
+        is_poison = POISON in prepared_of(message.submit, request_id="").prompt_token_ids
         if self._rng.random() < 0.2 and not is_poison:
             delay_s = self._rng.uniform(0, 5)
             self._cluster.loop.call_later(delay_s, self._repeat, pipe, message)

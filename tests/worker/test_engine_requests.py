@@ -1,6 +1,8 @@
 """How requests end, and which are refused."""
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from tests.steps import banned_ids
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
 from quire.worker.api.errors import ConfigError, InvalidRequest, QueueFull, RankFailure
+from quire.worker.api.hashing import Feature
 from quire.worker.api.limits import derive_seed
 from quire.worker.api.request import Prepared
 
@@ -224,3 +227,27 @@ def test_a_closed_engine_refuses_work(make_engine: MakeEngine) -> None:
     engine.close()
     with pytest.raises(RankFailure, match="the engine is closed"):
         engine.add_request(request("a", [2]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("adapter", "sha"), ("features", (Feature(begin=0, num_tokens=1, digest=bytes(32)),))],
+)
+def test_a_request_for_what_the_model_has_not_is_refused_even_if_checked(
+    make_engine: MakeEngine, field: str, value: Any
+) -> None:
+    engine, _ = make_engine()
+    asks = request("a", [1, 2], **{field: value, "is_checked": True})
+    with pytest.raises(InvalidRequest, match=f"{field}=.*: this model takes none"):
+        engine.add_request(asks)
+
+
+def test_a_checked_request_is_checked_again_only_where_it_is_too_long(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequest, match="max_tokens=1000000"):
+        engine.add_request(replace(request("a", [1], max_tokens=1_000_000), is_checked=True))
+    monkeypatch.setattr("quire.worker.engine.check_request", None)
+    checked = replace(request("b", [1, 2], max_tokens=2), is_checked=True)
+    assert len(run(engine, checked)["b"].token_ids) == 2

@@ -1,16 +1,36 @@
 """Names of blocks against their definition, by hashlib, with and without the native library."""
 
 import hashlib
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prepared import prepared
 
 from quire.worker.api import native_hashing
-from quire.worker.api.hashing import BlockHash, BlockHashes, HashChain, hash_blocks, root_hash
+from quire.worker.api.hashing import (
+    BlockHash,
+    BlockHashes,
+    Feature,
+    HashChain,
+    hash_blocks,
+    root_hash,
+)
+from quire.worker.api.model_card import ModelCard
 
 ROOT = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16)
+CARD = ModelCard(
+    model="name",
+    model_fingerprint="m",
+    kv_dtype="f",
+    block_size=16,
+    max_model_len=99,
+    vocab_size=99,
+    numerics="",
+)
 
 
 @pytest.fixture(params=["native", "hashlib"], autouse=True)
@@ -83,3 +103,55 @@ def test_a_library_whose_structure_has_another_size_is_refused(
     monkeypatch.setattr(native_hashing, "CHAIN_BYTES", native_hashing.CHAIN_BYTES - 8)
     with pytest.raises(RuntimeError, match=r"Chain has 104 bytes in chain.cpp, 96 here"):
         native_hashing._load()
+
+
+def test_names_of_tokens_alone_never_change() -> None:
+    root = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16, cache_salt="s")
+    names = hash_blocks(np.arange(40, dtype=np.uint32), block_size=16, root=root)
+    assert [name.hex()[:16] for name in names] == ["369ba9d4d15978cb", "fc9bb7d6fd4f4020"]
+
+
+@pytest.mark.parametrize("begin", [0, 5, 16, 31, 47])
+@pytest.mark.parametrize("block_size", [3, 4, 16])
+def test_a_features_content_changes_the_names_from_its_first_token_on(
+    begin: int, block_size: int
+) -> None:
+    tokens = np.arange(100, dtype=np.uint32)
+
+    def names(*digests: bytes) -> list[BlockHash]:
+        features = [
+            Feature(begin=begin + number, num_tokens=1, digest=digest)
+            for number, digest in enumerate(digests)
+        ]
+        chain = HashChain(ROOT, block_size=block_size, features=features)
+        return [*chain.extend(tokens[:40]), *chain.extend(tokens)]
+
+    num_before = begin // block_size
+    kinds = [names(), names(b"c" * 32), names(b"d" * 32), names(b"c" * 32, b"d" * 32)]
+    assert all(kind[:num_before] == kinds[0][:num_before] for kind in kinds)
+    assert len({kind[num_before] for kind in kinds[:3]}) == 3
+    assert len({name for kind in kinds for name in kind[num_before + 1 :]}) == sum(
+        len(kind[num_before + 1 :]) for kind in kinds
+    )
+
+
+def test_a_feature_is_told_from_tokens_by_its_definition() -> None:
+    tokens, digest = np.arange(8, dtype="<u4"), bytes(range(32))
+    chain = HashChain(ROOT, block_size=8, features=[Feature(begin=3, num_tokens=2, digest=digest)])
+    data = tokens[:3].tobytes() + b"\xff" * 16 + digest + tokens[3:].tobytes()
+    assert chain.extend(tokens)[0] == hashlib.sha256(ROOT + bytes(32) + data).digest()
+
+
+@pytest.mark.parametrize("wrong", [{"digest": b"short"}, {"num_tokens": 0}])
+def test_what_is_no_feature_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be 32, 1 up"):
+        Feature(**{"begin": 0, "num_tokens": 1, "digest": bytes(32), **wrong})
+
+
+def test_requests_that_differ_in_adapter_or_salt_share_no_block() -> None:
+    plain = prepared("r", range(64))
+    kinds = [plain, replace(plain, adapter="a"), replace(plain, adapter="b")]
+    kinds += [replace(plain, cache_salt="a"), replace(plain, adapter="a", cache_salt="a")]
+    names = [each.hashed_for(CARD).hashes for each in kinds]
+    assert len({name for each in names for name in each}) == sum(map(len, names)) == 5 * 4
+    assert names[0] == hash_blocks(plain.prompt_token_ids, block_size=16, root=ROOT)

@@ -23,7 +23,7 @@ def make_sequence(prompt: list[int], params: SamplingParams) -> Sequence:
         max_tokens=params.max_tokens or 0,
         eos_token_ids=(1,),
         block_size=4,
-        root=None,
+        chain=None,
     )
 
 

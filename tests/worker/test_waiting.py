@@ -17,7 +17,7 @@ def make_sequence(number: int, *, priority: int = 0) -> Sequence:
         max_tokens=1,
         eos_token_ids=(),
         block_size=4,
-        root=None,
+        chain=None,
     )
     seq.number = number
     return seq

@@ -5,10 +5,10 @@ field would cost a Python object for each of them.
 """
 
 from collections.abc import Iterable, MutableMapping, MutableSequence, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
@@ -22,7 +22,7 @@ from quire.worker.api.events import (
     Digest,
     EventBatch,
 )
-from quire.worker.api.hashing import BlockHashes, TokenIds
+from quire.worker.api.hashing import BlockHashes, Feature, TokenIds
 from quire.worker.api.outputs import FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
@@ -30,20 +30,7 @@ from quire.worker.api.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 _DEFAULTS = SamplingParams()
-_KEPT_BACK = (
-    "client_id",
-    "explain_routing",
-    "shown_token_ids",
-    "hashes",
-    "model",
-    "arrival_s",
-    "deadline_s",
-    "task",
-    "outputs",
-)
-"""Fields of a request that a group does not need: it names blocks itself, and has its own clock.
-Through a gateway all requests are of one task, and want no more than tokens."""
-_SENT = [field.name for field in fields(Prepared) if field.name not in _KEPT_BACK]
+_LEFT_OUT = {name: (getattr(_DEFAULTS, name), None, ()) for name in _SAMPLING}
 _NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [
     field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name not in _NOT_THE_ENGINES
@@ -63,12 +50,19 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
 
 
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Leaves out what is ``None``, which means the same on the other side except for
+    """Leaves out defaults and what is ``None``, which means the same on the other side except for
     ``max_tokens``: the gateway has put a number there before it sends anything."""
-    values = ((name, getattr(params, name)) for name in _SAMPLING)
-    return pb.SamplingParams(
-        **{name: _encoded(value) for name, value in values if value is not None and value != ()}
-    )
+    values: dict[str, Any] = {}
+    for name, left_out in _LEFT_OUT.items():
+        value = getattr(params, name)
+        if value in left_out:
+            continue
+        if isinstance(value, tuple):
+            value = [pb.TokenIds(ids=each) if isinstance(each, tuple) else each for each in value]
+        elif isinstance(value, Constraint):
+            value = pb.Constraint(**{value.kind: value.text})
+        values[name] = value
+    return pb.SamplingParams(**values)
 
 
 def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
@@ -76,58 +70,95 @@ def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**_values(message))
 
 
-def _params_of(message: pb.SamplingParams) -> SamplingParams:
-    """What `params_to_proto` has sent, which was checked there."""
-    return _DEFAULTS.changed(**_values(message))
-
-
 def _values(message: pb.SamplingParams) -> dict[str, Any]:
-    return {field.name: _decoded(value) for field, value in message.ListFields()}
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if isinstance(value, MutableSequence):
+            value = tuple(
+                [tuple(each.ids) if isinstance(each, pb.TokenIds) else each for each in value]
+            )
+        elif isinstance(value, MutableMapping):
+            value = dict(value)
+        elif isinstance(value, pb.Constraint):
+            value = _constraint_of(value)
+        values[field.name] = value
+    return values
 
 
-def submit_of(request: Prepared, *, attempt: int, probation_tokens: int) -> group_pb.Submit:
-    """The message to a group for ``request`` and this attempt."""
-    return group_pb.Submit(
-        **{name: _encoded(getattr(request, name)) for name in _SENT},
-        attempt=attempt,
-        probation_tokens=probation_tokens,
+def _constraint_of(message: pb.Constraint) -> Constraint:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(
+            "structured_outputs is empty: leave it out, or set one field",
+            param="structured_outputs",
+        )
+    return Constraint(kind, getattr(message, kind))
+
+
+def work_of(request: Prepared) -> bytes:
+    """What ``request`` asks for, as groups get it, for all its completions and attempts."""
+    return group_pb.Work(
+        segments=_segments(request.prompt_token_ids, request.features),
+        sampling=params_to_proto(request.sampling),
+        adapter=request.adapter,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        tenant=request.tenant,
+    ).SerializeToString()
+
+
+def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
+    """The request in ``submit``, under another name. What a gateway has checked is not checked
+    again.
+
+    Raises:
+        InvalidRequest: It cannot be decoded.
+    """
+    try:
+        work = group_pb.Work.FromString(submit.work)
+    except DecodeError as error:
+        raise InvalidRequest(f"work of {len(submit.work)} bytes is broken: {error}") from None
+    sampling = _DEFAULTS.changed(**_values(work.sampling))
+    prompt_token_ids, features = _prompt_of(work.segments)
+    return Prepared(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        features=features,
+        resumed_token_ids=tokens_from_bytes(submit.resumed_token_ids),
+        sampling=sampling.of_completion(submit.completion),
+        adapter=work.adapter,
+        cache_salt=work.cache_salt,
+        priority=work.priority,
+        tenant=work.tenant,
+        is_checked=True,
     )
 
 
-def prepared_of(submit: group_pb.Submit, **known: Any) -> Prepared:
-    """The request in ``submit``; ``known`` replaces fields.
-
-    What a gateway has checked is not checked again.
-    """
-    return Prepared(**{name: _decoded(getattr(submit, name)) for name in _SENT} | known)
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return tokens_to_bytes(value)
-    if isinstance(value, Constraint):
-        return pb.Constraint(**{value.kind: value.text})
-    if isinstance(value, tuple):
-        return [pb.TokenIds(ids=each) if isinstance(each, tuple) else each for each in value]
-    return params_to_proto(value) if isinstance(value, SamplingParams) else value
+def _segments(token_ids: TokenIds, features: Sequence[Feature]) -> list[group_pb.Segment]:
+    segments, done = [], 0
+    for feature in features:
+        begin, end = feature.begin, feature.begin + feature.num_tokens
+        if done < begin:
+            segments.append(group_pb.Segment(token_ids=tokens_to_bytes(token_ids[done:begin])))
+        tokens = tokens_to_bytes(token_ids[begin:end])
+        segments.append(group_pb.Segment(token_ids=tokens, feature_digest=feature.digest))
+        done = end
+    if done < len(token_ids):
+        segments.append(group_pb.Segment(token_ids=tokens_to_bytes(token_ids[done:])))
+    return segments
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return tokens_from_bytes(value)
-    if isinstance(value, pb.Constraint):
-        kind = value.WhichOneof("kind")
-        if kind is None:
-            raise InvalidRequest(
-                "structured_outputs is empty: leave it out, or set one field",
-                param="structured_outputs",
-            )
-        return Constraint(kind, getattr(value, kind))
-    if isinstance(value, MutableSequence):
-        return tuple(tuple(each.ids) if isinstance(each, pb.TokenIds) else each for each in value)
-    if isinstance(value, MutableMapping):
-        return dict(value)
-    return _params_of(value) if isinstance(value, pb.SamplingParams) else value
+def _prompt_of(segments: Sequence[group_pb.Segment]) -> tuple[TokenIds, tuple[Feature, ...]]:
+    if len(segments) == 1 and not segments[0].feature_digest:
+        return tokens_from_bytes(segments[0].token_ids), ()
+    features, parts, done = [], [b""], 0
+    for segment in segments:
+        parts.append(segment.token_ids)
+        num_tokens = len(segment.token_ids) // 4
+        if digest := segment.feature_digest:
+            features.append(Feature(begin=done, num_tokens=num_tokens, digest=digest))
+        done += num_tokens
+    return tokens_from_bytes(b"".join(parts)), tuple(features)
 
 
 FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {

@@ -56,28 +56,46 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "resumed_token_ids", "sampling", "cache_salt", "priority", "token_limit", "probation_tokens", "tenant")
+    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "probation_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PROBATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    prompt_token_ids: bytes
+    work: bytes
+    completion: int
     resumed_token_ids: bytes
-    sampling: _inference_pb2.SamplingParams
-    cache_salt: str
-    priority: int
     token_limit: int
     probation_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ...) -> None: ...
+
+class Work(_message.Message):
+    __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    sampling: _inference_pb2.SamplingParams
+    adapter: str
+    cache_salt: str
+    priority: int
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., resumed_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("token_ids", "feature_digest")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    feature_digest: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., feature_digest: _Optional[bytes] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id", "attempt")

@@ -31,8 +31,12 @@ from quire.worker.api.errors import (
     RankFailure,
 )
 from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import root_hash
-from quire.worker.api.limits import check_request, derive_seed, request_limits
+from quire.worker.api.limits import (
+    check_request,
+    check_token_ids,
+    derive_seed,
+    request_limits,
+)
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Output, Prepared, Task
 from quire.worker.cache.blocks import BlockPool
@@ -281,6 +285,14 @@ class Engine:
             if not asked <= set(get_args(kind)):
                 known = " or ".join(map(repr, get_args(kind)))
                 raise InvalidRequest(f"{name}={getattr(request, name)!r}: use {known}", param=name)
+        if request.adapter or request.features:
+            name = "adapter" if request.adapter else "features"
+            raise InvalidRequest(
+                f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
+                param=name,
+            )
+        if request.is_checked and (max_tokens := self._checked_max_tokens(request)):
+            return max_tokens
         return check_request(
             request.prompt_token_ids,
             request.sampling,
@@ -288,18 +300,29 @@ class Engine:
             resumed_token_ids=request.resumed_token_ids,
         )
 
+    def _checked_max_tokens(self, request: Prepared) -> int:
+        """Those of a checked request; 0 where it does not fit in here, as `check_request` says."""
+        for name, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("resumed output", request.resumed_token_ids),
+        ):
+            check_token_ids(name, token_ids, self._limits.vocab_size)
+        max_tokens = request.sampling.max_tokens or 0
+        num_prompt, num_resumed = len(request.prompt_token_ids), len(request.resumed_token_ids)
+        is_fit = num_prompt and num_resumed <= max_tokens <= self.max_model_len - num_prompt
+        return max_tokens if is_fit else 0
+
     def _sequence(self, request: Prepared, max_tokens: int) -> Sequence:
         seed = request.sampling.seed
         if seed is None:
             seed = derive_seed(self._config.seed, self._num_unseeded)
             self._num_unseeded += 1
-        root = None
+        chain = None
         if self._config.enable_prefix_caching:
-            root = root_hash(
+            chain = request.chain(
                 model_fingerprint=self._model.fingerprint,
                 kv_dtype=self._model.kv_dtype,
                 block_size=self._config.block_size,
-                cache_salt=request.cache_salt,
             )
         return Sequence(
             request,
@@ -307,7 +330,7 @@ class Engine:
             max_tokens=max_tokens,
             eos_token_ids=self._model.eos_token_ids,
             block_size=self._config.block_size,
-            root=root,
+            chain=chain,
         )
 
     def _settle(self) -> None:

@@ -7,7 +7,6 @@ been reached. Each attempt has its own number, by which group and gateway match 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from quire.cluster.errors import (
     Death,
@@ -22,7 +21,7 @@ from quire.cluster.failover.resume import Blame, Losses, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
-from quire.cluster.wire import submit_of
+from quire.cluster.wire import tokens_to_bytes
 from quire.router.errors import NoGroupAvailable
 from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
@@ -35,7 +34,6 @@ from quire.worker.api.errors import (
     QueueFull,
     QuireError,
 )
-from quire.worker.api.hashing import as_token_ids
 from quire.worker.api.request import Prepared
 
 
@@ -46,6 +44,7 @@ class Attempts:
         self,
         request: Prepared,
         *,
+        work: bytes,
         blame: Blame,
         groups: Groups,
         table: RoutingTable,
@@ -54,8 +53,10 @@ class Attempts:
         resumes: Resumes,
         clock: Callable[[], float],
     ) -> None:
-        """``blame`` is shared by all completions of the prompt."""
+        """``work`` is the request as groups get it. It and ``blame`` are shared by all completions
+        of the prompt."""
         self._request = request
+        self._work = work
         self._model = request.model
         self._groups = groups
         self._table = table
@@ -265,9 +266,12 @@ class Attempts:
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
         probation_tokens = self._config.resume.probation_tokens if self._is_isolated else 0
-        return submit_of(
-            replace(self._request, resumed_token_ids=as_token_ids(token_ids)),
+        return pb.Submit(
+            request_id=self._request.request_id,
             attempt=self.num_attempts,
+            work=self._work,
+            completion=self._request.completion,
+            resumed_token_ids=tokens_to_bytes(token_ids),
             probation_tokens=probation_tokens,
         )
 

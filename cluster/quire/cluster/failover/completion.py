@@ -44,6 +44,7 @@ class Completion:
         self,
         request: Prepared,
         *,
+        work: bytes,
         index: int = 0,
         groups: Groups,
         table: RoutingTable,
@@ -55,13 +56,14 @@ class Completion:
         blame: Blame | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``index``: which of the client's completions it is. ``resumes``: what it shares with the
-        gateway's other completions. ``ending``: what with those of its client's request, and
-        ``blame`` with those of its prompt."""
+        """``work``: the request as groups get it. ``index``: which of the client's completions it
+        is. ``resumes``: what it shares with the gateway's other completions. ``ending``: what with
+        those of its client's request, and ``blame`` with those of its prompt."""
         self._request = request
         self._index = index
         self._attempts = Attempts(
             request,
+            work=work,
             blame=blame or Blame(),
             groups=groups,
             table=table,

@@ -75,7 +75,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     @property
     def num_requests(self) -> int:
         """Requests that run, or whose output gateways have not been sent to its end."""
-        num_attached = sum(attachment.num_requests for attachment in self._attachments)
+        num_attached = sum([attachment.num_requests for attachment in self._attachments])
         return max(self._engine_loop.num_requests, num_attached)
 
     async def drain(self, *, timeout_s: float, handover_s: float = 0.0) -> int:
@@ -173,9 +173,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 
     def _frame(self, attachment: GatewaySession) -> pb.StepFrame:
         frame = attachment.take_frame()
-        frame.load.num_unsent_tokens = sum(each.num_unsent_tokens for each in self._attachments)
+        frame.load.num_unsent_tokens = sum([each.num_unsent_tokens for each in self._attachments])
         # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
-        frame.load.num_gateways = sum(each.may_submit for each in self._attachments)
+        frame.load.num_gateways = sum([each.may_submit for each in self._attachments])
         frame.num_requests = self.num_requests
         return frame
 

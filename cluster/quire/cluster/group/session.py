@@ -227,9 +227,9 @@ class GatewaySession:
     def _num_shown(self) -> int:
         while self._unshown and self._unshown[0][0] <= self._engine_loop.num_added:
             self._unshown.popleft()
-        waiting = (submitted.number for submitted in (*self._acknowledged, *self._received))
-        unshown = (number for _, number in self._unshown)
-        return min(itertools.chain(waiting, unshown), default=self._num_submits + 1) - 1
+        unshown = [each.number for each in self._acknowledged + self._received]
+        unshown += [number for _, number in self._unshown]
+        return min(unshown, default=self._num_submits + 1) - 1
 
     def _failed_before(self) -> pb.GroupError:
         return _draining(f"the group had failed before: {self._engine_loop.failed.result()}")

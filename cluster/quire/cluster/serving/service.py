@@ -29,13 +29,14 @@ from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
 from quire.cluster.serving.together import together
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids, hash_blocks
+from quire.worker.api.hashing import BlockHashes, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_request
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
-from quire.worker.api.sampling_params import MAX_SEED
+from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
@@ -198,24 +199,20 @@ class ModelService:
                 if tool_use is not None and tool_use.has_form:
                     raise InvalidRequest(f"tools: {error}", param="tools") from None
                 raise
-        hashes = await off_loop(
-            len(token_ids), partial(_hash_prompt, card, token_ids, request.salt)
-        )
         sampling = sampling.changed(
             seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
             max_tokens=max_tokens,
             top_k=min(sampling.top_k, card.vocab_size),
         )
-        return Prepared(
+        prepared = Prepared(
             **request.terms | {"sampling": sampling},
             request_id=secrets.token_hex(12),
             prompt_token_ids=token_ids,
             cache_salt=request.salt,
-            hashes=hashes,
-            model=card,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
         )
+        return await off_loop(len(token_ids), partial(prepared.hashed_for, card))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or they
@@ -231,12 +228,15 @@ class ModelService:
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
         """The hashes of a prompt's full blocks; none before a first group told its model."""
-        card = self.groups.card
-        return (
-            BlockHashes()
-            if card is None
-            else _hash_prompt(card, as_token_ids(token_ids), cache_salt)
+        if self.groups.card is None:
+            return BlockHashes()
+        prompt = Prepared(
+            request_id="",
+            prompt_token_ids=as_token_ids(token_ids),
+            sampling=SamplingParams(),
+            cache_salt=cache_salt,
         )
+        return prompt.hashed_for(self.groups.card).hashes
 
     def check_num_completions(self, num_completions: int) -> None:
         """Raises InvalidRequest: one request must not ask for that many."""
@@ -317,10 +317,11 @@ class ModelService:
         """All of ``requests``, numbered through, not begun."""
         completions: list[Completion] = []
         for prompt in requests:
-            blame = Blame()
+            blame, work = Blame(), work_of(prompt)
             completions += [
                 Completion(
                     each,
+                    work=work,
                     index=index,
                     groups=self.groups,
                     table=self.table,
@@ -335,8 +336,3 @@ class ModelService:
                 for index, each in enumerate(prompt.completions(), len(completions))
             ]
         return completions
-
-
-def _hash_prompt(card: ModelCard, token_ids: TokenIds, cache_salt: str) -> BlockHashes:
-    root = card.root(cache_salt=cache_salt)
-    return hash_blocks(token_ids, block_size=card.block_size, root=root)

@@ -39,8 +39,8 @@ class Speeds:
 
     def terms(self) -> tuple[tuple[float, ...], ...]:
         """`Rate.terms` of the three rates, in this order: the first ones, the second, the third."""
-        rates = (self.prefill, self.output_when_full, self.output_when_short)
-        return tuple(zip(*(rate.terms() for rate in rates), strict=True))
+        full, short = self.output_when_full.terms(), self.output_when_short.terms()
+        return tuple(zip(self.prefill.terms(), full, short, strict=True))
 
 
 class GroupPace:

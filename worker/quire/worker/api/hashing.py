@@ -2,9 +2,10 @@
 
 ``h_i = SHA256(root + tokens_0 + … + tokens_i)``: a block's name is the hash of the whole prefix
 that ends with it, begun from a root that covers the model, the KV dtype, the block size, the
-adapter and the tenant's salt. Two blocks of one name hold the same KV, and no one can look for a
-collision that would be served another tenant's cache. Engine, gateway and directory all use these
-functions, so that a name means the same everywhere.
+adapter and the tenant's salt. Where tokens stand for other content, such as an image, the digest of
+that content comes before the first of them. Two blocks of one name hold the same KV, and no one can
+look for a collision that would be served another tenant's cache. Engine, gateway and directory all
+use these functions, so that a name means the same everywhere.
 
 Over the prefix and not over the name before: a compression that carries the chain on and one that
 ends it are then independent, and the CPU runs them together. 16,000 tokens in blocks of 16 take
@@ -14,7 +15,9 @@ ends it are then independent, and the CPU runs them together. 16,000 tokens in b
 import ctypes
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NewType, overload
 
 import numpy as np
@@ -28,6 +31,32 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 
 TokenIds = npt.NDArray[np.uint32]
+
+_FEATURE_MARK = b"\xff" * 16
+"""Begins a feature among tokens: no vocabulary has its ids. With it and the digest, the bytes of a
+block are still a multiple of `native_hashing.BLOCK_BYTES_MULTIPLE`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    """Content other than text that stands in a prompt in the place of some of its tokens.
+
+    Raises:
+        ValueError: The digest has another length, or no token stands for the content.
+    """
+
+    begin: int
+    """The position in the prompt of the first token that stands for it."""
+    num_tokens: int
+    digest: bytes
+    """SHA-256 of the content as the model gets it, and of its shape."""
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != HASH_BYTES or self.num_tokens < 1:
+            raise ValueError(
+                f"digest of {len(self.digest)} bytes, num_tokens={self.num_tokens}: must be "
+                f"{HASH_BYTES}, 1 up"
+            )
 
 
 class BlockHashes(Sequence[BlockHash]):
@@ -81,14 +110,20 @@ class BlockHashes(Sequence[BlockHash]):
 class HashChain:
     """Names the blocks of one sequence as they fill."""
 
-    def __init__(self, root: BlockHash, *, block_size: int) -> None:
-        """Raises ValueError where ``root`` is no name, or a block has no token."""
+    def __init__(
+        self, root: BlockHash, *, block_size: int, features: Sequence[Feature] = ()
+    ) -> None:
+        """``features`` are those of the sequence, in order. Raises ValueError where ``root`` is no
+        name, or a block has no token."""
         if len(root) != HASH_BYTES or block_size < 1:
             raise ValueError(
                 f"root of {len(root)} bytes, {block_size=}: must be {HASH_BYTES}, 1 up"
             )
+        self.root = root
         self.num_blocks = 0
         """Blocks named so far."""
+        self._block_size = block_size
+        self._features = deque(features)  # Those that no named block has.
         self._block_bytes = 4 * block_size
         first_chunk = root.ljust(native_hashing.CHUNK_BYTES, b"\0")
         self._native = native_hashing.library()
@@ -105,23 +140,44 @@ class HashChain:
         A partial last block has no name.
         """
         tokens = np.ascontiguousarray(token_ids, dtype="<u4")
-        start = self.num_blocks * self._block_bytes
-        num_blocks = (tokens.nbytes - start) // self._block_bytes
-        if num_blocks <= 0:
-            return BlockHashes()
-        self.num_blocks += num_blocks
-        if self._native is None:
-            return BlockHashes(self._extend(tokens.data.cast("B")[start:], num_blocks))
-        data = bytes(num_blocks * HASH_BYTES)
-        self._native.quire_chain_extend(
-            self._chain, tokens.ctypes.data + start, self._block_bytes, num_blocks, data
-        )
-        return BlockHashes(data)
+        size, end = self._block_size, len(tokens) // self._block_size
+        names = b""
+        while self.num_blocks < end:
+            begin = self.num_blocks * size
+            plain_end = min(end, self._features[0].begin // size) if self._features else end
+            if plain_end > self.num_blocks:
+                names += self._extend(
+                    tokens[begin:], self._block_bytes, plain_end - self.num_blocks
+                )
+                self.num_blocks = plain_end
+            else:
+                block = self._with_features(tokens[begin : begin + size])
+                names += self._extend(block, block.nbytes, 1)
+                self.num_blocks += 1
+        return BlockHashes(names)
 
-    def _extend(self, tokens: memoryview, num_blocks: int) -> bytes:
-        names = []
-        for begin in range(0, num_blocks * self._block_bytes, self._block_bytes):
-            self._state.update(tokens[begin : begin + self._block_bytes])
+    def _with_features(self, tokens: TokenIds) -> TokenIds:
+        """The next block's ``tokens``, with the features that begin among them."""
+        parts: list[TokenIds] = []
+        done = 0
+        begin = self.num_blocks * self._block_size
+        while self._features and self._features[0].begin < begin + self._block_size:
+            feature = self._features.popleft()
+            mark = np.frombuffer(_FEATURE_MARK + feature.digest, dtype="<u4")
+            parts += [tokens[done : feature.begin - begin], mark]
+            done = feature.begin - begin
+        return np.concatenate([*parts, tokens[done:]])
+
+    def _extend(self, tokens: TokenIds, block_bytes: int, num_blocks: int) -> bytes:
+        if self._native is not None:
+            data = bytes(num_blocks * HASH_BYTES)
+            self._native.quire_chain_extend(
+                self._chain, tokens.ctypes.data, block_bytes, num_blocks, data
+            )
+            return data
+        names, buffer = [], tokens.data.cast("B")
+        for begin in range(0, num_blocks * block_bytes, block_bytes):
+            self._state.update(buffer[begin : begin + block_bytes])
             names.append(self._state.copy().digest())
         return b"".join(names)
 

@@ -72,12 +72,12 @@ def check_request(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise InvalidRequest("prompt is empty: at least one token", param="prompt")
-    _check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     if resumed_token_ids is not None:
-        _check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
+        check_token_ids("resumed output", resumed_token_ids, limits.vocab_size)
     for name, rule in PARAMETERS.items():
-        if token_ids := [*rule.token_ids(getattr(sampling, name))]:
-            _check_token_ids(name, np.array(token_ids), limits.vocab_size)
+        if rule.token_ids and (token_ids := [*rule.token_ids(getattr(sampling, name))]):
+            check_token_ids(name, np.array(token_ids), limits.vocab_size)
     check_spelled_out(sampling)
     if len({each[-1] for each in sampling.bad_words_token_ids or ()}) >= limits.vocab_size:
         raise InvalidRequest(
@@ -140,7 +140,10 @@ def derive_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
-def _check_token_ids(name: str, token_ids: npt.NDArray[Any], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: npt.NDArray[Any], vocab_size: int) -> None:
+    """Raises:
+    InvalidRequest: One is not in the vocabulary; the message names it.
+    """
     foreign = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(foreign):
         position = int(foreign[0])

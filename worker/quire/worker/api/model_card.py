@@ -3,8 +3,6 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from quire.worker.api.hashing import BlockHash, root_hash
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
@@ -30,12 +28,3 @@ class ModelCard:
     def names_blocks_like(self, other: "ModelCard | None") -> bool:
         """Whether they differ in the bits of their outputs at most."""
         return other is not None and replace(self, numerics=other.numerics) == other
-
-    def root(self, *, cache_salt: str) -> BlockHash:
-        """The hash from which block chains of this model begin, for one tenant."""
-        return root_hash(
-            model_fingerprint=self.model_fingerprint,
-            kv_dtype=self.kv_dtype,
-            block_size=self.block_size,
-            cache_salt=cache_salt,
-        )

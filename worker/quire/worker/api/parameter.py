@@ -29,7 +29,7 @@ class Rule:
     """The value in the form that is kept. Raises InvalidRequest, which tells the field's name."""
     none: object = None
     """The form of ``None``, where the field's type has it."""
-    token_ids: Callable[[Any], Iterable[int]] = lambda kept: ()
+    token_ids: Callable[[Any], Iterable[int]] | None = None
     """Those in a kept value, which the vocabulary must have."""
 
     def kept(self, name: str, value: Any) -> Any:

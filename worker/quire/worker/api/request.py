@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import BlockHashes, TokenIds
+from quire.worker.api.hashing import BlockHashes, Feature, HashChain, TokenIds, root_hash
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 1000
 MAX_MESSAGES = 10_000
@@ -136,12 +136,20 @@ class Prepared(Terms):
     request_id: str
     """Unlike that of any other request that the engine has at the same time."""
     prompt_token_ids: TokenIds
+    completion: int = 0
+    """Which of those that are drawn from the prompt it is."""
     resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     """Output that an earlier attempt has already produced: this one goes on behind it."""
     task: Task = "generate"
     outputs: frozenset[Output] = frozenset()
+    features: tuple[Feature, ...] = ()
+    """Content that some of the prompt's tokens stand for, in order."""
+    adapter: str = ""
+    """The digest of the content of the adapter to use; empty is the model alone."""
     cache_salt: str = ""
     """With the tenant's name: cached prefixes are shared only among requests of the same salt."""
+    is_checked: bool = False
+    """A gateway has checked it by its groups' limits."""
     hashes: BlockHashes = field(default_factory=BlockHashes)
     """The names of the prompt's full blocks."""
     model: ModelCard | None = None
@@ -155,15 +163,33 @@ class Prepared(Terms):
         """Memory that its prompt takes up."""
         return self.prompt_token_ids.nbytes + len(self.hashes.data)
 
+    def chain(self, *, model_fingerprint: str, kv_dtype: str, block_size: int) -> HashChain:
+        """Names its blocks for a model. Nothing else names those of a request."""
+        root = root_hash(
+            model_fingerprint=model_fingerprint,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            adapter=self.adapter,
+            cache_salt=self.cache_salt,
+        )
+        return HashChain(root, block_size=block_size, features=self.features)
+
+    def hashed_for(self, card: ModelCard) -> "Prepared":
+        """The same for ``card``'s model, with the names of the prompt's full blocks."""
+        chain = self.chain(
+            model_fingerprint=card.model_fingerprint,
+            kv_dtype=card.kv_dtype,
+            block_size=card.block_size,
+        )
+        return replace(self, model=card, hashes=chain.extend(self.prompt_token_ids))
+
     def completions(self) -> Iterator["Prepared"]:
         """One for each of ``sampling.n``, their seeds one after another. Only the first scores the
         prompt."""
-        assert self.sampling.seed is not None
         for number in range(self.sampling.n):
-            seed = (self.sampling.seed + number) & MAX_SEED
-            scores = None if number else self.sampling.prompt_logprobs
             yield replace(
                 self,
+                completion=number,
                 request_id=f"{self.request_id}-{number}",
-                sampling=self.sampling.changed(n=1, seed=seed, prompt_logprobs=scores),
+                sampling=self.sampling.of_completion(number),
             )

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from quire.worker.api.errors import InvalidRequest
@@ -98,8 +98,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # The dataclass is frozen once this returns.
-        for name, rule in PARAMETERS.items():
-            set_field(self, name, rule.kept(name, getattr(self, name)))
+        for name, (default, kept) in _DEFAULTS.items():
+            if (value := getattr(self, name)) is not default:
+                kept = PARAMETERS[name].kept(name, value)
+            set_field(self, name, kept)
         if self.top_k == -1:
             set_field(self, "top_k", 0)
         most = whole(0, self.max_tokens or math.inf, said=f"0 to max_tokens ({self.max_tokens})")
@@ -125,6 +127,12 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(made, name, value)
         return made
+
+    def of_completion(self, number: int) -> "SamplingParams":
+        """Those of one completion of ``n``, which have a seed."""
+        assert self.seed is not None
+        scores = None if number else self.prompt_logprobs
+        return self.changed(n=1, seed=(self.seed + number) & MAX_SEED, prompt_logprobs=scores)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -154,6 +162,11 @@ class SamplingParams:
 
 PARAMETERS = rules_of(SamplingParams)
 """The rule of each field, by its name."""
+_DEFAULTS = {
+    each.name: (each.default, PARAMETERS[each.name].kept(each.name, each.default))
+    for each in fields(SamplingParams)
+}
+"""Of each field: its default, and the form in which that is kept."""
 
 
 def params_of_each(

@@ -41,7 +41,7 @@ class Status(enum.Enum):
 class Sequence:
     """The progress of one request.
 
-    ``root`` is the hash its chain begins from, or ``None`` where blocks are not to be shared.
+    ``chain`` names its blocks; ``None`` where they are not to be shared.
     ``seed`` and ``max_tokens`` are those of ``request.sampling``, resolved.
     """
 
@@ -53,7 +53,7 @@ class Sequence:
         max_tokens: int,
         eos_token_ids: Items[int],
         block_size: int,
-        root: BlockHash | None,
+        chain: HashChain | None,
     ) -> None:
         sampling, prompt_token_ids = request.sampling, request.prompt_token_ids
         self.request = request
@@ -66,7 +66,8 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
-        self.root = root
+        self.root = None if chain is None else chain.root
+        """What the names of its blocks begin from."""
         self.drafter = Drafter()
         self.draft: list[int] = []
         """Guessed tokens that the next step computes, or the one under way."""
@@ -101,12 +102,12 @@ class Sequence:
         """``num_blocks * block_size``"""
         self.num_registered = 0
         """Blocks at the beginning that bear their hash in the pool."""
-        self._chain = None if root is None else HashChain(root, block_size=block_size)
+        self._chain = chain
         self.row: int | None = None
         """Where step input keeps its block table, and how many blocks of it are there."""
         self.num_blocks_in_row = 0
         self.hashes: list[BlockHash] = []
-        """Hash of every block that known tokens fill, computed or not; empty without a root."""
+        """Hash of every block that known tokens fill, computed or not; empty without a chain."""
         self._extend_hashes()
 
         stop_ids = sampling.stop_token_ids or ()
