@@ -25,7 +25,7 @@ demo: .venv/ready
 serve: .venv/ready
 	.venv/bin/quire serve
 
-test: OPTIONS := -m 'not slow'
+test: OPTIONS := -m 'not slow' --hypothesis-profile=quick
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
 

@@ -45,7 +45,14 @@ requests = st.builds(
 overlaps = st.dictionaries(
     st.sampled_from([GroupId(name) for name in "abcdefgh"]), st.integers(0, 600)
 )
-every_policy = pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+SLOW = ("random", "ray_prefix")
+every_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in SIMULATED_POLICIES
+    ],
+)
 
 
 def route(

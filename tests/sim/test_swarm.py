@@ -72,6 +72,7 @@ def test_the_cluster_keeps_its_promise(seed: int) -> None:
     assert result.outcomes["done"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_digest_in_any_process() -> None:
     ours = run_seed(3, length_s=10).digest
     assert ours == run_seed(3, length_s=10).digest
@@ -174,6 +175,7 @@ def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prepared, "completions", completions)
 
 
+@pytest.mark.quick_cells("_believes")
 @pytest.mark.parametrize(
     "break_it",
     [
