@@ -50,8 +50,8 @@ MakeLlama = Callable[..., Path]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow the cells that a test's `quick_cells` leaves out.
 
-    ``quick_cells(number, *names)`` keeps as many cells of each test, drawn by a hash of their names,
-    and all whose name contains one of ``names``; either may be absent.
+    ``quick_cells(number, *names)`` keeps ``number`` cells of each test, drawn by a hash of their
+    names, and all whose name contains one of ``names``; either may be absent.
     """
     drawn: dict[str, list[pytest.Item]] = {}
     for item in items:
