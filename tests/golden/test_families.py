@@ -201,7 +201,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
             assert alone.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
-@pytest.mark.quick_cells("native-gemma2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "quantization"),
     [

@@ -85,7 +85,7 @@ def test_when_sequences_are_preempted(
         assert llm.engine.stats().num_preemptions > 0
 
 
-@pytest.mark.quick_cells("native-1", "native-2", "pytorch-1")
+@pytest.mark.quick_cells("native-1", "pytorch-1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_with_each_step_prepared_while_the_one_before_it_runs(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, num_ranks: int

@@ -50,7 +50,7 @@ def expected(kind: Settings) -> list[list[int]]:
         return [_tokens(llm, [chat])[0] for chat in _chats()]
 
 
-@pytest.mark.quick_cells("bfloat16", "int8-with-kv")
+@pytest.mark.quick_cells("bfloat16")
 @needs_native
 def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind: Settings) -> None:
     for settings in VARIANTS:

@@ -134,6 +134,7 @@ def test_a_rank_that_takes_its_time_to_die_is_named_too(
         driver.generate(executor, PROMPTS, num_tokens=50)
 
 
+@pytest.mark.slow
 def test_two_steps_are_under_way_at_a_time_and_late_tokens_are_put_in(
     start: Any, driver: Any, row: Any
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any, driver: Any)
     assert not any(map(exists, executor.pids))
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_arrives_with_its_traceback(start: Any, driver: Any) -> None:
     executor = start()
     with pytest.raises(RankFailure, match=r"rank \d \(pid \d+\) raised IndexError: index out") as e:
