@@ -42,6 +42,7 @@ def oracle() -> Oracle:
     return tokens
 
 
+@pytest.mark.quick_cells("native")
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
 def test_at_every_block_size_batched_and_chunked(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, block_size: int

@@ -76,6 +76,7 @@ def idle(*names: str) -> list[GroupState]:
     return [GroupState(group=GroupId(name)) for name in names]
 
 
+@pytest.mark.quick_cells("prefix_aware", "round_robin", "least_loaded", "power_of_two")
 @every_policy
 @given(request=requests, groups=group_states, overlap=overlaps)
 def test_an_excluded_group_is_never_chosen_and_the_order_of_groups_never_matters(

@@ -193,6 +193,7 @@ def test_a_gateway_that_is_gone_holds_no_blocks(resets: bool, within_s: float) -
     assert play(step, plan=plan).outcomes == {"error": NUM_STREAMS}
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_nobody_up_but_itself() -> None:
     def gaps_s(*, is_slow: bool) -> list[float]:
         async def step(world: World) -> None:
@@ -250,6 +251,7 @@ def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
     assert set(run(plan, seed=1).outcomes) == {"done"}
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_directory_is_right_a_heartbeat_after_the_last_wrong_event(seed: int) -> None:
     """Nothing follows that might show it by chance: all streams have ended."""

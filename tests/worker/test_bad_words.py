@@ -103,6 +103,7 @@ def sampled(seed: int, words: list[str]) -> SamplingParams:
     )
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_in_a_batch_and_when_preempted(demo: LLM, is_async: bool) -> None:
     params = [sampled(seed, WORDS if seed % 4 else []) for seed in range(9)]

@@ -77,6 +77,7 @@ def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[st
         assert alone == together == expected
 
 
+@pytest.mark.slow
 @needs_native
 def test_what_follows_the_output_so_far_is_guessed_too(chats: list[Chat]) -> None:
     base = SamplingParams(temperature=0, max_tokens=40)
