@@ -1,6 +1,6 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
 # make serve  serve its model with one group of one rank, until Ctrl-C
-# make test   run the tests that are quick and touch every promise: nine minutes
+# make test   run the tests that are quick and touch every promise: four minutes
 # make test-all  run every test that this machine can run
 # make test-python PYTHON=python3.13  install the wheel for another Python; generate, serve, stop
 # make test-without-torch PYTHON=python3.13  run the tests that need no torch on another Python
@@ -25,7 +25,7 @@ demo: .venv/ready
 serve: .venv/ready
 	.venv/bin/quire serve
 
-test: OPTIONS := -m 'not slow'
+test: OPTIONS := -m 'not slow' --hypothesis-profile=quick
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import importlib
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,10 +33,11 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # For `tools` and `bench`.
 
 # How long an example takes is the machine's business, and a run is to find what the last one found:
-# `--hypothesis-profile=default` looks for more.
+# `--hypothesis-profile=default` looks for more, and `quick` for less: `make test` takes it.
 settings.register_profile(
     "quire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("quick", settings.get_profile("quire"), max_examples=20)
 settings.load_profile("quire")
 
 # Logs of clusters that tests start are not kept among the user's.
@@ -44,35 +45,26 @@ os.environ.setdefault("QUIRE_STATE_DIR", str(Path(tempfile.gettempdir(), "quire-
 
 MakeLlama = Callable[..., Path]
 
-_SLOW = re.compile(
-    "|".join(
-        [
-            r"golden/test_(families|gguf|mxfp4|qwen)\.py::test_tokens\w+\[pytorch-",
-            r"golden/test_families\.py::test_tokens\w+\[.*(preempted|two ranks)",
-            r"golden/test_families\.py::test_a_request_has_the_same_bits_on_any.*(?<!gemma2-None)\]",
-            r"worker/test_promise\.py::test_on_any_number_of_ranks\[(int8|w4|.*-4-)",
-            r"worker/test_promise\.py::test_in_a_batch_from_the_cache_and_in_chunks\[w4",
-            r"worker/test_speculation\.py::test_tokens_and_logprobs_have_the_same_bits\[(int8|w4)",
-            r"worker/model/test_broken_logits\.py::test_a_request_of_nan.*(parallel|async).*params[12]",
-            r"worker/model/test_executor\.py::test_a_killed_script\w+\[gloo",
-            r"worker/model/test_numerics\.py::test_(settings_that_change_no|ranks_that_divide)",
-            r"worker/model/test_stored_weights\.py::test_any_number_of_ranks",
-            r"sim/test_swarm\.py::test_what_is_broken_is_found\[(?!_resumes|_believes)",
-            r"sim/test_burst\.py::test_no_client\w+\[(100|64-2)",
-            r"sim/test_load\.py::test_a_request_that_comes_twice",
-            r"router/test_policy\.py::.*\[(random|ray_prefix)\]",
-            r"cluster/test_every_door\.py::test_a_gateways_calls",
-            r"cluster/test_admission_many\.py::TestTwins",
-        ]
-    )
-)
-"""Tests of which one variant is quick enough for `make test`, and those that take seconds."""
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow the cells that a test's `quick_cells` leaves out.
+
+    ``quick_cells(number, *names)`` keeps ``number`` cells of each test, drawn by a hash of their
+    names, and all whose name contains one of ``names``; either may be absent.
+    """
+    drawn: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if _SLOW.search(item.nodeid):
+        mark = item.get_closest_marker("quick_cells")
+        cell = item.name.partition("[")[2]
+        if mark is None or any(isinstance(each, str) and each in cell for each in mark.args):
+            continue
+        drawn.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in drawn.values():
+        mark = cells[0].get_closest_marker("quick_cells")
+        assert mark is not None
+        number = next((each for each in mark.args if isinstance(each, int)), 0)
+        for item in sorted(cells, key=lambda item: crc32(item.name.encode()))[number:]:
             item.add_marker(pytest.mark.slow)
 
 

@@ -10,6 +10,7 @@ import pytest
 BenchModule = Callable[[str], ModuleType]
 
 
+@pytest.mark.slow
 def test_each_way_is_timed_by_the_number_of_groups(
     bench_module: BenchModule,
     monkeypatch: pytest.MonkeyPatch,

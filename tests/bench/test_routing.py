@@ -45,6 +45,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_what_was_run_is_not_run_again_and_the_tables_name_everything(
     data: Path, run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from quire.worker.ranks.executor import InProcessExecutor
 from quire.worker.step.messages import StepInput
 
 
+@pytest.mark.slow
 def test_what_is_timed_can_be_fitted(tmp_path: Path) -> None:
     flags = ("--batches", "1", "3", "--context", "8", "--chunk", "16", "--steps", "5")
     assert step_times.main([*flags, "--output", str(tmp_path / "steps")]) == 0
@@ -26,6 +27,7 @@ def test_what_is_timed_can_be_fitted(tmp_path: Path) -> None:
     assert fit_cost([tmp_path / "steps.json"], num_cache_tokens=1000).num_cache_tokens == 1000
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_steps_decode_behind_blocks_that_are_the_same(
     num_shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ async def chat_model(start_cluster: Any, **options: Any) -> AsyncIterator[ChatOp
         )
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("use_responses_api", [False, True])
 async def test_a_chat_and_its_stream(
     start_cluster: Any, converses: Callable[..., None], use_responses_api: bool
@@ -52,6 +53,7 @@ async def test_a_chat_and_its_stream(
     assert answer.usage_metadata["output_tokens"] > 1
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("use_responses_api", [False, True])
 async def test_a_tool_is_called_and_its_result_told(
     start_cluster: Any, converses: Callable[..., None], use_responses_api: bool
@@ -76,6 +78,7 @@ async def test_a_tool_is_called_and_its_result_told(
     assert final.text == "rain"
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_structured_output(
     start_cluster: Any, converses: Callable[..., None], method: Any

@@ -41,6 +41,7 @@ async def texts_of(result: Any) -> list[str]:
     ]
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 async def test_a_text_and_its_stream(
     start_cluster: Any, converses: Callable[..., None], api: Any
@@ -57,6 +58,7 @@ async def test_a_text_and_its_stream(
     assert again.final_output == "and that"
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_tool_is_called_and_its_result_told(
@@ -81,6 +83,7 @@ async def test_a_tool_is_called_and_its_result_told(
     assert (result.final_output, cities) == ("rain", ["Ulm"])
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 async def test_structured_output(
     start_cluster: Any, converses: Callable[..., None], api: Any
@@ -91,6 +94,7 @@ async def test_structured_output(
     assert answer.final_output == Animal(kind="cat", legs=4)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 async def test_a_tool_beside_structured_output(
     start_cluster: Any, converses: Callable[..., None], api: Any

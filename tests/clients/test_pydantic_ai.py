@@ -28,6 +28,7 @@ async def agent_of(start_cluster: Any, api: Any, **options: Any) -> AsyncIterato
         yield Agent(api("hash", provider=provider), retries=0, **options)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 async def test_a_text_and_its_stream(
     start_cluster: Any, converses: Callable[..., None], api: Any
@@ -41,6 +42,7 @@ async def test_a_text_and_its_stream(
     assert answer.usage.output_tokens > 1
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_tool_is_called_and_its_result_told(
@@ -63,6 +65,7 @@ async def test_a_tool_is_called_and_its_result_told(
     assert (output, cities) == ("rain", ["Ulm"])
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("kind", [ToolOutput, NativeOutput, PromptedOutput])
 async def test_structured_output(

@@ -20,6 +20,7 @@ def content(answer: str) -> str:
     return text
 
 
+@pytest.mark.slow
 async def test_a_jdk_client_chats(printed: Callable[..., Any]) -> None:
     java = shutil.which("java")
     if java is None or shutil.which("javac") is None:
@@ -37,6 +38,7 @@ async def test_a_jdk_client_chats(printed: Callable[..., Any]) -> None:
 CHUNKED = ["--header", "Transfer-Encoding: chunked"]
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     "options",
     [["--http2"], ["--http2", *CHUNKED], ["--http1.1"], ["--http1.1", *CHUNKED], ["--http1.0"]],

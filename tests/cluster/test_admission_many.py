@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -271,7 +272,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert (ours.stage, ours.number) == (plain.stage, plain.number)
 
 
-TestTwins = TwinMachine.TestCase
+TestTwins = pytest.mark.slow(TwinMachine.TestCase)
 TestTwins.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
 
 

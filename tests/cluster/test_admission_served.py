@@ -179,6 +179,7 @@ async def test_a_displaced_request_is_told(start_cluster: Any) -> None:
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("where", ["header", "body", "both"])
 async def test_a_deadline_ends_an_answer_with_what_there_is_of_it(
     start_cluster: Any, where: str
@@ -243,6 +244,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(start_cluster: A
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("body", "headers", "words"),
     [
@@ -279,6 +281,7 @@ async def test_demand_without_a_group_is_told_and_served_when_one_comes(start_cl
         assert (demand.num_requests, demand.num_tokens) == (0, 0)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])
 async def test_a_hundred_that_go_away_leave_nothing_behind(start_cluster: Any, how: str) -> None:
     options: dict[str, Any] = {

@@ -70,6 +70,7 @@ async def kill_all(cluster: Any, *, how: str) -> None:
             group.engine_loop._deliver = lambda result: None
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("how", HOWS)
 async def test_all_streams_go_on_exactly_once_groups_are_back(
     start_cluster: Any, start_group: Any, how: str

@@ -154,6 +154,7 @@ def test_down_is_slow_and_one_at_a_time() -> None:
     assert all(gap >= SETTINGS.down_step_s - TICK_S for gap in gaps)
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("load", [0.6, 1.7, 3.3])
 def test_noise_does_not_make_it_flap(load: float, seed: int) -> None:

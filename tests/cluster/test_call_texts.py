@@ -249,6 +249,7 @@ def events_of(text: str, parts: list[Part]) -> list[Event]:
     return events
 
 
+@pytest.mark.quick_cells(30)
 @pytest.mark.parametrize(
     ("form", "text", "parts"),
     [(form, text, parts) for form, cases in CASES.items() for text, parts in cases],

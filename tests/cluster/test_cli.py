@@ -228,6 +228,7 @@ def without_the_extra(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     "command", [["serve"], ["demo"], ["generate", "hi"], ["explain"], ["admin", "list"]]
 )
@@ -240,6 +241,7 @@ def test_without_the_cluster_s_packages_it_is_said_what_to_install(command: list
     assert "pip install '.[cluster]'" in line
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     "command", ["serve", "demo", "generate", "explain", "admin", "bench", "simulate"]
 )

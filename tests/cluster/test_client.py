@@ -129,6 +129,7 @@ async def test_refusals_are_exceptions_of_their_kind(start_cluster: Any) -> None
     assert raised.value.code == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 async def test_an_overloaded_server_says_when_to_try_again(start_cluster: Any) -> None:
     strict = {"admission": AdmissionConfig(max_queue_wait_s=0.0)}
     async with (

@@ -129,6 +129,7 @@ async def test_a_body_that_comes_in_time_is_read_whole() -> None:
         assert server.app.bodies == [body, body]
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     "head",
     [
@@ -183,6 +184,7 @@ BODIES = {
 }
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("body", BODIES)
 async def test_a_request_that_asks_for_another_protocol_is_answered_as_if_it_had_not(
     body: str,

@@ -84,6 +84,7 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
         assert found == cluster.model.continuation(PROMPT, seed=seed, max_tokens=60)
 
 
+@pytest.mark.slow
 async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any) -> None:
     async with start_cluster(
         num_groups=1, client={"window_tokens": WINDOW, "step_deadline_s": 1.5}

@@ -172,6 +172,7 @@ async def test_a_gateway_hears_of_new_groups_until_its_last_stream_has_ended(
     assert REGISTRY.routing(POOL) is None
 
 
+@pytest.mark.slow
 async def test_the_collector_is_spared_what_a_started_process_has_loaded(
     server: FakeServer,
 ) -> None:

@@ -36,6 +36,7 @@ from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=40, deadline=None)
 @given(conversations())
@@ -132,6 +133,7 @@ ODD = {
 }
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_same_is_read_wherever_the_text_is_cut(form: str) -> None:
     bare = FORMATS[form].is_bare
@@ -145,6 +147,7 @@ def test_the_same_is_read_wherever_the_text_is_cut(form: str) -> None:
     assert calls_of(parse(form, texts[:1], TOOLS)) == CALLS
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -335,6 +338,7 @@ def test_the_grammar_allows_what_the_chat_template_writes(
     assert allows(grammars, marked, one, in_json(written(form, GOOD[:1]), form, TOOLS).lstrip())
 
 
+@pytest.mark.quick_cells(5)
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_parser_reads_what_the_grammar_allows(
     form: str, marked: Tokenizer, grammars: Grammars

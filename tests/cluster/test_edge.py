@@ -67,6 +67,7 @@ async def test_a_message_that_is_none_is_an_invalid_argument(start_cluster: Any)
                     assert refusal == (grpc.StatusCode.INVALID_ARGUMENT, said), method
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("name", [b"caf\xc3\xa9", b"a\x85b", b"a\x9b31mb", b"x" * 201, b"a\tb"])
 async def test_a_request_id_that_is_not_printable_ascii_is_replaced(
     start_cluster: Any, name: bytes

@@ -131,6 +131,7 @@ async def answered(
     return found
 
 
+@pytest.mark.slow
 async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflection(
     locked: ClusterConfig, certificates: Certificates
 ) -> None:

@@ -178,6 +178,7 @@ async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster:
     assert 'quire_completions_total{model="hash",outcome="deadline"} 2.0' in metrics
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("query", "status", "message"),
     [

@@ -30,6 +30,7 @@ def test_there_are_forty_functions_and_their_schemas_and_calls_are_valid() -> No
     assert len(names) >= 40
 
 
+@pytest.mark.quick_cells(60)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("asked", REQUESTS)
 def test_the_calls_that_are_meant_are_read_and_allowed(
@@ -44,6 +45,7 @@ def test_the_calls_that_are_meant_are_read_and_allowed(
     assert allows(grammars, marked, constraint, in_json(text, form, use.tools))
 
 
+@pytest.mark.quick_cells(40)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("asked", REQUESTS)
 def test_whatever_a_required_call_says_fits_its_schema(

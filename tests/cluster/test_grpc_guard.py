@@ -157,6 +157,7 @@ def request(max_tokens: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("frames", FLOODS)
 async def test_a_flood_without_a_key_is_ended_and_streams_go_on(
     serving: Any, frames: Callable[[], Iterator[bytes]]
@@ -215,6 +216,7 @@ async def test_an_address_that_was_shut_out_may_come_back(serving: Any) -> None:
         client.close()
 
 
+@pytest.mark.slow
 async def test_large_messages_and_their_streams_are_no_flood(serving: Any) -> None:
     async with serving() as (_, server), victim(server) as stub:
         assert [each async for each in stub.Generate(request(3), metadata=KEY)]
@@ -229,6 +231,7 @@ async def test_large_messages_and_their_streams_are_no_flood(serving: Any) -> No
         assert not server.cuts
 
 
+@pytest.mark.slow
 async def test_uploads_that_are_cancelled_are_no_flood(serving: Any) -> None:
     async with serving() as (_, server), victim(server) as stub:
         assert [each async for each in stub.Generate(request(3), metadata=KEY)]
@@ -279,6 +282,7 @@ async def test_connections_of_one_address_are_bounded(serving: Any) -> None:
             client.close()
 
 
+@pytest.mark.slow
 async def test_those_who_never_called_make_room_for_those_who_do(serving: Any) -> None:
     async with serving(max_connections=3) as (_, server), victim(server) as stub:
         call = stub.Generate(request(3), metadata=KEY)

@@ -165,6 +165,7 @@ def num_parts(value: object) -> tuple[int, int, int]:
     return containers + 1, keys + num_keys, commas + max(len(inner) - 1, 0)
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_parts_are_counted_as_a_parser_would(value: object) -> None:
     data = bytearray(json.dumps(value).encode())

@@ -148,6 +148,7 @@ def said_in(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", [None, "So > it <is>:\n{1}"])
 def test_what_a_template_writes_is_read_in_every_cut(name: str, text: str | None) -> None:

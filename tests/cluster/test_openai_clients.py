@@ -16,6 +16,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
@@ -42,6 +43,7 @@ async def test_what_would_change_the_answer_and_is_not_served_is_refused_by_name
     assert served.status_code == 200
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("path", "field", "remedy"),
     [
@@ -88,6 +90,7 @@ async def test_the_model_may_be_null_or_left_out(start_cluster: Any) -> None:
             assert response.json()["model"] == "hash"
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_is_too_long_is_known_by_openais_code_and_words(
     start_cluster: Any,
 ) -> None:
@@ -101,6 +104,7 @@ async def test_a_prompt_that_is_too_long_is_known_by_openais_code_and_words(
             assert "this model's maximum context length is " in raised.value.message
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -85,7 +85,7 @@ async def test_bad_chats_are_refused_in_openais_words(start_cluster: Any) -> Non
 
 
 async def test_the_openai_client_raises_its_own_errors(start_cluster: Any) -> None:
-    async with start_cluster(num_groups=1) as cluster:
+    async with start_cluster(num_groups=1, group_wait_s=0.2) as cluster:
         with pytest.raises(openai.NotFoundError) as raised:
             await cluster.openai.completions.create(model="other", prompt="x")
         assert raised.value.code == "model_not_found"

@@ -129,6 +129,7 @@ async def test_every_event_is_named_on_the_wire(start_cluster: Any) -> None:
         assert name.removeprefix("event: ") == json.loads(data.removeprefix("data: "))["type"]
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     ("said", "cut"),
     [

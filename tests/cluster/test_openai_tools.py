@@ -200,6 +200,7 @@ NAMED: Any = {"type": "function", "function": {"name": "find"}}
 FREE = ASKED | {"tools": [FIND], "seed": 4, "parallel_tool_calls": False, "max_tokens": None}
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("form", [each.name for each in TOOL_FORMATS])
 async def test_a_call_that_is_required_comes_in_every_format(start_cluster: Any, form: str) -> None:
     """From a model that would rather say anything else."""
@@ -275,6 +276,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return Tokenizer(tokenizer._backend, chat_template=template)
 
 
+@pytest.mark.quick_cells(6)
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [

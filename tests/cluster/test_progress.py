@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 HANGS = """
 import ctypes, sys
 from quire.cluster.deploy.progress import on_stdout
@@ -21,6 +23,7 @@ with on_stdout() as progress:
 """
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_lines_even_while_the_process_hangs_in_one_call() -> None:
     command = [sys.executable, "-c", HANGS]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -139,6 +139,7 @@ def with_template(source: str) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=source)
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data(), city=CITIES)
 def test_what_a_template_writes_is_read_in_every_cut(
@@ -192,6 +193,7 @@ def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
     assert calls_read.shapes[0].between is not None
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("source", "why"),
     [

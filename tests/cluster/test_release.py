@@ -115,6 +115,7 @@ async def test_a_hundred_calls_past_their_deadline(start_cluster: Any) -> None:
         await check_released(cluster, steps)
 
 
+@pytest.mark.slow
 async def test_a_hundred_http_clients_that_hang_up(start_cluster: Any) -> None:
     async with start_cluster(**OPTIONS) as cluster:
         (group,) = cluster.groups.values()

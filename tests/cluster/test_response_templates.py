@@ -64,6 +64,7 @@ def with_template(said: object, *, chat: str | None = None) -> Tokenizer:
     return Tokenizer(backend, chat_template=chat, response_template=said)
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=60, deadline=None)
 @given(SAID, SAID, conversations(), st.integers(0, 3))
@@ -99,6 +100,7 @@ CALLS: list[Call] = [
 ]
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_is_read_wherever_the_text_is_cut(name: str) -> None:
     case = CASES[name]
@@ -110,6 +112,7 @@ def test_the_same_is_read_wherever_the_text_is_cut(name: str) -> None:
     assert message_of(read(case, [whole], TOOLS)) == ("Hm. <", "So <t", CALLS)
 
 
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_grammar_allows_is_a_call_for_transformers(name: str) -> None:
     case = CASES[name]

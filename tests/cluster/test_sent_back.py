@@ -201,6 +201,7 @@ async def test_at_chats(talk: Talk) -> None:
             assert talk.prompt() == expected(case), (name, way)
 
 
+@pytest.mark.slow
 async def test_at_responses(talk: Talk) -> None:
     responses = talk.cluster.openai.responses
     tools: Any = [{"type": "function", **each} for each in FUNCTIONS]
@@ -231,6 +232,7 @@ async def test_at_responses(talk: Talk) -> None:
             assert talk.prompt() == expected(case), (name, way)
 
 
+@pytest.mark.slow
 async def test_at_messages(talk: Talk) -> None:
     client = talk.anthropic.messages
     tools: Any = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
@@ -310,6 +312,7 @@ async def test_a_prefill_ends_the_prompt_wherever_it_is_sent(talk: Talk) -> None
             assert decode(ids, skip_special_tokens=False) == prompt
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     ("begun", "thought"), [("<think>\nHm,", " so."), ("<think>\n", "so."), ("<think>", "so.")]
 )

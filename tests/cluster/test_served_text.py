@@ -84,6 +84,7 @@ def _bytes(token: str) -> bytes:
     return token.encode()
 
 
+@pytest.mark.slow
 async def test_the_bytes_of_a_chats_tokens_are_its_text(
     kind: str, model: Any, start_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ async def test_all_spellings_are_served_by_both_endpoints(start_cluster: Any) ->
             assert re.fullmatch(regex, answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 async def test_the_openai_client_gets_and_parses_json(start_cluster: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     async with start_cluster(num_groups=1) as cluster:

@@ -80,6 +80,7 @@ async def decisions(cluster: Any, key: str, **question: Any) -> list[pb.RoutingD
     return list(answer.decisions)
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("how", ["grpc", "http"])
 async def test_a_prompt_that_another_tenant_sent_is_not_cached(cluster: Any, how: str) -> None:
     assert await cached(cluster, "acme-1", how) == 0

@@ -30,6 +30,7 @@ async def test_texts_and_chats_become_tokens_and_tokens_text(start_cluster: Any)
     assert back.json() == {"prompt": "the cat"}
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [

@@ -167,6 +167,7 @@ TAG = """
 """
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     ("given", "same"),
     [

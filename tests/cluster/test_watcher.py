@@ -109,11 +109,13 @@ def test_a_process_that_stays_stopped_is_killed() -> None:
         assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_process_whose_event_loop_waits_without_end_is_killed() -> None:
     with gateway("time.sleep(1000)") as (process, _):
         assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_process_whose_event_loop_is_busy_is_let_alone() -> None:
     with gateway("spin(2)") as (process, _):
         assert end_of(process) == "watched"

@@ -114,6 +114,7 @@ def arrange(path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+@pytest.mark.quick_cells("native-llava-True", "native-gemma3-False")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_text_part_of_a_larger_model(name: str, tied: bool, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def test_the_text_part_of_a_larger_model(name: str, tied: bool, tmp_path: Path) 
     expect_equal(tmp_path, whole)
 
 
+@pytest.mark.quick_cells("native")
 @pytest.mark.parametrize("change", ["another head", "the same head", "no embedding"])
 @pytest.mark.parametrize("model_impl", ["quire", "transformers"])
 def test_a_head_of_its_own_in_a_tied_model(change: str, model_impl: str, tmp_path: Path) -> None:
@@ -203,6 +205,7 @@ def test_a_type_is_taken_from_the_weights_where_none_is_said(tmp_path: Path) -> 
         assert f"torch.{read_model_spec(tmp_path).dtype}" == str(auto.dtype)
 
 
+@pytest.mark.quick_cells("native-fp8-block", "native-gptq")
 @pytest.mark.parametrize(
     "layout", ["fp8-block", "fp8-inv", "modelopt-nvfp4", "packed-order", "gptq", "awq"]
 )
@@ -259,6 +262,7 @@ def test_a_larger_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
         read_model_spec(tmp_path)
 
 
+@pytest.mark.quick_cells("native")
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_field_that_is_not_there_means_what_it_means_to_transformers(
     architecture: str, tmp_path: Path

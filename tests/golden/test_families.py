@@ -128,6 +128,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
     return make
 
 
+@pytest.mark.quick_cells(
+    "native-gemma2-chunked",
+    "native-gpt-oss-chunked",
+    "native-mixtral-preempted",
+    "native-llama-yarn-chunked",
+    "native-glm4-moe-chunked",
+    "native-phi3-long-chunked",
+    "native-cohere2-chunked",
+)
 @pytest.mark.parametrize(
     ("case", "setting"), [(name, each) for name, case in CASES.items() for each in case.settings]
 )
@@ -152,6 +161,7 @@ def test_tokens_are_those_of_transformers(
         assert setting != "preempted" or llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.quick_cells("native-granite-", "native-gemma2", "native-qwen3-moe", "native-gpt-oss")
 @pytest.mark.parametrize(
     ("case", "quantization"),
     [
@@ -191,6 +201,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
             assert alone.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "quantization"),
     [

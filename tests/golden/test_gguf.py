@@ -136,6 +136,7 @@ CASES["gemma3"].fields["rope_parameters"] = {
 }
 
 
+@pytest.mark.quick_cells("native-llama-Q4_0", "native-llama-Q8_0", "native-qwen2", "native-gemma3")
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     made, file = CASES[case], tmp_path / "model.gguf"

@@ -66,6 +66,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
     return [greedy(model, prompt) for prompt in prompts()]
 
 
+@pytest.mark.quick_cells("native-1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_tokens_are_those_of_transformers(
     num_ranks: int, folder: Path, expected: list[Any]

@@ -35,6 +35,7 @@ def expected(tiny_llama: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     return [each.double().log_softmax(-1) for each in logits]
 
 
+@pytest.mark.quick_cells("native-whole", "native-chunked", "native-preempted", "pytorch-ahead")
 @pytest.mark.parametrize(
     "options",
     [

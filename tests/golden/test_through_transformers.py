@@ -87,6 +87,7 @@ def asked() -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": prompt} for prompt in prompts()]
 
 
+@pytest.mark.quick_cells("native-gpt2", "native-qwen2-moe", "pytorch-phi-")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_transformers(
@@ -109,6 +110,7 @@ def test_tokens_are_those_of_transformers(
         assert setting != "preempted" or llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.quick_cells("native-gpt2", "native-deepseek")
 @pytest.mark.parametrize(
     ("case", "more"),
     [

@@ -42,6 +42,7 @@ def oracle() -> Oracle:
     return tokens
 
 
+@pytest.mark.quick_cells("native")
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
 def test_at_every_block_size_batched_and_chunked(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, block_size: int
@@ -85,6 +86,7 @@ def test_when_sequences_are_preempted(
         assert llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.quick_cells("native-1", "pytorch-1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_with_each_step_prepared_while_the_one_before_it_runs(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, num_ranks: int
@@ -99,6 +101,7 @@ def test_with_each_step_prepared_while_the_one_before_it_runs(
         assert _generate(llm, prompts) == oracle(tiny_llama, prompts)
 
 
+@pytest.mark.quick_cells("native-True")
 @pytest.mark.parametrize("caching", [True, False])
 def test_on_two_tensor_parallel_ranks(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, caching: bool

@@ -45,6 +45,7 @@ def test_helm_finds_nothing_to_complain_of(values: dict[str, Any]) -> None:
     assert not report["errors"]
 
 
+@pytest.mark.quick_cells(3)
 def test_core_kinds_are_valid(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         if manifest["kind"] not in OTHERS:

@@ -44,6 +44,7 @@ CONNECTIONS = {
 """Values of the chart that the application knows by another name, and has the same default for."""
 
 
+@pytest.mark.quick_cells(4)
 def test_the_application_accepts_its_settings(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:

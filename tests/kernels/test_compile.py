@@ -39,6 +39,7 @@ def test_every_shipped_kernel_compiles_without_fault(part: int) -> None:
     assert list(faults) == [name(case) for case in all_cases()[part::NUM_PARTS]]
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_decode_loads_a_tile_while_it_computes_with_another(capability: int) -> None:
     cases = shipped_cases(head_sizes=(128,), dtypes=(torch.bfloat16,), capabilities=(capability,))
@@ -49,6 +50,7 @@ def test_a_decode_loads_a_tile_while_it_computes_with_another(capability: int) -
             assert compiled.shared_bytes >= 2 * 2 * compiled.tile_bytes  # of K and of V
 
 
+@pytest.mark.quick_cells(100)
 @pytest.mark.parametrize("case", list(shipped_cases()), ids=name)
 def test_tiles_fit_the_splits_and_the_dot_product(case: KernelCase) -> None:
     constants = case.launch(compiles=False).constants

@@ -62,6 +62,7 @@ def test_the_cpu_backend_needs_no_triton() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.quick_cells(8)
 @pytest.mark.parametrize("block_size", [4, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_attention_over_an_int8_cache_is_that_of_the_twin(
         assert_near_twin(batch.stored_by(CPU, int8=True).attend(CPU), expected)
 
 
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("sinks", [None, (-2.0, 0.0, 1.0, 3.0, -30.0, 30.0)])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [1, 60, TILE, 10_000])

@@ -40,6 +40,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.quick_cells(5)
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_that_of_the_twin(
@@ -57,6 +58,7 @@ def test_attention_is_that_of_the_twin(
         assert_near_twin(batch.stored_by(any_isa).attend(any_isa), batch.expected())
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (20, 4), (3, 3)])
 def test_a_head_of_256_channels_and_odd_groups_are_the_twins(
@@ -89,6 +91,7 @@ def test_bfloat16_loses_no_more_than_its_own_rounding(best: NativeBackend) -> No
     assert error < 2 * rounding
 
 
+@pytest.mark.quick_cells(5)
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_an_int8_cache_is_that_of_the_twin(
@@ -125,6 +128,7 @@ def test_a_row_has_the_same_bits_whoever_shares_the_batch(
     _assert_rows_are_as_if_alone(batch, best)
 
 
+@pytest.mark.quick_cells(24)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,6 +152,7 @@ def test_a_shared_prefix_does_not_change_a_bit(
     _assert_rows_are_as_if_alone(batch, any_isa)
 
 
+@pytest.mark.quick_cells(24)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,6 +208,7 @@ def test_threads_that_share_one_long_row_give_its_bits(
     assert_near_twin(alone, _dense_attention(batch, window=window))
 
 
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 60, SPLIT, 201, 10_000])
@@ -226,6 +232,7 @@ def test_a_window_and_a_cap_are_those_of_the_twin(
     assert_near_twin(got, expected)
 
 
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -254,6 +261,7 @@ def test_windowed_rows_have_the_same_bits_in_any_batch_and_chunk(
         assert torch.equal(chunk, whole[first:end]), (first, end)
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("window", [None, 100])
 def test_sinks_are_those_of_the_twin_in_any_batch(
     any_isa: NativeBackend, window: int | None

@@ -90,6 +90,7 @@ def test_zeros_and_values_too_small_to_divide_by_are_zeros(backend: NativeBacken
     assert (out[0, :3] != 0).all()
 
 
+@pytest.mark.quick_cells(8)
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
@@ -126,6 +127,7 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     assert torch.equal(parts[0], whole)
 
 
+@pytest.mark.quick_cells(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize("num_out", [2, 30, 34, 64])

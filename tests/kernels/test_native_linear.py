@@ -33,6 +33,7 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.quick_cells(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -74,6 +75,7 @@ def test_silu_is_right_at_its_extremes(backend: NativeBackend) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-34, rtol=3e-6)
 
 
+@pytest.mark.quick_cells(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
@@ -111,6 +113,7 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     assert torch.equal(parts[0], whole)
 
 
+@pytest.mark.quick_cells(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize("num_out", [2, 30, 34, 64])

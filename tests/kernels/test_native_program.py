@@ -307,6 +307,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.quick_cells(24)
 @every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
@@ -329,6 +330,7 @@ def test_logits_are_those_of_plain_pytorch(
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.quick_cells(60)
 @every_style
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -353,6 +355,7 @@ def test_one_call_gives_the_bits_of_many(
         torch.set_num_threads(before)
 
 
+@pytest.mark.quick_cells(24)
 @every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
@@ -377,6 +380,7 @@ def test_call_by_call_gives_the_bits_of_one_call(
     assert sums == 2 * 2 * LAYERS
 
 
+@pytest.mark.quick_cells(18)
 @pytest.mark.parametrize("style", [LLAMA, GEMMA, COHERE], ids=["llama", "gemma", "cohere"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -411,6 +415,7 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
         torch.set_num_threads(before)
 
 
+@pytest.mark.quick_cells(8)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "w4"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_wanted_logits_have_the_bits_that_they_have_among_all(

@@ -57,6 +57,7 @@ def _close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected.to(actual.dtype), atol=2e-3, rtol=rounding)
 
 
+@pytest.mark.quick_cells(16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide_scales", [False, True])
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -90,6 +91,7 @@ def test_a_gated_layer_is_that_of_the_twin(backend: NativeBackend, dtype: torch.
         torch.testing.assert_close(linear(x), exact, atol=1e-2, rtol=2**-6)
 
 
+@pytest.mark.quick_cells(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
@@ -149,6 +151,7 @@ def _columns(weight: GroupedWeight, first: int, last: int) -> GroupedWeight:
     )
 
 
+@pytest.mark.quick_cells(32)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize("num_out", [2, 30, 34, 64])

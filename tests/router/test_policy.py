@@ -45,7 +45,14 @@ requests = st.builds(
 overlaps = st.dictionaries(
     st.sampled_from([GroupId(name) for name in "abcdefgh"]), st.integers(0, 600)
 )
-every_policy = pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+SLOW = ("random", "ray_prefix")
+every_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in SIMULATED_POLICIES
+    ],
+)
 
 
 def route(
@@ -69,6 +76,7 @@ def idle(*names: str) -> list[GroupState]:
     return [GroupState(group=GroupId(name)) for name in names]
 
 
+@pytest.mark.quick_cells("prefix_aware", "round_robin", "least_loaded", "power_of_two")
 @every_policy
 @given(request=requests, groups=group_states, overlap=overlaps)
 def test_an_excluded_group_is_never_chosen_and_the_order_of_groups_never_matters(

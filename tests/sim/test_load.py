@@ -280,6 +280,7 @@ def test_requests_wait_for_the_first_group_of_all() -> None:
     assert {ask.outcome for ask in asks} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_request_that_comes_twice_at_a_group_is_run_once() -> None:
     plan = Plan(
         cluster=cluster(num_gateways=2),

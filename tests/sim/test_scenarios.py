@@ -69,6 +69,7 @@ def fault(kind: str, *, length_s: float = 30.0) -> Step:
     return step
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize(
     ("kind", "bound_s"),
     [
@@ -107,6 +108,7 @@ def test_a_lone_group_that_crashes_is_waited_for() -> None:
     assert result.outcomes == {"done": NUM_STREAMS}
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("kind", ["crash", "vanish", "rank failure"])
 @pytest.mark.parametrize("seed", range(10))
 def test_where_all_groups_die_together_every_stream_is_done_once_they_are_back(
@@ -145,6 +147,7 @@ def test_more_requests_than_blocks_all_end() -> None:
     assert play(_nothing, plan=plan).outcomes == {"done": NUM_STREAMS}
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_at_once_and_the_rest_is_served() -> None:
     async def step(world: World) -> None:
         for _ in range(10):
@@ -190,6 +193,7 @@ def test_a_gateway_that_is_gone_holds_no_blocks(resets: bool, within_s: float) -
     assert play(step, plan=plan).outcomes == {"error": NUM_STREAMS}
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_nobody_up_but_itself() -> None:
     def gaps_s(*, is_slow: bool) -> list[float]:
         async def step(world: World) -> None:
@@ -205,6 +209,7 @@ def test_a_slow_reader_holds_nobody_up_but_itself() -> None:
     assert max(gaps_s(is_slow=True)) <= max(gaps_s(is_slow=False)) + COST.step_s
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("num_answers", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
@@ -233,6 +238,7 @@ def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
 EVENT_KINDS = ("events lost", "events repeated", "events exchanged", "events forgotten")
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("kind", EVENT_KINDS)
 def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
     """The answers are checked as they come, and the directory at the end."""
@@ -245,6 +251,7 @@ def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
     assert set(run(plan, seed=1).outcomes) == {"done"}
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_directory_is_right_a_heartbeat_after_the_last_wrong_event(seed: int) -> None:
     """Nothing follows that might show it by chance: all streams have ended."""

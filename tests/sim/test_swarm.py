@@ -65,13 +65,14 @@ def run_seed(seed: int, *, length_s: float = LENGTH_S) -> Result:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 )
 def test_the_cluster_keeps_its_promise(seed: int) -> None:
     result = run_seed(seed)
     assert result.outcomes["done"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_digest_in_any_process() -> None:
     ours = run_seed(3, length_s=10).digest
     assert ours == run_seed(3, length_s=10).digest
@@ -174,6 +175,7 @@ def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prepared, "completions", completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "break_it",
     [

@@ -65,6 +65,7 @@ def test_the_tokens_are_those_of_transformers(demo: LLM) -> None:
         assert expected[0, len(output.prompt_token_ids) :].tolist() == list(token_ids)
 
 
+@pytest.mark.quick_cells("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_token_that_is_banned_is_passed_over_in_any_batch(demo: LLM, ranks: int) -> None:
     """Of so many greedy rows the model finds the tokens by itself; alone, from its logits."""
@@ -102,6 +103,7 @@ def sampled(seed: int, words: list[str]) -> SamplingParams:
     )
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_in_a_batch_and_when_preempted(demo: LLM, is_async: bool) -> None:
     params = [sampled(seed, WORDS if seed % 4 else []) for seed in range(9)]

@@ -61,6 +61,7 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
         )
 
 
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("kind", ALL)
 @given(data=st.data())
 def test_any_tokens_are_decoded_as_the_library_does(kind: str, data: st.DataObject) -> None:
@@ -99,6 +100,7 @@ def test_one_space_of_the_whole_text_is_stripped() -> None:
         assert _text(tokenizer.detokenizer(follows=before), [space, space, the]) == text
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_offline_text_goes_on_from_the_prompt_in_whatever_steps_it_comes(

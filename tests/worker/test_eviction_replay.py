@@ -75,6 +75,7 @@ def test_what_is_read_once_does_not_push_out_what_is_popular(
     assert ours > 1.2 * bench.hit_rate(prompts, num_blocks, bench.baselines.Lru)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_blocks", "share"), [(200, 0.6), (400, 0.9)])
 def test_of_jobs_in_turn_that_do_not_all_fit_some_stay(
     bench: Bench, num_blocks: int, share: float

@@ -32,6 +32,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not SMOLLM2.is_file(), reason=f"{SMOLLM2} is not there: run python -m tools.strangers"
 )
@@ -48,6 +49,7 @@ def test_smollm2_reads_texts_and_chats_as_transformers_does() -> None:
         assert ours.render_chat(chat) == rendered
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     "name",
     ["gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "refact", "starcoder"],

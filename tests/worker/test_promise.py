@@ -50,6 +50,7 @@ def expected(kind: Settings) -> list[list[int]]:
         return [_tokens(llm, [chat])[0] for chat in _chats()]
 
 
+@pytest.mark.quick_cells("bfloat16")
 @needs_native
 def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind: Settings) -> None:
     for settings in VARIANTS:
@@ -59,6 +60,7 @@ def test_in_a_batch_from_the_cache_and_in_chunks(expected: list[list[int]], kind
             assert llm.engine.stats().num_hit_tokens > 0
 
 
+@pytest.mark.quick_cells("bfloat16", "int8-with-kv-False")
 @needs_native
 @pytest.mark.parametrize("is_async", [False, True])
 def test_when_preempted(expected: list[list[int]], kind: Settings, is_async: bool) -> None:
@@ -67,6 +69,7 @@ def test_when_preempted(expected: list[list[int]], kind: Settings, is_async: boo
         assert llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.quick_cells("bfloat16-2-False")
 @needs_native
 @pytest.mark.parametrize(("ranks", "is_async"), [(2, False), (2, True), (4, False)])
 def test_on_any_number_of_ranks(
@@ -76,6 +79,7 @@ def test_on_any_number_of_ranks(
         assert _tokens(llm, _chats()) == expected
 
 
+@pytest.mark.quick_cells("1")
 @needs_native
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_requests_with_other_parameters(ranks: int) -> None:

@@ -38,6 +38,7 @@ def begun(name: str, prompt: str, *, kind: str = "special") -> bool | None:
     return form.begun(model, as_token_ids(model.encode(prompt)))
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("name", ["think", "mistral", "seed_oss", "gemma4"])
 @given(before=st.lists(st.sampled_from(WORDS)), after=st.lists(st.sampled_from(WORDS)))

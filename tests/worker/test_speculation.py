@@ -61,6 +61,7 @@ def chats() -> list[Chat]:
     ]
 
 
+@pytest.mark.quick_cells("bfloat16")
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=["bfloat16", "int8", "w4"])
 def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[str, object]) -> None:
@@ -76,6 +77,7 @@ def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[st
         assert alone == together == expected
 
 
+@pytest.mark.slow
 @needs_native
 def test_what_follows_the_output_so_far_is_guessed_too(chats: list[Chat]) -> None:
     base = SamplingParams(temperature=0, max_tokens=40)

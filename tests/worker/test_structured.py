@@ -277,6 +277,7 @@ def alone(checkpoint: Path, ending: dict[int, float]) -> list[list[int]]:
         return found
 
 
+@pytest.mark.quick_cells(1)
 @needs_native
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_tokens_are_the_same_in_any_batch(
@@ -375,6 +376,7 @@ HOSTILE: list[dict[str, str]] = [
 ]
 
 
+@pytest.mark.quick_cells(14)
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda each: str(each)[:40])
 def test_a_hostile_constraint_fails_its_request_alone(llm: LLM, hostile: dict[str, str]) -> None:
     asked = StructuredOutputsParams(**hostile)  # type: ignore[arg-type]

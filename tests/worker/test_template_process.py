@@ -41,6 +41,7 @@ def test_a_chat_is_rendered_as_here() -> None:
     process.close()
 
 
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize(
     ("source", "words"),
     [

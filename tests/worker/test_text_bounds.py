@@ -75,6 +75,7 @@ def made(name: str) -> Tokenizer:
     return BOUNDED[name]()
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("name", BOUNDED)
 @given(text=TEXTS)
 def test_a_text_has_no_fewer_tokens_than_its_length_says(name: str, text: str) -> None:

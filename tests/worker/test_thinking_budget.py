@@ -87,6 +87,7 @@ def test_the_end_outweighs_bans_and_biases(demo: LLM) -> None:
     assert cut[4:] == [END]  # Which here is a stop token too.
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_in_a_batch_and_when_preempted(demo: LLM, is_async: bool) -> None:
     params = [replace(bounded(2 * seed, seed), max_tokens=40) for seed in range(9)]

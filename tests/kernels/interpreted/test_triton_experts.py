@@ -47,6 +47,7 @@ def mixture(
     )  # fmt: skip
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("num_tokens", [1, 7, 150])
 @pytest.mark.parametrize(
     ("dtype", "activation", "bias"),
@@ -76,6 +77,7 @@ def test_each_token_gets_what_its_experts_make_of_it(
     assert torch.equal(again, found.view(num_tokens, TOP, C)[few].flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_experts_without_tokens_and_all_tokens_of_one_expert() -> None:
     backend = TritonBackend()
     op = mixture(backend, dtype=torch.float32)

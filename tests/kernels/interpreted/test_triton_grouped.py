@@ -20,6 +20,7 @@ from tools.kernels.testing import grouped_weight
 from quire.kernels.triton_grouped import GroupedLinear
 
 
+@pytest.mark.quick_cells(5)
 @pytest.mark.parametrize("num_rows", [0, 1, 70])
 @pytest.mark.parametrize(("num_in", "group"), [(64, 32), (72, 8), (384, 128)])
 @pytest.mark.parametrize("has_zeros", [False, True])

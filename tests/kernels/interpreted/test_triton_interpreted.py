@@ -68,6 +68,7 @@ def prefill(batch: PagedBatch, *, first_row: int = 0) -> Tensor:
     return out
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"),
     [
@@ -94,6 +95,7 @@ def test_decode_is_its_twin_on_ragged_rows(
     assert_near_twin(decode(batch, longest=SPLIT_TOKENS + 1), batch.expected())
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"),
     [
@@ -120,6 +122,7 @@ def test_prefill_is_its_twin_on_ragged_rows_with_cached_context(
     assert_near_twin(prefill(batch), batch.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_parts", ["one", "each"])
 @pytest.mark.parametrize("cuts", [(1,), (31, 32, 33), (50,)])
 def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
@@ -201,6 +204,7 @@ def test_rows_without_tokens_give_zeros_in_decode_and_nothing_in_prefill() -> No
     assert_near_twin(out[1:], padded.expected()[1:])
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("num_decodes", [0, 2, 4])
 def test_a_step_of_decodes_and_chunks_is_one_call(num_decodes: int) -> None:
     rows = [(70, 1), (9, 1)] + ([(300, 1), (16, 1)] if num_decodes == 4 else [(50, 20), (33, 33)])

@@ -53,6 +53,7 @@ def by_engine(logits_SV: Tensor, params: dict[str, Tensor]) -> list[int]:
     return [int(token) for token in draw.sample(logits_SV, batch).token_ids_S]
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("vocab_size", [1, 50, 1000, SAMPLE_BLOCK + 5])
 def test_tokens_are_those_of_the_twin_and_of_the_engine(vocab_size: int) -> None:
     rows, params = logits(12, vocab_size), parameters(12, seed=vocab_size)
@@ -64,11 +65,13 @@ def test_tokens_are_those_of_the_twin_and_of_the_engine(vocab_size: int) -> None
     assert got == by_engine(rows, params)
 
 
+@pytest.mark.slow
 def test_half_precision_logits_are_sampled_as_the_numbers_that_they_are() -> None:
     rows, params = logits(12, 1000).half(), parameters(12, seed=3)
     assert sample(rows, **params).tolist() == sample(rows.float(), **params).tolist()
 
 
+@pytest.mark.slow
 def test_logits_that_tie_are_kept_by_the_lowest_id() -> None:
     # Quarters, and a zero of either sign; banned tokens too.
     rows = (logits(24, 300, scale=2.0) * 4).round() / 4

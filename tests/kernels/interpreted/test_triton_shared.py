@@ -25,6 +25,7 @@ from quire.kernels.triton_backend import TritonBackend
 TRITON = TritonBackend()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "dtype", "options"),
     [

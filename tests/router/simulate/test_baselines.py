@@ -49,6 +49,7 @@ def test_it_knows_what_was_sent_to_the_groups_that_are_still_there(
     ]
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("name", SIMULATED_POLICIES)
 def test_a_policy_grows_no_more_with_prompts_that_it_has_not_seen(
     name: str,

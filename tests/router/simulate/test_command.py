@@ -57,6 +57,7 @@ def bench_step(
     return path
 
 
+@pytest.mark.slow
 def test_a_line_per_replay_and_a_file_of_them(
     log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

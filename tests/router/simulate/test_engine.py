@@ -126,6 +126,7 @@ def test_a_prompt_waits_until_its_blocks_and_those_of_its_answer_are_there() -> 
     assert result.first_token_ms[1] == pytest.approx(result.last_token_ms[0] + 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_equal_prompts_that_arrive_at_random_wait_as_long_as_in_an_m_d_1_queue(
     load: float,

@@ -38,6 +38,7 @@ def check(trace: Trace, config: SimulationConfig) -> None:
     assert simulate(trace, config).digest == result.digest
 
 
+@pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_each_request_is_served_once_and_the_same_seed_gives_the_same_run(
     chats: MakeTrace, policy: str

@@ -18,6 +18,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_prefix_compares_caching_on_and_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_help_shows_defaults_as_one_types_them(capsys: pytest.CaptureFixture[str
     assert "None" not in shown
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_plot_is_drawn(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -111,6 +111,7 @@ def test_a_truncated_file_is_named_with_both_sizes(
     assert "truncated" in message
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_a_missing_tensor_is_named(
     tensor_parallel_size: int, config_of: ConfigOf, copy: Path

@@ -117,6 +117,7 @@ def test_a_killed_rank_fails_the_group_by_name(start: Any, driver: Any) -> None:
         driver.generate(executor, PROMPTS, num_tokens=1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deaths_may_take_their_time")
 def test_a_rank_that_takes_its_time_to_die_is_named_too(
     start: Any, driver: Any, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +134,7 @@ def test_a_rank_that_takes_its_time_to_die_is_named_too(
         driver.generate(executor, PROMPTS, num_tokens=50)
 
 
+@pytest.mark.slow
 def test_two_steps_are_under_way_at_a_time_and_late_tokens_are_put_in(
     start: Any, driver: Any, row: Any
 ) -> None:
@@ -146,6 +148,7 @@ def test_two_steps_are_under_way_at_a_time_and_late_tokens_are_put_in(
     assert [int(executor.result().token_ids_S[0]) for _ in range(2)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deaths_may_take_their_time")
 def test_a_rank_that_dies_with_two_steps_under_way_fails_the_group(
     start: Any, driver: Any, row: Any
@@ -160,6 +163,7 @@ def test_a_rank_that_dies_with_two_steps_under_way_fails_the_group(
     assert not any(map(exists, executor.pids))
 
 
+@pytest.mark.slow
 def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any, driver: Any) -> None:
     executor = start(step_timeout_s=0.5)
     stop(executor.pids[1])
@@ -168,6 +172,7 @@ def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any, driver: Any)
     assert not any(map(exists, executor.pids))
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_arrives_with_its_traceback(start: Any, driver: Any) -> None:
     executor = start()
     with pytest.raises(RankFailure, match=r"rank \d \(pid \d+\) raised IndexError: index out") as e:
@@ -183,6 +188,7 @@ def test_an_exception_in_this_process_fails_the_group_too(
         driver.generate(executor, [[999_999]], num_tokens=1)
 
 
+@pytest.mark.slow
 def test_settings_that_a_rank_refuses_are_refused_here_in_the_same_words(
     config_of: ConfigOf, tiny_llama: Path
 ) -> None:
@@ -205,6 +211,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.quick_cells("memory")
 @pytest.mark.parametrize("native", ["1", "0"], ids=["memory", "gloo"])
 def test_a_killed_script_leaves_neither_ranks_nor_files(
     tiny_llama: Path, tmp_path: Path, native: str

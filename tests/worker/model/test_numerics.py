@@ -75,6 +75,7 @@ def test_types_of_numbers_are_told_apart(config_of: ConfigOf, tiny_llama: Path) 
     assert len({said(config_of(tiny_llama, **fields)) for fields in settings}) == len(settings)
 
 
+@pytest.mark.slow
 def test_settings_that_change_no_bits_are_not_told_apart(
     config_of: ConfigOf, tiny_llama: Path
 ) -> None:
@@ -90,6 +91,7 @@ def test_settings_that_change_no_bits_are_not_told_apart(
     assert len({said(config_of(tiny_llama, **fields)) for fields in settings}) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_divide_sums_in_another_way_are_told_apart(
     config_of: ConfigOf, tiny_llama_9_3: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_draw_is_the_same_in_any_company(driver: Any) -> None:
         assert (alone.logprobs or (None,))[0] == together.logprobs[row]
 
 
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("vocab_size", [7, 500, 20_000])
 @pytest.mark.parametrize("kind", ["steep", "flat", "ties", "equal"])
 def test_every_draw_is_that_of_the_plain_twin(vocab_size: int, kind: str, driver: Any) -> None:

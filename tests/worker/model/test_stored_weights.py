@@ -61,6 +61,7 @@ def test_a_rank_reads_its_part_of_a_matrix(
                     assert isinstance(part, GroupedWeight) == in_groups
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.library() is None, reason="plain products depend on their number")
 def test_any_number_of_ranks_has_the_same_bits(
     tiny_llama: Path, tmp_path: Path, config_of: Any, driver: Any, row: Any

@@ -79,6 +79,7 @@ def test_one_changed_byte_among_millions_makes_another_model(
     assert model_facts(config_of(copies[1])).fingerprint != one
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.5, 1.0])
 def test_every_byte_counts(folder: Path, name: str, place: float) -> None:
@@ -126,6 +127,7 @@ def test_a_changed_file_is_hashed_again_though_its_size_and_time_are_the_same(
     assert hashed == [["a", "b"], ["b"]]
 
 
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize(
     "damage",
     [
