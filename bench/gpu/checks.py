@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from bench.gpu.lines import Lines
 from bench.gpu.shapes import SHAPES, Scale
-from bench.kernels import gpu_stream_cases
-from bench.stream_kernels import StreamCase
+from bench.gpu.streams import StreamCase, stream_cases
 from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
@@ -57,7 +56,7 @@ def check_kernels(
             yield f"shared, {what}", _fault(partial(_check_shared, batch, backend))
     if device.type == "cuda" and share == 0:
         for name, shape in list(SHAPES.items())[:2]:
-            for case in gpu_stream_cases(shape, device):
+            for case in stream_cases(shape, device):
                 if not lines.begin(f"{case.name}, {name}"):
                     continue
                 yield f"twin, {case.name}, {name}", _fault(partial(_check_stream, case))

@@ -47,7 +47,6 @@ class Part:
 PARTS = (
     Part(name="probe", limit_s=120),
     Part(name="ceilings", limit_s=60),
-    Part(name="host", limit_s=60),
     Part(name="warm", limit_s=240, num_processes=12),
     Part(name="model", limit_s=420),
     Part(name="products", limit_s=90),
@@ -60,10 +59,8 @@ PARTS = (
     Part(name="shared", limit_s=120),
     Part(name="profile", limit_s=180),
     Part(name="variants", limit_s=420),
-    Part(name="all_reduce", limit_s=60),
     Part(name="check", limit_s=540, num_processes=12),
     Part(name="peers", limit_s=300),
-    Part(name="counters", limit_s=300),
 )
 
 
@@ -189,11 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = _chosen(options.parts, parser)
     if not options.check and not _has_device():
-        print(
-            "bench.gpu.run: torch finds no CUDA device; `--check` runs it on a CPU, and "
-            "`python -m bench.kernels` times one",
-            file=sys.stderr,
-        )
+        print("bench.gpu.run: torch finds no CUDA device; `--check` runs on a CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere) if options.check else options.out
