@@ -1,0 +1,23 @@
+"""Markdown tables and command lines, as benches print and read them."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
+    """A table whose first ``num_left`` columns are to the left and the others to the right."""
+    rule = ["---"] * num_left + ["---:"] * (len(header) - num_left)
+    return "\n".join(map(markdown_row, (header, rule, *rows)))
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def command(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of ``python -m module``, whose help is the docstring as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
