@@ -156,8 +156,8 @@ class Dynamo:
     def stored(self, group: int, names: bytes, parent: bytes) -> Any:
         numbers = self.query(names)
         blocks = [{"block_hash": n, "tokens_hash": n, "mm_extra_info": None} for n in numbers]
-        parents = self.query(parent) or [None]
-        return _dynamo({"stored": {"parent_hash": parents[0], "blocks": blocks}})
+        parent_hash = self.query(parent)[0] if parent else None
+        return _dynamo({"stored": {"parent_hash": parent_hash, "blocks": blocks}})
 
     def removed(self, group: int, names: bytes) -> Any:
         return _dynamo({"removed": {"block_hashes": self.query(names)}})

@@ -35,7 +35,6 @@ from statistics import quantiles
 
 import grpc.aio
 import httpx
-from bench.burst import serving
 from bench.http2_frames import (
     CONTINUATION,
     END_HEADERS,
@@ -48,7 +47,8 @@ from bench.http2_frames import (
     frame,
     header,
 )
-from bench.ingress import descendants, resident_mb
+from bench.machine import descendants, resident_mb
+from bench.servers import serving
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc

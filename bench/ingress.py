@@ -24,12 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import inf
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import uvicorn
 from bench.clock_group import Child, gateway_of, run_clock_group
+from bench.machine import descendants, resident_mb
 
 from quire import demo_model
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -208,26 +208,6 @@ class _Watch:
         while not done.wait(0.005):
             most = max(most, self.memory_mb())
         return most
-
-
-def resident_mb(pid: int) -> float:
-    """0 for a process that has ended."""
-    with contextlib.suppress(OSError):
-        return (
-            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            * os.sysconf("SC_PAGE_SIZE")
-            / 1e6
-        )
-    return 0.0
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Its children, theirs, and so on."""
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
 
 
 def _ask(address: str, attack: Attack, *, method: str = "POST") -> tuple[str, float]:

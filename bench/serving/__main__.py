@@ -7,8 +7,7 @@
 
 Starts a Ray cluster on this machine. Each run deploys the application again with empty caches:
 gateways, and groups of one rank of one thread. The load comes from this process: multi-tenant
-chats with shared system prompts, or a file. `serve`, in place of a policy, puts the same groups
-behind Ray Serve's own handles and default router, without gateways.
+chats with shared system prompts.
 
 Rounds are the outermost loop, and every other one goes from the last line to the first, so that no
 line always follows the same one. A finished run is written to the state file and not repeated: the
@@ -24,10 +23,11 @@ import time
 from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES
-from bench.serving.case import MULTITENANT, SERVE, Load, cases, in_turn
+from bench.serving.case import Load, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.workloads import Tenants
+from bench.table import command
 
 from quire.router.policies.names import POLICY_NAMES
 from quire.worker.api.errors import QuireError
@@ -73,12 +73,9 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
         model=arguments.model,
         num_blocks=arguments.num_blocks,
         load=Load(
-            workload=arguments.workload,
             loop=arguments.loop,
             num_users=arguments.users,
             chats_per_s=arguments.rate,
-            num_requests=arguments.num_requests,
-            shrink=arguments.shrink,
             limit_s=arguments.limit_s,
             tenants=Tenants(
                 num_tenants=arguments.tenants,
@@ -106,18 +103,14 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serving",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command("bench.serving", __doc__)
     add = parser.add_argument_group("what to compare").add_argument
     add(
         "--policies",
         nargs="+",
         metavar="NAME",
         default=["prefix_aware", "round_robin", "power_of_two"],
-        help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
+        help=f"of {', '.join(POLICY_NAMES)};\n"
         "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4\n"
         "differs from the flags below",
     )
@@ -132,17 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--lose-events", type=float, default=0.0, help="share of events lost without a gap")
 
     add = parser.add_argument_group("load").add_argument
-    add("--workload", default=MULTITENANT, help="multitenant, or a .jsonl file")
     add("--loop", choices=("closed", "open"), default="closed")
     add("--users", type=int, default=16, help="of the closed loop")
-    add(
-        "--rate", type=float, default=10.0, help="chats per second of the open loop; a file's speed"
-    )
+    add("--rate", type=float, default=10.0, help="chats per second of the open loop")
     add("--tenants", type=int, default=40)
     add("--chats", type=int, default=120)
     add("--think-s", type=float, default=0.3, help="before each turn, on average")
-    add("--num-requests", type=int, default=400, help="of a file")
-    add("--shrink", type=int, default=16, help="divides the lengths of a trace")
     add("--limit-s", type=float, default=60.0)
     add("--seed", type=int, default=0)
 
