@@ -11,8 +11,8 @@ from collections import Counter
 from statistics import median
 
 import httpx
+from bench.report import command
 from bench.servers import serving
-from bench.table import command
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.provenance import ROOT, commit, cpu
-from bench.table import command, markdown
+from bench.report import command, markdown
 
 HASH = 32
 """Bytes of a block's name."""

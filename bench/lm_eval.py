@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.report import command
 from bench.servers import serving
-from bench.table import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import demo_model

@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES
+from bench.report import command
 from bench.serving.case import Load, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.workloads import Tenants
-from bench.table import command
 
 from quire.router.policies.names import POLICY_NAMES
 from quire.worker.api.errors import QuireError

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
+from bench.report import markdown
 from bench.serving.case import Case, case_of
 from bench.serving.figures import num_unlike
 from bench.serving.runs import Record
-from bench.table import markdown
 
 _COLUMNS = (
     "hits",

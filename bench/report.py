@@ -1,7 +1,9 @@
-"""Markdown tables and command lines, as benches print and read them."""
+"""What benches have in common at their edges: command lines, tables, percentiles."""
 
 import argparse
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
@@ -21,3 +23,8 @@ def command(module: str, doc: str | None) -> argparse.ArgumentParser:
         description=doc,
         formatter_class=argparse.RawTextHelpFormatter,
     )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """NaN of nothing."""
+    return float(np.percentile(values, percent)) if len(values) else float("nan")
