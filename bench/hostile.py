@@ -48,6 +48,7 @@ from bench.http2_frames import (
     header,
 )
 from bench.machine import descendants, resident_mb
+from bench.report import command
 from bench.servers import serving
 
 from quire.v1 import inference_pb2 as pb
@@ -78,21 +79,19 @@ class Felt:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.hostile", __doc__)
     kinds = parser.add_subparsers(required=True)
-    command = kinds.add_parser("grammars")
-    command.set_defaults(run=beside_grammars)
-    command.add_argument("--clients", type=int, default=4)
-    command.add_argument("--n", type=int, nargs="+", default=[1, 64], help="choices of a request")
-    command.add_argument("--seconds", type=float, default=20)
-    command = kinds.add_parser("floods")
-    command.set_defaults(run=beside_floods)
-    command.add_argument("--connections", type=int, nargs="+", default=[8, 32])
-    command.add_argument("--seconds", type=float, default=12)
-    command.add_argument("--same-address", action="store_true", help="as the victims'")
-    command.add_argument("--only", nargs="+", choices=FLOODS, default=list(FLOODS))
+    kind = kinds.add_parser("grammars")
+    kind.set_defaults(run=beside_grammars)
+    kind.add_argument("--clients", type=int, default=4)
+    kind.add_argument("--n", type=int, nargs="+", default=[1, 64], help="choices of a request")
+    kind.add_argument("--seconds", type=float, default=20)
+    kind = kinds.add_parser("floods")
+    kind.set_defaults(run=beside_floods)
+    kind.add_argument("--connections", type=int, nargs="+", default=[8, 32])
+    kind.add_argument("--seconds", type=float, default=12)
+    kind.add_argument("--same-address", action="store_true", help="as the victims'")
+    kind.add_argument("--only", nargs="+", choices=FLOODS, default=list(FLOODS))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -9,7 +9,6 @@ resident set, and that of what it started. It may map 8 GiB, so that an attack t
 ends in an error and not with the machine.
 """
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -30,6 +29,7 @@ import grpc
 import uvicorn
 from bench.clock_group import Child, gateway_of, run_clock_group
 from bench.machine import descendants, resident_mb
+from bench.report import command
 
 from quire import demo_model
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -96,9 +96,7 @@ def attacks(num: int, num_bytes: int) -> dict[str, Attack]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.ingress", __doc__)
     parser.add_argument("--requests", type=int, default=8, help="at once, where there are several")
     parser.add_argument("--megabytes", type=float, default=7.6, help="of each body")
     parser.add_argument("--max-model-len", type=int, default=1024)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from bench.report import command
 from bench.rolling_load import Load, own_channel
 
 from quire import demo_model
@@ -47,9 +48,7 @@ SETTLE_S = 8.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.rolling", __doc__)
     add = parser.add_argument
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "upgrade": partial(upgrade, changes=[{"max_num_seqs": 24}, {"max_num_seqs": 32}]),

@@ -6,7 +6,6 @@ Throughput is that of the same number of tokens with no constraint and with one 
 turns: the best and the median of all rounds are shown. Schemas are drawn by a generator.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
+from bench.report import command
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.structured import Constraint, json_constraint
@@ -47,7 +47,7 @@ RECORDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.structured", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--schemas", type=int, default=500)

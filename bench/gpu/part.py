@@ -6,7 +6,6 @@
 ``compute-sanitizer``.
 """
 
-import argparse
 import importlib
 import itertools
 import os
@@ -25,6 +24,7 @@ from bench.gpu.lines import Lines, fact, read_lines
 from bench.gpu.shapes import Scale, check_fits, dry_scale, full_scale, memory_plan
 from bench.gpu.timings import Timer
 from bench.provenance import commit, cpu
+from bench.report import command
 
 from quire.kernels.products import make_batch_invariant
 
@@ -148,7 +148,7 @@ def _about(scale: Scale) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.part")
+    parser = command("bench.gpu.part", __doc__)
     parser.add_argument("name")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", help="on a CPU, small")

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.lines import Lines, read_lines, write_table
+from bench.report import command
 
 ROOT = Path(__file__).resolve().parents[2]
 _SANITIZER_S = 120.0
@@ -178,7 +179,7 @@ def _has_device() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.run")
+    parser = command("bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=Path("quire-bench-gpu"))
     parser.add_argument("--budget-s", type=float, default=2700.0, help="for all parts together")
     parser.add_argument("--parts", default="", help="some of them, by name, with commas")

@@ -39,6 +39,7 @@ from bench.peers.report import (
 )
 from bench.peers.workloads import WORKLOADS, Workload
 from bench.provenance import commit
+from bench.report import command
 
 SOME_LEFT = 3
 """The exit status of a run that had no time for all."""
@@ -133,11 +134,7 @@ def _measure(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench.peers", __doc__)
     listed: dict[str, tuple[list[str], str]] = {
         "peers": (list(PEERS), "engines beside ours"),
         "models": (list(SHAPES), "shapes of model"),

@@ -6,7 +6,6 @@ Prints each workload's figure here and there, what of the floor is reached here,
 the two: above 1, this checkout is faster. No peers are installed, and nothing is written.
 """
 
-import argparse
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,15 +15,14 @@ from bench.peers.floor import floor_seconds, measure_limits
 from bench.peers.measure import Contest, Measured, Settings
 from bench.peers.peers import HERE, OURS, Engine
 from bench.peers.workloads import WORKLOADS
+from bench.report import command
 
 ROOTS = ("cluster", "worker", "kernels", "proto", "router")
 CACHE = Path.home() / ".cache" / "quire" / "peers"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.peers.against", __doc__)
     parser.add_argument("checkout", type=Path, help="of Quire, to compare with")
     parser.add_argument("--models", default="S")
     parser.add_argument("--workloads", default="decode,cached,cold")

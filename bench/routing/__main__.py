@@ -23,14 +23,13 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from bench.report import command
 from bench.routing.cells import DISTURBANCES, DYNAMO, LOADS, ROWS, SOURCES, Bench, Cell
 from bench.routing.report import tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.routing", __doc__)
     add = parser.add_argument
     add("--data", type=Path, default=Path("../shared/data"), help="has traces/ in it")
     recorded = [name for name, source in SOURCES.items() if source.file]

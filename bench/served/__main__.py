@@ -31,6 +31,7 @@ from bench.peers.peers import OURS, Engine, install
 from bench.peers.process import EngineFailed, EngineProcess
 from bench.peers.workloads import NEW_TOKENS, WORKLOADS, Prompt
 from bench.provenance import commit, cpu
+from bench.report import command
 from bench.served.client import Load, Result, run_client
 from bench.served.report import IDLE, OFFLINE, Run, tables
 from bench.served.servers import Server, cpu_s, serving
@@ -246,11 +247,7 @@ def _told(run: Run, errors: list[str] | None = None) -> Run:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.served",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench.served", __doc__)
     add = parser.add_argument
     add("--models", type=_names(SHAPES), default=["S", "M"], help=f"of {','.join(SHAPES)}")
     add("--clients", type=_numbers(int), default=[1, 8, 32, 64], help="of the closed loop")
