@@ -105,7 +105,7 @@ def main() -> None:
 
     chosen = attacks(args.requests, round(args.megabytes * 1e6))
     with (
-        Child(run_clock_group, _STEP_S, False, args.max_model_len) as group,
+        Child(run_clock_group, _STEP_S, args.max_model_len) as group,
         Child(_run_gateway, group.contact) as gateway,
         Child(_run_attacker, None) as attacker,
     ):
