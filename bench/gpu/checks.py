@@ -38,7 +38,7 @@ def check_kernels(
         what = f"{str(dtype).removeprefix('torch.')} head {head_size} block {block_size}"
         if not lines.begin(what):
             continue
-        batch = paged_batch(
+        plain = paged_batch(
             RAGGED,
             num_heads=6,
             num_kv_heads=2,
@@ -47,9 +47,8 @@ def check_kernels(
             dtype=dtype,
             device=device,
         )
-        if device.type == "cpu":
-            batch = batch.stored_by(backend)
-        yield f"twin, {what}", _fault(partial(_check_twin, batch, backend))
+        batch = plain.stored_by(backend) if device.type == "cpu" else plain
+        yield f"twin, {what}", _fault(partial(_check_twin, plain, batch, backend))
         yield f"bits, {what}", _fault(partial(_check_bits, batch, backend))
         if device.type == "cuda":
             yield f"write, {what}", _fault(partial(_check_write, batch, backend))
@@ -88,23 +87,11 @@ def _fault(check: Callable[[], None]) -> str:
     return ""
 
 
-def _check_twin(batch: PagedBatch, backend: AttentionBackend) -> None:
+def _check_twin(plain: PagedBatch, batch: PagedBatch, backend: AttentionBackend) -> None:
     # The twin reads a cache as the reference lays it out.
-    expected = _plain(batch).expected()
+    expected = plain.expected()
     assert_near_twin(batch.attend(backend, num_decodes=NUM_DECODES), expected)
     assert_near_twin(batch.attend(backend, num_decodes=0), expected)
-
-
-def _plain(batch: PagedBatch) -> PagedBatch:
-    return paged_batch(
-        batch.rows,
-        num_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_size=batch.q.shape[2],
-        block_size=batch.k_cache.shape[1],
-        dtype=batch.q.dtype,
-        device=batch.q.device,
-    )
 
 
 def _check_bits(batch: PagedBatch, backend: AttentionBackend) -> None:

@@ -1,6 +1,4 @@
-"""Attention of others on the same batches: PyTorch's SDPA by backend, flex_attention, FlashInfer
-and flash_attn where they are installed.
-"""
+"""Attention of others on the same batches: PyTorch's SDPA by backend, and FlashInfer."""
 
 import importlib.util
 import itertools
@@ -44,9 +42,7 @@ def _calls(case: Case, batch: PagedBatch) -> dict[str, Callable[[], Call | None]
     if batch.q.is_cuda:
         for name, backend in _SDPA.items():
             calls[name] = lambda backend=backend: _sdpa_by(backend, case, batch)  # type: ignore[misc]
-        calls["flex_attention, dense"] = lambda: flex_call(case, batch)
     calls["flashinfer, paged"] = lambda: flashinfer_call(case, batch)
-    calls["flash_attn, dense"] = lambda: flash_attn_call(case, batch)
     return calls
 
 
@@ -60,23 +56,6 @@ def _sdpa_by(backend: SDPBackend, case: Case, batch: PagedBatch) -> Call | None:
             return call()
 
     return run
-
-
-def flex_call(case: Case, batch: PagedBatch) -> Call | None:
-    """flex_attention, compiled, on dense K and V."""
-    tokens, queries = case.rows[0]
-    if any(row != (tokens, queries) for row in case.rows):
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    offset = tokens - queries
-    mask = create_block_mask(
-        lambda _b, _h, q, k: q + offset >= k, None, None, queries, tokens, device=batch.q.device
-    )
-    k, v = (torch.stack(x).transpose(1, 2) for x in zip(*batch.dense_kv, strict=True))
-    q = batch.q.view(len(case.rows), queries, *batch.q.shape[1:]).transpose(1, 2)
-    compiled = torch.compile(flex_attention)
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def flashinfer_call(case: Case, batch: PagedBatch) -> Call | None:
@@ -104,19 +83,6 @@ def flashinfer_call(case: Case, batch: PagedBatch) -> Call | None:
         query_starts = _ints(batch.query_starts, device)
         wrapper.plan(query_starts, kv_starts, blocks, last_lens, *heads, causal=True, **dtypes)
     return lambda: wrapper.run(batch.q, (batch.k_cache, batch.v_cache))
-
-
-def flash_attn_call(case: Case, batch: PagedBatch) -> Call | None:
-    """flash_attn on dense K and V: its paged cache wants blocks of 256 tokens."""
-    tokens, queries = case.rows[0]
-    alike = all(row == (tokens, queries) for row in case.rows)
-    if importlib.util.find_spec("flash_attn") is None or not alike:
-        return None
-    from flash_attn import flash_attn_func
-
-    k, v = (torch.stack(x) for x in zip(*batch.dense_kv, strict=True))
-    q = batch.q.view(len(case.rows), queries, *batch.q.shape[1:])
-    return lambda: flash_attn_func(q, k, v, causal=True)
 
 
 def _ints(values: list[int], device: torch.device) -> Tensor:

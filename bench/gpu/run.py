@@ -7,8 +7,8 @@ Needs torch with CUDA, triton, and what the engine needs (for the model; not Ray
 process of its own with a time limit, in the order of what would be missed most if the machine
 were taken away; every figure is a line in ``DIR/gpu.jsonl`` as soon as it is known, and
 ``DIR/gpu.md`` is the table of all lines so far. A part that crashes is a fault in the table and
-leaves the others alone; the case that it died in is repeated under ``compute-sanitizer`` where
-that is installed.
+leaves the others alone; `bench.gpu.part` repeats the case that it died in, for instance under
+``compute-sanitizer``.
 
 ``--budget-s`` ends the run in time: what no longer fits is said and left out, and a later call
 with ``--parts`` and the same DIR goes on. ``--check`` runs all of it on a CPU, small: a test of
@@ -19,7 +19,6 @@ The exit status is 1 where a part failed or a kernel was wrong.
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from bench.gpu.lines import Lines, read_lines, write_table
 from bench.report import command
 
 ROOT = Path(__file__).resolve().parents[2]
-_SANITIZER_S = 120.0
 _LAST_WORDS = 1500
 
 
@@ -116,32 +114,7 @@ def _run_part(part: Part, lines: Lines, folder: Path, *, limit_s: float, is_dry:
                 last_line = words.splitlines()[-1] if words else ""
                 lines.fault(f"the part, in {where}", f"status {status}: {last_line}\n{words}")
                 outcomes.append(f"failed in {where}")
-                if case and not is_dry:
-                    _sanitize(part, case, lines)
     return "; ".join(outcomes) or "done"
-
-
-def _sanitize(part: Part, case: str, lines: Lines) -> None:
-    """Runs the case once more under a checker of memory accesses."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        return
-    command = [sanitizer, "--tool", "memcheck", *_command(part.name, Path(os.devnull), False)]
-    try:
-        done = subprocess.run(
-            [*command, "--only", case],
-            cwd=ROOT,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=_SANITIZER_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        lines.fact(f"sanitizer, {case}", f"took more than {_SANITIZER_S:.0f} s")
-        return
-    found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-    lines.fact(f"sanitizer, {case}", "\n".join(found[:20]))
 
 
 def _command(name: str, folder: Path, is_dry: bool) -> list[str]:
