@@ -1,7 +1,7 @@
 """What benches have in common at their edges: command lines, tables, percentiles."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -28,3 +28,17 @@ def command(module: str, doc: str | None) -> argparse.ArgumentParser:
 def percentile(values: Sequence[float], percent: float) -> float:
     """NaN of nothing."""
     return float(np.percentile(values, percent)) if len(values) else float("nan")
+
+
+def names(known: Collection[str], *, or_none: bool = False) -> Callable[[str], list[str]]:
+    """The type of an argument that is some of ``known``, with commas; nothing if ``or_none``."""
+
+    def parse(text: str) -> list[str]:
+        chosen = [name for name in text.split(",") if name]
+        unknown = [name for name in chosen if name not in known]
+        if unknown or not (chosen or or_none):
+            told = ", ".join(unknown) or "names"
+            raise argparse.ArgumentTypeError(f"no {told}; there are {', '.join(known)}")
+        return chosen
+
+    return parse

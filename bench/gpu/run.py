@@ -17,7 +17,6 @@ these scripts and of the memory that the full run will need, and of nothing else
 The exit status is 1 where a part failed or a kernel was wrong.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.lines import Lines, read_lines, write_table
-from bench.report import command
+from bench.report import command, names
 
 ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 1500
@@ -137,14 +136,6 @@ def _last_case(folder: Path, part: str) -> str:
     return cases[-1] if cases else ""
 
 
-def _chosen(names: str, parser: argparse.ArgumentParser) -> tuple[Part, ...]:
-    wanted = [name for name in names.split(",") if name]
-    known = {part.name: part for part in PARTS}
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--parts: no {', '.join(unknown)}; there are {', '.join(known)}")
-    return tuple(part for part in PARTS if not wanted or part.name in wanted)
-
-
 def _has_device() -> bool:
     import torch
 
@@ -155,10 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command("bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=Path("quire-bench-gpu"))
     parser.add_argument("--budget-s", type=float, default=2700.0, help="for all parts together")
-    parser.add_argument("--parts", default="", help="some of them, by name, with commas")
+    known = [part.name for part in PARTS]
+    parser.add_argument("--parts", type=names(known), default=known, help="by name, with commas")
     parser.add_argument("--check", action="store_true", help="a dry run on a CPU")
     options = parser.parse_args(arguments)
-    parts = _chosen(options.parts, parser)
+    parts = tuple(part for part in PARTS if part.name in options.parts)
     if not options.check and not _has_device():
         print("bench.gpu.run: torch finds no CUDA device; `--check` runs on a CPU", file=sys.stderr)
         return 2

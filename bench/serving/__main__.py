@@ -1,9 +1,8 @@
 """Routing on a real cluster: hit rate and time to first token, policy by policy, in turn.
 
     python -m bench.serving [--policies NAME ...] [--rounds N] [--loop closed|open] [--state FILE]
-    python -m bench.serving --policies prefix_aware --lose-batches 0.1
-    python -m bench.serving --policies prefix_aware --no-directory
-    python -m bench.serving --policies prefix_aware --gateways 4
+    python -m bench.serving --policies prefix_aware prefix_aware:lose_batches=0.1
+    python -m bench.serving --policies prefix_aware:use_directory=0 --gateways 4
 
 Starts a Ray cluster on this machine. Each run deploys the application again with empty caches:
 gateways, and groups of one rank of one thread. The load comes from this process: multi-tenant
@@ -67,9 +66,6 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
         arguments.policies,
         num_groups=arguments.groups,
         num_gateways=arguments.gateways,
-        use_directory=not arguments.no_directory,
-        lose_batches=arguments.lose_batches,
-        lose_events=arguments.lose_events,
         model=arguments.model,
         num_blocks=arguments.num_blocks,
         load=Load(
@@ -120,9 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--gateways", type=int, default=1)
     add("--num-blocks", type=int, default=1500, help="of 16 tokens, in each group's cache")
     add("--model", default="S", help=f"{', '.join(SHAPES)}: random weights; or a path")
-    add("--no-directory", action="store_true", help="load alone decides")
-    add("--lose-batches", type=float, default=0.0, help="share of event messages that never come")
-    add("--lose-events", type=float, default=0.0, help="share of events lost without a gap")
 
     add = parser.add_argument_group("load").add_argument
     add("--loop", choices=("closed", "open"), default="closed")
