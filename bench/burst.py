@@ -5,24 +5,18 @@
 No two prompts begin alike. None may be refused: a server waits as long as its clients do.
 """
 
-import argparse
 import asyncio
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 
 import httpx
+from bench.report import command
+from bench.servers import serving
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.burst", __doc__)
     parser.add_argument("model", help="what quire serve takes")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=340)
@@ -30,49 +24,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with serving(arguments.model) as addresses:
         for size in arguments.sizes:
-            asyncio.run(
-                burst(
-                    addresses.http,
-                    size=size,
-                    prompt_tokens=arguments.prompt_tokens,
-                    max_tokens=arguments.max_tokens,
-                )
-            )
+            asyncio.run(burst(addresses.http, size, arguments.prompt_tokens, arguments.max_tokens))
 
 
-@dataclass(frozen=True)
-class Addresses:
-    http: str
-    """With its scheme."""
-    grpc: str
-    pid: int
-    """The process ID of ``quire serve``."""
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[Addresses]:
-    """``quire serve`` with these arguments, from its start to its stop."""
-    ports = ("--grpc-port", "0", "--http-port", "0")
-    command = [sys.executable, "-m", "quire", "serve", *arguments, *ports]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as server:
-        assert server.stdout is not None
-        try:
-            said = ""
-            for line in server.stdout:
-                said += line
-                http = re.search(r"HTTP\s+(http://[^/\s]+)/", said)
-                grpc = re.search(r"gRPC\s+(\S+:\d+)", said)
-                if http and grpc:
-                    yield Addresses(http[1], grpc[1], server.pid)
-                    break
-            else:
-                raise SystemExit("quire serve ended")
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.communicate()
-
-
-async def burst(url: str, *, size: int, prompt_tokens: int, max_tokens: int) -> None:
+async def burst(url: str, size: int, prompt_tokens: int, max_tokens: int) -> None:
     bodies = [
         {
             "prompt": [1000 + number, *range(1000, 999 + prompt_tokens)],

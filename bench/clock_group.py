@@ -1,19 +1,13 @@
-"""A group whose engine is a clock, a gateway in front of it, and processes that serve them.
-
-For benches of everything around the engine: `bench.relay`, `bench.ingress`.
-"""
+"""A group whose engine is a clock, a gateway in front of it, and processes that serve them."""
 
 import asyncio
 import multiprocessing
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, cast
-
-import grpc.aio
 
 from quire import demo_model
 from quire.cluster.group.engine_loop import EngineLoop, Sink, StepResult
@@ -23,7 +17,6 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
-from quire.cluster.tls import own_certificate
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
 from quire.worker.api.engine_stats import EngineStats
@@ -38,7 +31,7 @@ _LOAD = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
 
 
 class Child:
-    """A process that serves until it is left; `cpu_s` is what it has used so far."""
+    """A process that serves until it is left."""
 
     def __init__(self, run: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -61,31 +54,8 @@ class Child:
         self._pipe.send(message)
         return self._pipe.recv()
 
-    def cpu_s(self) -> float:
-        return float(self.ask("cpu"))
 
-
-async def serve(
-    pipe: Connection, server: grpc.aio.Server, *, token: str = "", tls: bool = False
-) -> None:
-    """Serves until the parent says that it is enough; tells it the CPU time when asked."""
-    certificate = ""
-    if tls:
-        credentials, certificate = own_certificate()
-        port = server.add_secure_port("127.0.0.1:0", credentials)
-    else:
-        port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    address = f"127.0.0.1:{port}"
-    pipe.send(GroupContact(address=address, token=token, certificate=certificate))
-    while await asyncio.to_thread(pipe.recv) == "cpu":
-        pipe.send(time.process_time())
-    await server.stop(None)
-
-
-def run_clock_group(
-    pipe: Connection, step_s: float, tls: bool = False, max_model_len: int = 100_000
-) -> None:
+def run_clock_group(pipe: Connection, step_s: float, max_model_len: int) -> None:
     """The `Child` that is a group; each request gets a token in each step."""
 
     async def run() -> None:
@@ -103,7 +73,12 @@ def run_clock_group(
         token = secrets.token_urlsafe(32)
         service = GroupService(cast(EngineLoop, engine_loop), description)
         stepping = asyncio.create_task(engine_loop.run())
-        await serve(pipe, build_group_server(service, token=token), token=token, tls=tls)
+        server = build_group_server(service, token=token)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(GroupContact(address=f"127.0.0.1:{port}", token=token))
+        await asyncio.to_thread(pipe.recv)
+        await server.stop(None)
         stepping.cancel()
 
     asyncio.run(run())

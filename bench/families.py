@@ -8,7 +8,6 @@ the greatest of these differences; prompts alone against all in one batch, in ch
 against transformers, and against one.
 """
 
-import argparse
 import logging
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bench.report import command
 from tests.golden import test_families as described
 from tests.golden import test_through_transformers as through
 from tests.golden.oracle import MAX_TOKENS, prompts, save
@@ -56,7 +56,7 @@ def cases() -> dict[str, tuple[str, dict[str, Any], int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command("bench.families", __doc__)
     parser.add_argument("--only", nargs="+", default=list(cases()))
     logging.disable(logging.WARNING)  # of each model, what computes it
     print(HEADER)

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -26,16 +25,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import quantiles
 
-import grpc.aio
 import httpx
-from bench.burst import serving
 from bench.http2_frames import (
     CONTINUATION,
     END_HEADERS,
@@ -48,10 +47,12 @@ from bench.http2_frames import (
     frame,
     header,
 )
-from bench.ingress import descendants, resident_mb
-
-from quire.v1 import inference_pb2 as pb
-from quire.v1 import inference_pb2_grpc
+from bench.machine import descendants, resident_mb
+from bench.report import command
+from bench.servers import serving
+from bench.serving.gateways import Gateways
+from bench.serving.http_server import HttpServer
+from bench.serving.load import Request, Stream, Target
 
 NUM_VICTIMS = 4
 KEY = "sk-a-victim-of-the-bench"
@@ -67,46 +68,81 @@ class Felt:
     num_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
 
-    def stream(self, times_s: Sequence[float], begin_s: float) -> None:
+    def add(self, stream: Stream, *, until_s: float) -> None:
+        times_s = [at_s for at_s in stream.times if at_s < until_s]
         self.num_tokens += len(times_s)
         self.gaps_s += [later - earlier for earlier, later in pairwise(times_s)]
-        if times_s:
-            self.latencies_s.append(times_s[-1] - begin_s)
+        if stream.error is not None:
+            self.errors[stream.error.partition(":")[0]] += 1
+        elif times_s:
+            self.latencies_s.append(times_s[-1] - stream.sent_s)
 
     def p99_ms(self) -> float:
         return quantiles(self.latencies_s, n=100)[-1] * 1e3 if len(self.latencies_s) > 1 else 0.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.hostile", __doc__)
     kinds = parser.add_subparsers(required=True)
-    command = kinds.add_parser("grammars")
-    command.set_defaults(run=beside_grammars)
-    command.add_argument("--clients", type=int, default=4)
-    command.add_argument("--n", type=int, nargs="+", default=[1, 64], help="choices of a request")
-    command.add_argument("--seconds", type=float, default=20)
-    command = kinds.add_parser("floods")
-    command.set_defaults(run=beside_floods)
-    command.add_argument("--connections", type=int, nargs="+", default=[8, 32])
-    command.add_argument("--seconds", type=float, default=12)
-    command.add_argument("--same-address", action="store_true", help="as the victims'")
-    command.add_argument("--only", nargs="+", choices=FLOODS, default=list(FLOODS))
+    kind = kinds.add_parser("grammars")
+    kind.set_defaults(run=beside_grammars)
+    kind.add_argument("--clients", type=int, default=4)
+    kind.add_argument("--n", type=int, nargs="+", default=[1, 64], help="choices of a request")
+    kind.add_argument("--seconds", type=float, default=20)
+    kind = kinds.add_parser("floods")
+    kind.set_defaults(run=beside_floods)
+    kind.add_argument("--connections", type=int, nargs="+", default=[8, 32])
+    kind.add_argument("--seconds", type=float, default=12)
+    kind.add_argument("--same-address", action="store_true", help="as the victims'")
+    kind.add_argument("--only", nargs="+", choices=FLOODS, default=list(FLOODS))
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+async def _victims(
+    connect: Callable[[], AbstractAsyncContextManager[Target]],
+    ask: Callable[[int, int], Request],
+    seconds: float,
+    *,
+    pause_s: float = 0.0,
+) -> Felt:
+    """Each sends one request after the other over a connection of its own; ``ask`` makes them of
+    the victim's number and the turn."""
+    felt, end_s = Felt(), time.monotonic() + seconds
+
+    async def victim(number: int) -> None:
+        async with connect() as target:
+            for turn in itertools.count():
+                if time.monotonic() > end_s:
+                    return
+                stream = Stream(request=ask(number, turn))
+                await target.send(stream)
+                felt.add(stream, until_s=end_s)
+                await asyncio.sleep(pause_s)
+
+    await asyncio.gather(*map(victim, range(NUM_VICTIMS)))
+    return felt
 
 
 # Grammars
 
 
 def beside_grammars(arguments: argparse.Namespace) -> None:
+    def ask(number: int, turn: int) -> Request:
+        token_ids = (10 + number, 10 + turn, *range(20, 38))
+        return Request(name="", token_ids=token_ids, max_tokens=200)
+
     with serving("--num-gateways", "1") as addresses:
-        alone = asyncio.run(_victims_over_http(addresses.http, arguments.seconds))
+
+        def measure() -> Felt:
+            connect = partial(HttpServer, addresses.http)
+            return asyncio.run(_victims(connect, ask, arguments.seconds))
+
+        alone = measure()
         print(_described("alone", alone), flush=True)
         for name, attack in (("CPU burnt elsewhere", _burn), *_grammar_attacks(arguments)):
             with _attackers(attack, [(addresses.http,)] * arguments.clients) as answers:
-                felt = asyncio.run(_victims_over_http(addresses.http, arguments.seconds))
+                felt = measure()
             share = felt.num_tokens / alone.num_tokens
             print(f"{_described(name, felt)}, {share:.2f} of alone; attackers: {answers()}")
 
@@ -159,46 +195,20 @@ def ambiguous(prefix: str, *, num_rules: int = 20, num_pairs: int = 2) -> str:
     return "\n".join(rules)
 
 
-async def _victims_over_http(url: str, seconds: float) -> Felt:
-    felt, end_s = Felt(), time.monotonic() + seconds
-
-    async def victim(client: httpx.AsyncClient, number: int) -> None:
-        for turn in itertools.count():
-            begin_s, times_s = time.monotonic(), []
-            if begin_s > end_s:
-                return
-            body = {
-                "prompt": [10 + number, 10 + turn, *range(20, 38)],
-                "max_tokens": 200,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "return_token_ids": True,  # A token whose text waits is a token.
-            }
-            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {") and json.loads(line[6:]).get("choices"):
-                        times_s.append(time.monotonic())
-                    elif line == "data: [DONE]":
-                        break
-                else:
-                    felt.errors[str(answer.status_code)] += 1
-            felt.stream([at for at in times_s if at < end_s], begin_s)
-
-    async with httpx.AsyncClient(timeout=120) as client:
-        await asyncio.gather(*(victim(client, number) for number in range(NUM_VICTIMS)))
-    return felt
-
-
 # Floods
 
 
 def beside_floods(arguments: argparse.Namespace) -> None:
+    def ask(number: int, turn: int) -> Request:
+        return Request(name="", token_ids=(5, 6, 7 + number), max_tokens=4, deadline_s=30)
+
+    key = (("authorization", f"Bearer {KEY}"),)
     with tempfile.NamedTemporaryFile("w") as keys:
         keys.write(f"{KEY} victims\n")
         keys.flush()
         with serving("--num-gateways", "1", "--api-keys-file", keys.name) as addresses:
             gateway = _gateway(addresses.pid)
+            connect = partial(Gateways, [addresses.grpc], metadata=key)
             attacks = [("alone", None, 0), *_flood_attacks(arguments)]
             for attack, (name, flood, num) in enumerate(attacks):
                 # An address that has flooded is shut out: each attack comes from new ones.
@@ -209,7 +219,7 @@ def beside_floods(arguments: argparse.Namespace) -> None:
                 work = [(addresses.grpc, host) for host in hosts]
                 before = resident_mb(gateway)
                 with _attackers(flood or _burn, work) as answers, _peak(gateway) as peak:
-                    felt = asyncio.run(_victims_over_grpc(addresses.grpc, arguments.seconds))
+                    felt = asyncio.run(_victims(connect, ask, arguments.seconds, pause_s=0.05))
                 print(
                     f"{name}: p99 {felt.p99_ms():.0f} ms, longest {max(felt.latencies_s):.2f} s, "
                     f"{len(felt.latencies_s)} answers, memory "
@@ -264,31 +274,6 @@ FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
     "half-open": lambda: _streams(is_reset=False),
     "reset": lambda: _streams(is_reset=True),
 }
-
-
-async def _victims_over_grpc(address: str, seconds: float) -> Felt:
-    felt, end_s = Felt(), time.monotonic() + seconds
-
-    async def victim(number: int) -> None:
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[5, 6, 7 + number]),
-            sampling=pb.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
-        )
-        key = (("authorization", f"Bearer {KEY}"),)
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            while (begin_s := time.monotonic()) < end_s:
-                try:
-                    answer = stub.Generate(request, timeout=30, metadata=key)
-                    times_s = [time.monotonic() async for _ in answer]
-                    felt.stream(times_s, begin_s)
-                except grpc.aio.AioRpcError as error:
-                    felt.errors[error.code().name] += 1
-                await asyncio.sleep(0.05)
-
-    await asyncio.gather(*map(victim, range(NUM_VICTIMS)))
-    return felt
 
 
 def _gateway(server: int) -> int:

@@ -9,7 +9,6 @@ resident set, and that of what it started. It may map 8 GiB, so that an attack t
 ends in an error and not with the machine.
 """
 
-import argparse
 import asyncio
 import contextlib
 import http.client
@@ -24,12 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import inf
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import uvicorn
 from bench.clock_group import Child, gateway_of, run_clock_group
+from bench.machine import descendants, resident_mb
+from bench.report import command
 
 from quire import demo_model
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -96,9 +96,7 @@ def attacks(num: int, num_bytes: int) -> dict[str, Attack]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.ingress", __doc__)
     parser.add_argument("--requests", type=int, default=8, help="at once, where there are several")
     parser.add_argument("--megabytes", type=float, default=7.6, help="of each body")
     parser.add_argument("--max-model-len", type=int, default=1024)
@@ -107,7 +105,7 @@ def main() -> None:
 
     chosen = attacks(args.requests, round(args.megabytes * 1e6))
     with (
-        Child(run_clock_group, _STEP_S, False, args.max_model_len) as group,
+        Child(run_clock_group, _STEP_S, args.max_model_len) as group,
         Child(_run_gateway, group.contact) as gateway,
         Child(_run_attacker, None) as attacker,
     ):
@@ -208,26 +206,6 @@ class _Watch:
         while not done.wait(0.005):
             most = max(most, self.memory_mb())
         return most
-
-
-def resident_mb(pid: int) -> float:
-    """0 for a process that has ended."""
-    with contextlib.suppress(OSError):
-        return (
-            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            * os.sysconf("SC_PAGE_SIZE")
-            / 1e6
-        )
-    return 0.0
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Its children, theirs, and so on."""
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
 
 
 def _ask(address: str, attack: Attack, *, method: str = "POST") -> tuple[str, float]:

@@ -6,20 +6,16 @@ Installs lm-eval in an environment of its own under the cache folder, serves the
 float32, and has lm-eval score the choices of a few questions over ``/v1/completions``.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.served.servers import free_port
+from bench.report import command
+from bench.servers import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import demo_model
@@ -45,17 +41,15 @@ metric_list: [{{metric: acc}}]
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command("bench.lm_eval", __doc__).parse_args()
     lm_eval = _install(Path.home() / ".cache" / "quire" / "lm-eval")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [{"question": text, "choices": choices} for text, *choices in QUESTIONS]
         (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "questions.yaml").write_text(TASK.format(file=folder / "questions.jsonl"))
-        with _served() as url:
-            told = _run(lm_eval, url, folder)
+        with serving("--num-groups", "1", "--dtype", "float32") as server:
+            told = _run(lm_eval, server.http, folder)
     expected = [_log_likelihoods(text, choices) for text, *choices in QUESTIONS]
     pairs = [
         pair for scores in zip(told, expected, strict=True) for pair in zip(*scores, strict=True)
@@ -73,31 +67,6 @@ def _install(folder: Path) -> Path:
         subprocess.run([*pip, *PACKAGES], check=True)
         (folder / "is-whole").touch()
     return folder / "bin" / "lm_eval"
-
-
-@contextmanager
-def _served() -> Iterator[str]:
-    """The URL of a server of the demo model."""
-    ports = [free_port() for _ in range(2)]
-    quire = Path(sys.executable).with_name("quire")
-    options = ("--num-groups", "1", "--tensor-parallel-size", "1", "--dtype", "float32")
-    process = subprocess.Popen(
-        [quire, "serve", *options, f"--http-port={ports[0]}", f"--grpc-port={ports[1]}"]
-    )
-    url = f"http://127.0.0.1:{ports[0]}"
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    raise
-                time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _run(lm_eval: Path, url: str, folder: Path) -> list[list[float]]:

@@ -3,8 +3,10 @@
 Read from /proc; where there is none, nothing is known.
 """
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -105,3 +107,20 @@ def tree(pid: int, *, proc: Path = _PROC) -> dict[int, int]:
         size = len(found)
         found |= {number for number, parent in parents.items() if parent in found}
     return {number: ticks[number] for number in found if number in ticks}
+
+
+def resident_mb(pid: int) -> float:
+    """0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return 0.0
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Its children, theirs, and so on: cheaper than `tree`."""
+    with contextlib.suppress(OSError):
+        for task in (_PROC / str(pid) / "task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from descendants(int(child))

@@ -20,56 +20,191 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-from bench.open_loop import REST_S, Bench, Phase, Workload, percentile
 from bench.peers.checkpoints import SHAPES, make_checkpoint
+from bench.report import command, percentile
+from bench.serving.gateways import Gateways
+from bench.serving.load import Request, Stream
 
-from quire.cluster.client import Server
-from quire.v1.inference_pb2_grpc import InferenceStub
+_WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "harbor",
+    "sea",
+    "light",
+    "stone",
+    "river",
+    "old",
+    "new",
+    "sees",
+]
+_REST_S = 3.0
+"""Between phases: what was sent in one ends before the next begins anyhow."""
+_LOOK_S = 0.02
 
 
-async def measure(server: Server, workload: Workload) -> list[Phase]:
-    """The phases at capacity and at ``factor`` times it."""
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        bench = Bench(InferenceStub(channel), server, workload)
-        per_s = await bench.capacity_per_s()
-        print(f"capacity: {per_s:.1f} requests/s with {workload.concurrency} under way", flush=True)
-        await asyncio.sleep(REST_S)
+@dataclass(kw_only=True)
+class Phase:
+    """The streams of one phase, each with the time at which it was due."""
+
+    name: str
+    offered_per_s: float
+    begin_s: float = field(default_factory=time.monotonic)
+    span_s: float = 0.0
+    """Until the last one ended."""
+    streams: list[tuple[float, Stream]] = field(default_factory=list)
+    lag_s: list[float] = field(default_factory=list)
+    """By how much the client itself was late."""
+
+    @property
+    def completed(self) -> list[tuple[float, float]]:
+        """When each was due, from the begin of the phase, and its time to first token. It counts
+        from when it was due, so that a client that lags is no excuse."""
         return [
-            await bench.open_loop(f"{factor:g} x capacity", factor * per_s)
-            for factor in (1.0, workload.factor)
+            (due_s - self.begin_s, stream.times[0] - due_s)
+            for due_s, stream in self.streams
+            if is_whole(stream)
         ]
+
+    @property
+    def ttft_s(self) -> list[float]:
+        return [ttft_s for _, ttft_s in self.completed]
+
+    def summary(self) -> dict[str, Any]:
+        refusal_s = [stream.ended_s - due_s for due_s, stream in self.streams if is_refusal(stream)]
+        lost = [
+            f"due at {due_s - self.begin_s:.2f} s, lost {stream.ended_s - due_s:.2f} s later with "
+            f"{len(stream.tokens)} of {stream.request.max_tokens} tokens: {stream.error}"
+            for due_s, stream in self.streams
+            if not (is_whole(stream) or is_refusal(stream))
+        ]
+        return {
+            "name": self.name,
+            "offered_per_s": self.offered_per_s,
+            "served_per_s": len(self.completed) / self.span_s,
+            "sent": len(self.streams),
+            "completed": len(self.completed),
+            "refused": len(refusal_s),
+            "lost": len(lost),
+            "ttft_p50_s": percentile(self.ttft_s, 50),
+            "ttft_p99_s": percentile(self.ttft_s, 99),
+            "refusal_p50_s": percentile(refusal_s, 50),
+            "refusal_p99_s": percentile(refusal_s, 99),
+            "client_lag_p99_s": percentile(self.lag_s, 99),
+            "errors": lost[:5],
+        }
+
+
+def is_whole(stream: Stream) -> bool:
+    return stream.is_complete and len(stream.tokens) == stream.request.max_tokens
+
+
+def is_refusal(stream: Stream) -> bool:
+    return f"{stream.error}".startswith("RESOURCE_EXHAUSTED") and not stream.tokens
+
+
+class Bench:
+    """One client of a gateway."""
+
+    def __init__(self, gateways: Gateways, options: argparse.Namespace) -> None:
+        self._gateways = gateways
+        self._options = options
+        self._rng = random.Random(options.seed)
+
+    async def measure(self) -> list[Phase]:
+        """The phases at capacity and at ``--factor`` times it."""
+        per_s = await self._capacity_per_s()
+        told = f"{per_s:.1f} requests/s with {self._options.concurrency} under way"
+        print(f"capacity: {told}", flush=True)
+        await asyncio.sleep(_REST_S)
+        return [await self._open_loop(factor, per_s) for factor in (1.0, self._options.factor)]
+
+    async def _capacity_per_s(self) -> float:
+        """Completions per second while there is always more to do."""
+        begin_s = time.monotonic()
+        end_s = begin_s + self._options.duration_s
+        streams: list[Stream] = []
+
+        async def client() -> None:
+            while time.monotonic() < end_s:
+                streams.append(await self._send())
+                if not is_whole(streams[-1]):
+                    await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(client() for _ in range(self._options.concurrency)))
+        lost = [each.error for each in streams if not (is_whole(each) or is_refusal(each))]
+        ends_s = [stream.ended_s for stream in streams if is_whole(stream)]
+        if lost or not ends_s:
+            raise SystemExit(f"no capacity was measured: {lost[:3]}")
+        # Without the start, in which nothing ends yet, and without the end.
+        first_s = begin_s + self._options.duration_s / 4
+        num_ended = sum(first_s < each <= end_s for each in ends_s)
+        return float(num_ended / (end_s - first_s))
+
+    async def _open_loop(self, factor: float, capacity_per_s: float) -> Phase:
+        """Sends requests for the phase's time and waits for all of them."""
+        per_s = factor * capacity_per_s
+        phase = Phase(name=f"{factor:g} x capacity", offered_per_s=per_s)
+        due_s, end_s = phase.begin_s, phase.begin_s + self._options.duration_s
+
+        async def one(due_s: float) -> None:
+            phase.streams.append((due_s, await self._send()))
+
+        lag = asyncio.create_task(_watch_lag(phase))
+        async with asyncio.TaskGroup() as tasks:
+            while (due_s := due_s + self._rng.expovariate(per_s)) < end_s:
+                await asyncio.sleep(due_s - time.monotonic())
+                tasks.create_task(one(due_s))
+        lag.cancel()
+        phase.span_s = time.monotonic() - phase.begin_s
+        await asyncio.sleep(_REST_S)
+        return phase
+
+    async def _send(self) -> Stream:
+        mean = self._options.mean_tokens
+        words = self._rng.choices(_WORDS, k=self._options.prompt_words)
+        max_tokens = mean if self._options.same_length else self._rng.randint(1, 2 * mean - 1)
+        request = Request(name="", text=" ".join(words), max_tokens=max_tokens, seed=1)
+        stream = Stream(request=request)
+        await self._gateways.send(stream)
+        return stream
+
+
+async def _watch_lag(phase: Phase) -> None:
+    while True:
+        due_s = time.monotonic() + _LOOK_S
+        await asyncio.sleep(_LOOK_S)
+        phase.lag_s.append(time.monotonic() - due_s)
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    workload = Workload(
-        num_words=arguments.prompt_words,
-        mean_tokens=arguments.mean_tokens,
-        same_length=arguments.same_length,
-        duration_s=arguments.duration_s,
-        concurrency=arguments.concurrency,
-        factor=arguments.factor,
-        seed=arguments.seed,
-    )
-    with _address(arguments) as address:
-        phases = asyncio.run(measure(Server(address=address), workload))
+    options = _parser().parse_args()
+
+    async def measure(address: str) -> list[Phase]:
+        async with Gateways([address]) as gateways:
+            return await Bench(gateways, options).measure()
+
+    with _address(options) as address:
+        phases = asyncio.run(measure(address))
     for phase in phases:
         _print(phase.summary())
     ratio = percentile(phases[1].ttft_s, 99) / percentile(phases[0].ttft_s, 99)
     print(f"p99 TTFT of what was accepted: {ratio:.2f} times that at capacity")
-    if arguments.output:
+    if options.output:
         result = {
-            "workload": asdict(workload),
+            "options": {name: str(value) for name, value in vars(options).items()},
             "phases": [{**each.summary(), "due_and_ttft_s": each.completed} for each in phases],
             "p99_ratio": ratio,
         }
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _print(summary: dict[str, Any]) -> None:
@@ -86,10 +221,10 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _address(arguments: argparse.Namespace) -> Iterator[str]:
+def _address(options: argparse.Namespace) -> Iterator[str]:
     """Where to send requests: a cluster that runs, or one for as long as the block."""
-    if arguments.address:
-        yield arguments.address
+    if options.address:
+        yield options.address
         return
     from quire import demo_model
     from quire.cluster.config import ClusterConfig
@@ -97,28 +232,23 @@ def _address(arguments: argparse.Namespace) -> Iterator[str]:
     from quire.worker.api.config import EngineConfig
 
     model = demo_model.PATH
-    if arguments.model != "demo":
-        model = make_checkpoint(SHAPES[arguments.model], arguments.cache)
-    engine = EngineConfig(model=model, max_num_seqs=arguments.max_num_seqs)
+    if options.model != "demo":
+        model = make_checkpoint(SHAPES[options.model], options.cache)
     config = ClusterConfig(
-        engine=engine,
-        served_model_name=arguments.model,
-        num_groups=arguments.num_groups,
-        num_gateways=arguments.num_gateways,
+        engine=EngineConfig(model=model, max_num_seqs=options.max_num_seqs),
+        served_model_name=options.model,
+        num_groups=options.num_groups,
+        num_gateways=options.num_gateways,
         grpc_port=0,
         http_port=0,
-        max_queue_wait_s=arguments.max_queue_wait_s,
+        max_queue_wait_s=options.max_queue_wait_s,
     )
     with running_cluster(config) as endpoints:
         yield endpoints.grpc
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench.overload", __doc__)
     add = parser.add_argument
     add("--address", help="host:port of a gateway; without it, a cluster is started")
     add("--model", choices=["demo", *SHAPES], default="demo", help="random weights, but for demo")
@@ -131,12 +261,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--mean-tokens", type=int, default=64, help="of outputs: from 1 to twice as many each")
     add("--same-length", action="store_true", help="all outputs have the mean length")
     add("--duration-s", type=float, default=60.0, help="of a phase: p99s of short ones are chance")
-    add(
-        "--concurrency",
-        type=int,
-        default=36,
-        help="when capacity is measured: just above all groups' slots, or refusals are measured",
-    )
+    busy = "when capacity is measured: just above all groups' slots, or refusals are measured"
+    add("--concurrency", type=int, default=36, help=busy)
     add("--factor", type=float, default=3.0, help="of capacity, for the overload")
     add("--seed", type=int, default=1)
     add("--output", type=Path, help="a JSON file with all that was measured")

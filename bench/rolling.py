@@ -17,6 +17,7 @@ if it failed before, *inexact* if its tokens are others. A gap is the time betwe
 """
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
@@ -29,15 +30,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
-from bench.rolling_load import Load, own_channel
+from bench.report import command
+from bench.rolling_load import Load
+from bench.serving.gateways import Gateways
+from bench.serving.load import Request, Stream
 
 from quire import demo_model
-from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, build_app, running_cluster
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.v1 import inference_pb2 as pb
 from quire.worker.api.config import EngineConfig
 
 APP_NAME = "rolling"
@@ -47,9 +48,7 @@ SETTLE_S = 8.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.rolling", __doc__)
     add = parser.add_argument
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "upgrade": partial(upgrade, changes=[{"max_num_seqs": 24}, {"max_num_seqs": 32}]),
@@ -99,8 +98,8 @@ def upgrade(arguments: argparse.Namespace, *, changes: list[dict[str, Any]]) -> 
                 durations_s.append(round(time.monotonic() - begin_s, 1))
                 time.sleep(SETTLE_S)
                 if len(durations_s) <= len(changes):
-                    load.learn(num_seeds=3)
-                if len(load.answers) >= arguments.requests:
+                    load.learn()
+                if load.num_answers >= arguments.requests:
                     break
     return {"upgrades_s": durations_s, **load.figures()}
 
@@ -115,14 +114,12 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
         _load(endpoints, arguments, arguments.streams // 2) as load,
     ):
         time.sleep(SETTLE_S)
-        burst = _Burst(endpoints, arguments.streams)
         begin_s = time.monotonic()
-        burst.start()
-        _wait_for(2)
-        decided_s = time.monotonic() - begin_s
-        _wait_for(2, state="RUNNING")
-        running_s = time.monotonic() - begin_s
-        burst.stop()
+        with _burst(endpoints, arguments.streams):
+            _wait_for(2)
+            decided_s = time.monotonic() - begin_s
+            _wait_for(2, state="RUNNING")
+            running_s = time.monotonic() - begin_s
         begin_s = time.monotonic()
         _wait_for(1)
         down_s = time.monotonic() - begin_s
@@ -137,51 +134,38 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _load(
-    endpoints: Endpoints, arguments: argparse.Namespace, num_streams: int | None = None
+    endpoints: Endpoints, arguments: argparse.Namespace, num_users: int | None = None
 ) -> Iterator[Load]:
     load = Load(grpc=endpoints.grpc, http=endpoints.http, max_tokens=arguments.tokens)
-    load.learn(num_seeds=3)
-    users = range(num_streams or arguments.streams)
-    threads = [threading.Thread(target=load.run, args=(number,)) for number in users]
-    for thread in threads:
-        thread.start()
-    try:
+    load.learn()
+    with load.running(num_users or arguments.streams):
         yield load
-    finally:
-        load.end()
-        for thread in threads:
-            thread.join()
 
 
-class _Burst:
-    """Long prompts that no cache knows, again and again."""
+@contextlib.contextmanager
+def _burst(endpoints: Endpoints, num_streams: int) -> Iterator[None]:
+    """Long prompts that no cache knows, again and again, as long as the block."""
+    ended = threading.Event()
 
-    def __init__(self, endpoints: Endpoints, num_streams: int) -> None:
-        self._address = endpoints.grpc
-        self._ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,)) for number in range(num_streams)
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, number: int) -> None:
-        sampling = pb.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        with own_channel(self._address) as channel:
+    async def user(number: int) -> None:
+        async with Gateways([endpoints.grpc]) as gateways:
             for turn in itertools.count():
-                if self._ended.is_set():
+                if ended.is_set():
                     return
                 ids = [3 + (number * 997 + turn * 31 + i * (number + 7)) % 4000 for i in range(800)]
-                request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
-                with contextlib.suppress(grpc.RpcError):
-                    list(generate(channel, request))
+                request = Request(name="", token_ids=ids, max_tokens=2)
+                await gateways.send(Stream(request=request))
+
+    async def run() -> None:
+        await asyncio.gather(*map(user, range(num_streams)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _wait_for(num_groups: int, *, state: str | None = None) -> None:

@@ -7,7 +7,6 @@ standard deviation of its logits, which are nearly normal. All cases are measure
 median of all rounds is shown.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench.peers.checkpoints import SHAPES, config_entries
+from bench.report import command, markdown
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.llm import LLM, SamplingParams
@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.sampling", __doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--spread", type=float, default=2.5)
@@ -66,10 +66,11 @@ def main() -> None:
                     taken[name].append(time.perf_counter() - began_s)
     seconds = {name: statistics.median(each[1:]) for name, each in taken.items()}
     print(f"{arguments.requests} sequences, vocabulary {arguments.vocab}, {arguments.spread=}")
-    print("\n| | tokens/s | share of greedy |\n| --- | ---: | ---: |")
-    for name, each in seconds.items():
-        rate = arguments.requests * NUM_TOKENS / each
-        print(f"| {name} | {rate:.0f} | {seconds['greedy'] / each:.2f} |")
+    rows = [
+        [name, f"{arguments.requests * NUM_TOKENS / each:.0f}", f"{seconds['greedy'] / each:.2f}"]
+        for name, each in seconds.items()
+    ]
+    print(f"\n{markdown(['', 'tokens/s', 'share of greedy'], rows)}")
 
 
 def _make_checkpoint(folder: Path, vocab_size: int, spread: float) -> Path:

@@ -7,7 +7,6 @@ output drawn at random among the allowed tokens is valid by the package jsonsche
 whether the value's text is allowed, and how long compiling took.
 """
 
-import argparse
 import ipaddress
 import json
 import random
@@ -24,6 +23,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 from bench.peers.checkpoints import SHAPES, make_checkpoint
+from bench.report import command
 
 from quire.worker.api.arrays import Ints
 from quire.worker.api.errors import InvalidRequest
@@ -42,9 +42,7 @@ EOS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.schemas", __doc__)
     parser.add_argument("--number", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="whose tokenizer; default: a random one")

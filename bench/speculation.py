@@ -13,7 +13,6 @@ guesses are those of a model that writes that text:
     prose        the design document, behind nothing alike
 """
 
-import argparse
 import itertools
 import json
 import random
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bench.peers.checkpoints import SHAPES, make_checkpoint
+from bench.report import command
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
@@ -40,7 +40,7 @@ _NUMBERS = itertools.count()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.speculation", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)

@@ -6,7 +6,6 @@ With an empty cache, which is the default, the first start is a cold one: our C+
 compiled, unless a wheel brought them. Output goes to a pipe, as in a log.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -15,6 +14,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.report import command
 
 FLAGS = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
 SERVES = "Serving "
@@ -31,7 +32,7 @@ class Start:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.start_silence", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="starts, one after the other")
     parser.add_argument("--cache", type=Path, help="of compiled libraries")
     parser.add_argument("flags", nargs="*", help="flags of quire serve")

@@ -3,11 +3,9 @@
     python -m bench.structured [--shape S|M] [--requests 1 32] [--schemas N] [--rounds N]
 
 Throughput is that of the same number of tokens with no constraint and with one on every request, in
-turns: the best and the median of all rounds are shown. Schemas are drawn by a generator.
+turns: the best and the median of all rounds are shown. Schemas are those of `bench.schemas`.
 """
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -19,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from bench.peers.checkpoints import SHAPES, VOCAB_SIZE, make_checkpoint
+from bench.report import command
+from bench.schemas import draw_object
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.structured import Constraint, json_constraint
@@ -47,7 +47,7 @@ RECORDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command("bench.structured", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="M")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--schemas", type=int, default=500)
@@ -68,7 +68,7 @@ def grammars(checkpoint: Path, number: int) -> None:
     print(f"tokenizer of {VOCAB_SIZE} tokens: {time.perf_counter() - began_s:.2f} s\n")
     taken: dict[str, list[float]] = {"compile": [], "mask": [], "replay, a token": []}
     for index in range(number):
-        schema = json_constraint(draw_schema(rng, depth=3) | {"title": str(index)})
+        schema = json_constraint(draw_object(rng, depth=3)[0] | {"title": str(index)})
         seconds, grammar = _timed(partial(made.compile, schema))
         taken["compile"].append(seconds)
         matcher, output = grammar.matcher(), list[int]()
@@ -129,36 +129,6 @@ def throughput(checkpoint: Path, requests: Sequence[int], rounds: int) -> None:
                     f"| {median / statistics.median(shown['none']):.3f} |",
                     flush=True,
                 )
-
-
-def draw_schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """An object with a few properties of all kinds."""
-    names = rng.sample(["id", "name", "email", "kind", "a b", "größe", "items", "ok"], 4)
-    return {
-        "type": "object",
-        "properties": {name: _draw_value(rng, depth - 1) for name in names},
-        "required": rng.sample(names, 2),
-        "additionalProperties": rng.random() < 0.3,
-    }
-
-
-def _draw_value(rng: random.Random, depth: int) -> dict[str, Any]:
-    if depth and rng.random() < 0.5:
-        if rng.random() < 0.5:
-            return draw_schema(rng, depth)
-        return {"type": "array", "items": _draw_value(rng, depth - 1), "maxItems": 9}
-    least = rng.randrange(-1000, 1000)
-    kinds: list[dict[str, Any]] = [
-        {"type": "string"},
-        {"type": "string", "maxLength": rng.randrange(1, 200)},
-        {"type": "string", "pattern": r"^[A-Z]{2,5}-\d+$"},
-        {"type": "string", "format": rng.choice(["date-time", "email", "uuid"])},
-        {"type": "integer", "minimum": least, "maximum": least + rng.randrange(1000)},
-        {"type": "number"},
-        {"type": ["boolean", "null"]},
-        {"enum": [json.dumps(rng.random()) for _ in range(rng.randrange(1, 40))]},
-    ]
-    return rng.choice(kinds)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:

@@ -12,7 +12,6 @@ docs/chaos.md.
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -20,20 +19,17 @@ from pathlib import Path
 
 from bench.chaos.catalog import FAULTS, Fault
 from bench.chaos.cluster import NotReady, cluster_under_fire
-from bench.chaos.report import Row, matrix
 from bench.chaos.stage import Stage, constrained, make_requests, offline, prefill_rate
-from bench.chaos.verdicts import Outcome
+from bench.chaos.verdicts import Outcome, Row, matrix
 from bench.namespaces import why_not
+from bench.provenance import commit
+from bench.report import command
 
 from quire.cluster.deploy.signals import ended_by_signal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command("bench.chaos", __doc__)
     add = parser.add_argument
     add("--fault", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME", help=_names())
     add("--streams", type=int, default=100)
@@ -109,14 +105,11 @@ def _row(stage: Stage, fault: Fault) -> Row:
 
 
 def _head(arguments: argparse.Namespace) -> list[str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return [
         f"# Faults on a real cluster, {datetime.now(UTC):%Y-%m-%d}",
         "",
         f"`python -m bench.chaos --streams {arguments.streams} --tokens {arguments.tokens} "
-        f"--tp {arguments.tp}{' --constrained' * arguments.constrained}`; commit {commit}, "
+        f"--tp {arguments.tp}{' --constrained' * arguments.constrained}`; commit {commit()}, "
         f"{os.cpu_count()} cores.",
         "",
     ]

@@ -53,8 +53,7 @@ def gateway_stopped(stage: Stage) -> Outcome:
     """For so long that the groups give up on it, but not Serve. It may not end anything falsely."""
     outcome = Outcome()
     cluster = stage.cluster
-    load = cluster.clients.load(stage.salted("stopped gateway"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin("stopped gateway")
     at_s = now_s()
     pid = cluster.gateway_pid("front1")
     os.kill(pid, signal.SIGSTOP)

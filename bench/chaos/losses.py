@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench.chaos.clients import Load
 from bench.chaos.cluster import FRONTS, Life, NotReady
 from bench.chaos.stage import MARGIN_S, Stage, now_s, poison
 from bench.chaos.verdicts import Outcome, check_exact, check_gap, num_under_way
-from bench.serving.load import Stream
 
 VICTIM = "a"
 _CUT_S = 8.0
@@ -64,8 +62,7 @@ def partitioned(stage: Stage) -> Outcome:
     """Streams restart all the while, so that some run when the link is cut and when it heals."""
     outcome = Outcome()
     cluster = stage.cluster
-    load = cluster.clients.load(stage.salted("partition"), cluster.gateways, again=True)
-    load.wait_begun()
+    load = stage.begin("partition", again=True)
     resumes = cluster.total("quire_resumes_total")
     at_s = now_s()
     with cluster.network.cut_between(FRONTS[0], VICTIM):
@@ -88,8 +85,7 @@ def disk_filled(stage: Stage) -> Outcome:
     """The disk with a group's logs, while it serves."""
     outcome = Outcome()
     filler = stage.cluster.folder / VICTIM / "filler"
-    load = stage.cluster.clients.load(stage.salted("disk"), stage.cluster.gateways, again=True)
-    load.wait_begun()
+    load = stage.begin("disk", again=True)
     at_s = now_s()
     try:
         outcome.seen.append(f"{_fill(filler) / 2**20:.0f} MiB filled the disk")
@@ -109,11 +105,11 @@ def poisoned(stage: Stage) -> Outcome:
     cluster = stage.cluster
     deaths = cluster.settings["max_group_deaths"]
     before = _lives_so_far(cluster.folder)
-    load = cluster.clients.load(stage.salted("poison"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin("poison")
     at_s = now_s()
     poisoned = cluster.clients.load([poison(num_tokens=40)], cluster.gateways[:1])
-    (victim,) = _ended(poisoned)
+    poisoned.wait_begun()
+    (victim,) = poisoned.wait()
     streams = load.wait()
     error = f"{victim.error}"
     outcome.seen.append(f"the poison: {error.partition(';')[0]}")
@@ -133,14 +129,12 @@ def all_groups_killed(stage: Stage) -> Outcome:
     outcome = Outcome()
     cluster = stage.cluster
     cluster.add_group()
-    load = cluster.clients.load(stage.salted(f"all {now_s()}"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin(f"all {now_s()}")
     resumes = cluster.total("quire_resumes_total")
     lives = cluster.lives()
     at_s = now_s()
     _signal([life.pid for life in lives.values()], signal.SIGKILL)
-    late = cluster.clients.load(stage.salted(f"late {now_s()}"), cluster.gateways)
-    late.wait_begun()
+    late = stage.begin(f"late {now_s()}")
     streams = load.wait() + late.wait()
     resumed = cluster.total("quire_resumes_total") - resumes
     outcome.seen.append(f"{len(lives)} groups killed, {resumed:.0f} resumed")
@@ -159,12 +153,10 @@ def head_killed(stage: Stage) -> Outcome:
     """Every process of the head's host at once; then a head in its place."""
     outcome = Outcome()
     cluster = stage.cluster
-    load = cluster.clients.load(stage.salted("head"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin("head")
     cluster.network.hosts["head"].power_off()
     check_exact(outcome, load.wait(), stage.reference)
-    again = cluster.clients.load(stage.salted("headless"), cluster.gateways)
-    again.wait_begun()
+    again = stage.begin("headless")
     outcome.seen.append("then, without a head")
     check_exact(outcome, again.wait(), stage.reference)
     kept = cluster.lives()
@@ -187,8 +179,7 @@ def _strike(
     outcome = Outcome()
     cluster = stage.cluster
     life = cluster.lives()[victim]
-    load = cluster.clients.load(stage.salted(f"strike {now_s()}"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin(f"strike {now_s()}")
     resumes = cluster.total("quire_resumes_total")
     at_s = now_s()
     strike(life)
@@ -238,8 +229,3 @@ def _fill(path: Path) -> int:
 
 def _lives_so_far(folder: Path) -> int:
     return sum(1 for _ in (folder / "lives").glob("*.json"))
-
-
-def _ended(load: Load) -> list[Stream]:
-    load.wait_begun()
-    return load.wait()

@@ -103,8 +103,7 @@ def cache_exhausted(stage: Stage) -> Outcome:
     engine = cluster.settings["engine"]
     cluster.deploy(engine={**engine, "num_blocks": SMALL_CACHE})
     cluster.wait_ready()
-    load = cluster.clients.load(stage.salted("exhausted"), cluster.gateways)
-    load.wait_begun()
+    load = stage.begin("exhausted")
     at_s = now_s()
     streams = load.wait()
     block_size = 16

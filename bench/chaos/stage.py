@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from bench.chaos.app import POISON
+from bench.chaos.clients import Load
 from bench.chaos.cluster import Cluster
 from bench.chaos.verdicts import Outcome, Reference, tokens_to_recompute
 from bench.serving.load import Request, Stream
@@ -35,6 +36,12 @@ class Stage:
     def salted(self, salt: str) -> list[Request]:
         """The requests as another tenant's: nothing of their prompts is cached."""
         return [replace(request, cache_salt=salt) for request in self.requests]
+
+    def begin(self, salt: str, *, again: bool = False) -> Load:
+        """Sends the salted requests to both gateways; returns when all are under way."""
+        load = self.cluster.clients.load(self.salted(salt), self.cluster.gateways, again=again)
+        load.wait_begun()
+        return load
 
     def recompute_s(self, streams: Sequence[Stream], *, group: str, at_s: float) -> float:
         """The time to recompute the contexts of ``group``'s streams, one after the other."""
@@ -92,10 +99,6 @@ def constrained(requests: Sequence[Request]) -> list[Request]:
         replace(request, form=forms[number // 2 % 2], may_stop=True)
         for number, request in enumerate(requests)
     ]
-
-
-def _form(constraint: Constraint) -> dict[str, str]:
-    return {constraint.kind: constraint.text}
 
 
 def _constraint(form: Mapping[str, str]) -> Constraint | None:

@@ -1,8 +1,9 @@
-"""Compares the streams' ends with the promises. Pure."""
+"""Compares the streams' ends with the promises, and tables what came of it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bench.report import markdown_row
 from bench.serving.load import Stream, differences
 
 Reference = Mapping[str, Sequence[int]]
@@ -78,3 +79,25 @@ def tokens_to_recompute(streams: Sequence[Stream], *, group: str, at_s: float) -
         for stream in streams
         if stream.group == group and stream.sent_s <= at_s < stream.ended_s
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    fault: str
+    promised: str
+    outcome: Outcome
+
+
+def matrix(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| fault | promised | seen | holds |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        outcome = row.outcome
+        seen = "; ".join([*outcome.seen, *(f"**{what}**" for what in outcome.broken)])
+        holds = "no" if outcome.broken else "yes" if outcome.was_run else "not run"
+        cells = (row.fault, row.promised, seen, holds)
+        yield markdown_row(map(_cell, cells))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

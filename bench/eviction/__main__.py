@@ -8,12 +8,11 @@ grows with the position). `optimum` knows the future (Belady). The last table is
 and policy together per block of a prompt; the difference to LRU's column is what a policy adds.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.eviction.baselines import FurthestNextUse, Lru, S3Fifo
+from bench.eviction.baselines import FurthestNextUse, Lru
 from bench.eviction.replay import (
     Prompt,
     Savings,
@@ -24,12 +23,12 @@ from bench.eviction.replay import (
     replay,
     scans,
 )
+from bench.report import command
 
 from quire.worker.cache.eviction import LowestUtility, PolicyFactory
 
 POLICIES: dict[str, PolicyFactory] = {
     "LRU": Lru,
-    "S3-FIFO": S3Fifo,
     "ours": LowestUtility,
 }
 TRACES = {
@@ -45,9 +44,7 @@ WORKLOADS: dict[str, tuple[Callable[[], list[Prompt]], Sequence[int]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.eviction", __doc__)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     names = [*TRACES, *WORKLOADS]
     parser.add_argument("--workload", nargs="*", choices=names, default=names)

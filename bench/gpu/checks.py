@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from bench.gpu.lines import Lines
 from bench.gpu.shapes import SHAPES, Scale
-from bench.kernels import gpu_stream_cases
-from bench.stream_kernels import StreamCase
+from bench.gpu.streams import StreamCase, stream_cases
 from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
@@ -39,7 +38,7 @@ def check_kernels(
         what = f"{str(dtype).removeprefix('torch.')} head {head_size} block {block_size}"
         if not lines.begin(what):
             continue
-        batch = paged_batch(
+        plain = paged_batch(
             RAGGED,
             num_heads=6,
             num_kv_heads=2,
@@ -48,16 +47,15 @@ def check_kernels(
             dtype=dtype,
             device=device,
         )
-        if device.type == "cpu":
-            batch = batch.stored_by(backend)
-        yield f"twin, {what}", _fault(partial(_check_twin, batch, backend))
+        batch = plain.stored_by(backend) if device.type == "cpu" else plain
+        yield f"twin, {what}", _fault(partial(_check_twin, plain, batch, backend))
         yield f"bits, {what}", _fault(partial(_check_bits, batch, backend))
         if device.type == "cuda":
             yield f"write, {what}", _fault(partial(_check_write, batch, backend))
             yield f"shared, {what}", _fault(partial(_check_shared, batch, backend))
     if device.type == "cuda" and share == 0:
         for name, shape in list(SHAPES.items())[:2]:
-            for case in gpu_stream_cases(shape, device):
+            for case in stream_cases(shape, device):
                 if not lines.begin(f"{case.name}, {name}"):
                     continue
                 yield f"twin, {case.name}, {name}", _fault(partial(_check_stream, case))
@@ -89,23 +87,11 @@ def _fault(check: Callable[[], None]) -> str:
     return ""
 
 
-def _check_twin(batch: PagedBatch, backend: AttentionBackend) -> None:
+def _check_twin(plain: PagedBatch, batch: PagedBatch, backend: AttentionBackend) -> None:
     # The twin reads a cache as the reference lays it out.
-    expected = _plain(batch).expected()
+    expected = plain.expected()
     assert_near_twin(batch.attend(backend, num_decodes=NUM_DECODES), expected)
     assert_near_twin(batch.attend(backend, num_decodes=0), expected)
-
-
-def _plain(batch: PagedBatch) -> PagedBatch:
-    return paged_batch(
-        batch.rows,
-        num_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_size=batch.q.shape[2],
-        block_size=batch.k_cache.shape[1],
-        dtype=batch.q.dtype,
-        device=batch.q.device,
-    )
 
 
 def _check_bits(batch: PagedBatch, backend: AttentionBackend) -> None:

@@ -1,10 +1,8 @@
 """Whether a row's bits depend on its company: of matrix products, and of a whole model."""
 
-import itertools
-
 import torch
 from bench.gpu.lines import Lines
-from bench.gpu.model import decode_step, engine_rank, prompt_step
+from bench.gpu.model import decode_step, engine_rank, prompt_step, ways
 from bench.gpu.shapes import Scale, linear_shapes
 from torch import Tensor
 
@@ -39,22 +37,16 @@ def check_model(scale: Scale, lines: Lines) -> None:
         runner = executor._runner
         assert runner is not None
         vocab_size = int(scale.llama["vocab_size"])
-        for k_cache, v_cache in runner._kv:
-            k_cache.normal_()
-            v_cache.normal_()
         context = scale.decodes[0][1]
-        graphs = runner._graphs
-        ways = {"call by call": None} | ({} if graphs is None else {"graph": graphs})
         alone = None
         sizes = sorted({rows for rows, length in scale.decodes if length == context})
-        for rows, (way, used) in itertools.product(sizes, ways.items()):
-            if not lines.begin(f"decode {rows}, {way}"):
-                continue
-            runner._graphs = used
-            row = _first_row(runner, decode_step(rows, context, vocab_size))
-            alone = row if alone is None else alone
-            _say(lines, f"decode logits of a row in {rows}, {way}, against alone", row, alone)
-        runner._graphs = graphs
+        for way in ways(runner):
+            for rows in sizes:
+                if not lines.begin(f"decode {rows}, {way}"):
+                    continue
+                row = _first_row(runner, decode_step(rows, context, vocab_size))
+                alone = row if alone is None else alone
+                _say(lines, f"decode logits of a row in {rows}, {way}, against alone", row, alone)
         if lines.begin("repeats"):
             step = decode_step(sizes[-1], context, vocab_size)
             first = _first_row(runner, step)
@@ -67,12 +59,8 @@ def check_model(scale: Scale, lines: Lines) -> None:
             cut = length // 3
             _first_row(runner, prompt_step(0, cut, vocab_size))
             chunked = _first_row(runner, prompt_step(cut, length - cut, vocab_size))
-            _say(
-                lines,
-                f"logits of a prompt of {length} in two chunks, against whole",
-                chunked,
-                whole,
-            )
+            what = f"logits of a prompt of {length} in two chunks, against whole"
+            _say(lines, what, chunked, whole)
 
 
 def _first_row(runner: ModelRunner, step: StepInput) -> Tensor:

@@ -4,13 +4,12 @@ A run may end at any moment: the machine is lent, a kernel may fault, a time lim
 nothing is kept in memory: parts append to one file, and the table is made from that file, also
 from the file of a run that was cut off.
 
-Kinds of lines, by ``kind``: ``fact`` (what, value), ``timing`` (a `Timing`), ``begin`` (case: what
-the part is about to run), ``fault`` (what, fault), ``part`` (seconds, outcome).
+Kinds of lines, by ``kind``: ``fact`` (what, value), ``timing`` (a row of the table), ``begin``
+(case: what the part is about to run), ``fault`` (what, fault), ``part`` (seconds, outcome).
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,6 @@ Line = dict[str, Any]
 
 LINES_NAME = "gpu.jsonl"
 TABLE_NAME = "gpu.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One row of the table."""
-
-    shape: str
-    case: str
-    implementation: str
-    ms: float
-    rate: str
-    """Bytes or flops a second, or tokens, with their unit."""
-    share_of_limit: float | None
-    """The floor, from the measured copy or matrix product, divided by the time."""
 
 
 class Lines:
@@ -47,8 +32,20 @@ class Lines:
     def fact(self, what: str, value: object) -> None:
         self._append({"kind": "fact", "what": what, "value": value})
 
-    def timing(self, timing: Timing) -> None:
-        self._append({"kind": "timing", **asdict(timing)})
+    def timing(
+        self,
+        shape: str,
+        case: str,
+        implementation: str,
+        *,
+        seconds: float,
+        rate: str,
+        floor_s: float | None,
+    ) -> None:
+        """A row of the table. ``rate`` has its unit; ``floor_s`` is by the measured limits."""
+        share = None if floor_s is None else floor_s / seconds
+        row = {"shape": shape, "case": case, "implementation": implementation}
+        self._append({"kind": "timing", **row, "ms": seconds * 1e3, "rate": rate, "share": share})
 
     def begin(self, case: str) -> bool:
         """Says what comes next, so that a fault can be told from its neighbours.
@@ -59,6 +56,10 @@ class Lines:
             return False
         self._append({"kind": "begin", "case": case})
         return True
+
+    def not_run(self, what: str, why: Exception) -> None:
+        """What cannot be done here, and is no fault."""
+        self.fact(f"not run: {what}", f"{type(why).__name__}: {why}"[:200])
 
     def fault(self, what: str, fault: str) -> None:
         self._append({"kind": "fault", "what": what, "fault": fault})
@@ -133,7 +134,7 @@ def write_table(folder: Path) -> Path:
     page += ["|---|---|---|---:|---:|---:|"]
     for line in lines:
         if line["kind"] == "timing":
-            share = "" if line["share_of_limit"] is None else f"{line['share_of_limit']:.1%}"
+            share = "" if line["share"] is None else f"{line['share']:.1%}"
             page.append(
                 f"| {line['shape']} | {line['case']} | {line['implementation']} "
                 f"| {line['ms']:.4f} | {line['rate']} | {share} |"

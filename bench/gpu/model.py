@@ -1,5 +1,6 @@
 """A Llama of random weights through the engine's own model runner: decode steps and a workload."""
 
+import itertools
 import json
 import statistics
 import tempfile
@@ -12,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench.gpu.lines import Lines, Timing
+from bench.gpu.lines import Lines
 from bench.gpu.shapes import BLOCK_SIZE, Scale, check_fits
-from bench.kernels import Ceilings
-from bench.random_weights import RandomWeights
+from bench.gpu.timings import Timer
+from torch import Tensor
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.hashing import as_token_ids
@@ -35,56 +36,58 @@ from quire.worker.step.sampling_batch import SamplingBatch
 SHAPE = "Llama 8B"
 
 
-def model_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+def model_timings(timer: Timer) -> None:
     """Decode steps call by call and as a graph, prefill steps, a workload; memory as predicted."""
+    scale, ceilings, lines = timer.scale, timer.ceilings, timer.lines
     with engine_rank(scale, lines) as (executor, config):
         runner = executor._runner
         assert runner is not None
         model = read_model_spec(config.model)
-        for k_cache, v_cache in runner._kv:  # what was there before may be NaN
-            k_cache.normal_()
-            v_cache.normal_()
-        graphs = runner._graphs
-        ways = {"call by call": None} | ({} if graphs is None else {"graph": graphs})
         for rows, context in scale.decodes:
             step = decode_step(rows, context, model.vocab_size)
             floor_s = _decode_bytes(model, rows, context, scale) / ceilings.copy_bytes_per_s
-            for way, used in ways.items():
+            for way in ways(runner):
                 if not lines.begin(f"decode step {rows} x {context}, {way}"):
                     continue
-                runner._graphs = used
                 for part, duration in _step_seconds(runner, step, scale).items():
-                    yield Timing(
-                        shape=SHAPE,
-                        case=f"decode step {rows} x {context}, {part}",
-                        implementation=f"quire, {way}",
-                        ms=duration * 1e3,
+                    lines.timing(
+                        SHAPE,
+                        f"decode step {rows} x {context}, {part}",
+                        f"quire, {way}",
+                        seconds=duration,
                         rate=f"{rows / duration:.0f} tokens/s",
-                        share_of_limit=floor_s / duration,
+                        floor_s=floor_s,
                     )
-        runner._graphs = graphs
         for cached, new in scale.prompts:
             if not lines.begin(f"prefill {new} after {cached}"):
                 continue
             step = prompt_step(cached, new, model.vocab_size)
             duration = _step_seconds(runner, step, scale)["logits"]
             flops = _prefill_flops(model, cached, new)
-            floor_s = max(
-                flops / ceilings.matmul_flops,
-                _decode_bytes(model, 1, cached, scale) / ceilings.copy_bytes_per_s,
-            )
-            yield Timing(
-                shape=SHAPE,
-                case=f"prefill step {new} after {cached}",
-                implementation="quire",
-                ms=duration * 1e3,
+            read_s = _decode_bytes(model, 1, cached, scale) / ceilings.copy_bytes_per_s
+            lines.timing(
+                SHAPE,
+                f"prefill step {new} after {cached}",
+                "quire",
+                seconds=duration,
                 rate=f"{flops / duration / 1e12:.1f} TFLOP/s",
-                share_of_limit=floor_s / duration,
+                floor_s=max(flops / ceilings.matmul_flops, read_s),
             )
         if lines.begin("end to end"):
-            yield from _workload(executor, config, scale, lines)
+            _workload(executor, config, scale, lines)
         if scale.device.type == "cuda":
             lines.fact("memory allocated at most, GiB", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def ways(runner: ModelRunner) -> Iterator[str]:
+    """The ways of a decode step; the runner goes each in turn, and in the end as it did before."""
+    graphs = runner._graphs
+    for way, used in {"call by call": None, "graph": graphs}.items():
+        if way == "graph" and graphs is None:
+            continue
+        runner._graphs = used
+        yield way
+    runner._graphs = graphs
 
 
 @contextmanager
@@ -132,9 +135,45 @@ def engine_rank(
         if lines is not None:
             lines.fact("start of a rank with its graphs, s", time.perf_counter() - start)
         try:
+            assert executor._runner is not None
+            for cache in itertools.chain(*executor._runner._kv):
+                cache.normal_()  # what was there before may be NaN
             yield executor, config
         finally:
             executor.close()
+
+
+class RandomWeights(Weights):
+    """Drawn where a checkpoint's would be read: norms are ones, biases too."""
+
+    def __init__(self, *, std: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._std = std
+        self.stored = None
+        self._unchecked = []
+
+    def has(self, module: str) -> bool:
+        """There is no file."""
+        return False
+
+    def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
+        pass
+
+    def read_into(
+        self,
+        out: Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        del name, rows, columns
+        if len(shape) == 1:
+            out.fill_(1)
+        else:
+            out.normal_(std=self._std)
 
 
 @contextmanager
@@ -243,7 +282,7 @@ def _step_seconds(runner: ModelRunner, step: StepInput, scale: Scale) -> dict[st
 
 def _workload(
     executor: InProcessExecutor, config: EngineConfig, scale: Scale, lines: Lines
-) -> Iterator[Timing]:
+) -> None:
     """Requests that arrive together and share nothing; and the wall time of its decode steps,
     beside which the step by itself shows what the host adds."""
     requests, prompt_len, max_tokens = scale.workload
@@ -276,11 +315,11 @@ def _workload(
         duration = time.perf_counter() - start
         if decodes:
             lines.fact(f"decode step of {rows} in the engine, ms", statistics.median(decodes) * 1e3)
-        yield Timing(
-            shape=SHAPE,
-            case=f"end to end, {rows} requests of {prompt_len} + {max_tokens}",
-            implementation="quire",
-            ms=duration * 1e3,
+        lines.timing(
+            SHAPE,
+            f"end to end, {rows} requests of {prompt_len} + {max_tokens}",
+            "quire",
+            seconds=duration,
             rate=f"{num_tokens / duration:.0f} output tokens/s",
-            share_of_limit=None,
+            floor_s=None,
         )

@@ -6,28 +6,46 @@
 ``compute-sanitizer``.
 """
 
-import argparse
+import importlib
 import itertools
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu.lines import Lines, Timing, fact, read_lines
+from bench.gpu.cases import Ceilings, measure_ceilings
+from bench.gpu.checks import check_kernels, check_one
+from bench.gpu.lines import Lines, fact, read_lines
 from bench.gpu.shapes import Scale, check_fits, dry_scale, full_scale, memory_plan
-from bench.kernels import Ceilings, measure_ceilings
+from bench.gpu.timings import Timer
 from bench.provenance import commit, cpu
+from bench.report import command
 
 from quire.kernels.products import make_batch_invariant
 
-Timings = Callable[[Scale, Ceilings, Lines], Iterator[Timing]]
 _H100_BYTES = int(79.65 * 2**30)
+TIMED = {
+    "model": "model.model_timings",
+    "free_model": "model.model_timings",
+    "attention": "timings.attention_timings",
+    "linear": "timings.linear_timings",
+    "streams": "timings.stream_timings",
+    "shared": "timings.shared_timings",
+    "variants": "variants.variant_timings",
+    "peers": "peers.peer_timings",
+}
+OTHERS = {
+    "products": "invariance.check_products",
+    "free_products": "invariance.check_products",
+    "invariance": "invariance.check_model",
+    "profile": "profiling.profile_steps",
+}
+"""Their functions are imported late, since one of these modules may not import."""
 
 
 def probe(scale: Scale, lines: Lines) -> None:
@@ -45,8 +63,6 @@ def probe(scale: Scale, lines: Lines) -> None:
         check_fits(full_scale(), _H100_BYTES)
     for name, size in memory_plan(full_scale()).items():
         lines.fact(f"full run, {name}, GiB", size / 2**30)
-    from bench.gpu.checks import check_one
-
     check_one(scale)
     lines.fact("a decode kernel against its twin", "agrees")
 
@@ -65,8 +81,6 @@ def warm(scale: Scale, lines: Lines, *, share: int, num_shares: int) -> None:
     """Compiles what the later parts launch: Triton keeps it on the disk for their processes."""
     if scale.device.type == "cpu":
         return
-    from bench.gpu.checks import check_kernels
-
     checks = check_kernels(scale, lines, share=share, num_shares=num_shares)
     for _ in itertools.islice(checks, 8):  # Two combinations in each process, the common ones.
         pass
@@ -74,39 +88,12 @@ def warm(scale: Scale, lines: Lines, *, share: int, num_shares: int) -> None:
 
 def check(scale: Scale, lines: Lines, *, share: int, num_shares: int) -> None:
     """Every kernel against its twin, and a row's bits alone against its bits in a batch."""
-    from bench.gpu.checks import check_kernels
-
     num_checks = 0
     for what, fault in check_kernels(scale, lines, share=share, num_shares=num_shares):
         num_checks += 1
         if fault:
             lines.fault(what, fault)
     lines.fact(f"checks, share {share + 1} of {num_shares}", num_checks)
-
-
-def timed(name: str) -> Timings:
-    """The function of a part that yields timings; imported late, since one may not import."""
-    from bench.gpu import timings
-
-    if name in ("model", "free_model"):
-        from bench.gpu.model import model_timings
-
-        return model_timings
-    if name == "variants":
-        from bench.gpu.variants import variant_timings
-
-        return variant_timings
-    if name == "peers":
-        from bench.gpu.peers import peer_timings
-
-        return peer_timings
-    return {
-        "attention": timings.attention_timings,
-        "linear": timings.linear_timings,
-        "streams": timings.stream_timings,
-        "shared": timings.shared_timings,
-        "all_reduce": timings.all_reduce_timings,
-    }[name]
 
 
 def run_part(
@@ -116,35 +103,19 @@ def run_part(
     lines = Lines(folder, name, only=only)
     if not (name.startswith("free_") or scale.is_dry):
         make_batch_invariant()  # As an engine does, and what the others are compared with.
-    if name == "probe":
-        probe(scale, lines)
-    elif name == "ceilings":
-        ceilings(scale, lines)
-    elif name == "host":
-        from bench.gpu.host import time_host
-
-        time_host(lines)
+    if name in TIMED:
+        _function(TIMED[name])(Timer(scale, _known_ceilings(folder, scale), lines))
+    elif name in OTHERS:
+        _function(OTHERS[name])(scale, lines)
     elif name in ("warm", "check"):
         {"warm": warm, "check": check}[name](scale, lines, share=share, num_shares=num_shares)
-    elif name in ("products", "free_products"):
-        from bench.gpu.invariance import check_products
-
-        check_products(scale, lines)
-    elif name == "invariance":
-        from bench.gpu.invariance import check_model
-
-        check_model(scale, lines)
-    elif name == "profile":
-        from bench.gpu.profiling import profile_steps
-
-        profile_steps(scale, lines)
-    elif name == "counters":
-        from bench.gpu.profiling import count_launches
-
-        count_launches(scale, lines)
     else:
-        for timing in timed(name)(scale, _known_ceilings(folder, scale), lines):
-            lines.timing(timing)
+        {"probe": probe, "ceilings": ceilings}[name](scale, lines)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(f"bench.gpu.{module}"), function)
 
 
 def _known_ceilings(folder: Path, scale: Scale) -> Ceilings:
@@ -177,7 +148,7 @@ def _about(scale: Scale) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.part")
+    parser = command("bench.gpu.part", __doc__)
     parser.add_argument("name")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", help="on a CPU, small")

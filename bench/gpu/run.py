@@ -7,8 +7,8 @@ Needs torch with CUDA, triton, and what the engine needs (for the model; not Ray
 process of its own with a time limit, in the order of what would be missed most if the machine
 were taken away; every figure is a line in ``DIR/gpu.jsonl`` as soon as it is known, and
 ``DIR/gpu.md`` is the table of all lines so far. A part that crashes is a fault in the table and
-leaves the others alone; the case that it died in is repeated under ``compute-sanitizer`` where
-that is installed.
+leaves the others alone; `bench.gpu.part` repeats the case that it died in, for instance under
+``compute-sanitizer``.
 
 ``--budget-s`` ends the run in time: what no longer fits is said and left out, and a later call
 with ``--parts`` and the same DIR goes on. ``--check`` runs all of it on a CPU, small: a test of
@@ -17,9 +17,7 @@ these scripts and of the memory that the full run will need, and of nothing else
 The exit status is 1 where a part failed or a kernel was wrong.
 """
 
-import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.lines import Lines, read_lines, write_table
+from bench.report import command, names
 
 ROOT = Path(__file__).resolve().parents[2]
-_SANITIZER_S = 120.0
 _LAST_WORDS = 1500
 
 
@@ -47,7 +45,6 @@ class Part:
 PARTS = (
     Part(name="probe", limit_s=120),
     Part(name="ceilings", limit_s=60),
-    Part(name="host", limit_s=60),
     Part(name="warm", limit_s=240, num_processes=12),
     Part(name="model", limit_s=420),
     Part(name="products", limit_s=90),
@@ -60,10 +57,8 @@ PARTS = (
     Part(name="shared", limit_s=120),
     Part(name="profile", limit_s=180),
     Part(name="variants", limit_s=420),
-    Part(name="all_reduce", limit_s=60),
     Part(name="check", limit_s=540, num_processes=12),
     Part(name="peers", limit_s=300),
-    Part(name="counters", limit_s=300),
 )
 
 
@@ -118,32 +113,7 @@ def _run_part(part: Part, lines: Lines, folder: Path, *, limit_s: float, is_dry:
                 last_line = words.splitlines()[-1] if words else ""
                 lines.fault(f"the part, in {where}", f"status {status}: {last_line}\n{words}")
                 outcomes.append(f"failed in {where}")
-                if case and not is_dry:
-                    _sanitize(part, case, lines)
     return "; ".join(outcomes) or "done"
-
-
-def _sanitize(part: Part, case: str, lines: Lines) -> None:
-    """Runs the case once more under a checker of memory accesses."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        return
-    command = [sanitizer, "--tool", "memcheck", *_command(part.name, Path(os.devnull), False)]
-    try:
-        done = subprocess.run(
-            [*command, "--only", case],
-            cwd=ROOT,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=_SANITIZER_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        lines.fact(f"sanitizer, {case}", f"took more than {_SANITIZER_S:.0f} s")
-        return
-    found = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-    lines.fact(f"sanitizer, {case}", "\n".join(found[:20]))
 
 
 def _command(name: str, folder: Path, is_dry: bool) -> list[str]:
@@ -166,14 +136,6 @@ def _last_case(folder: Path, part: str) -> str:
     return cases[-1] if cases else ""
 
 
-def _chosen(names: str, parser: argparse.ArgumentParser) -> tuple[Part, ...]:
-    wanted = [name for name in names.split(",") if name]
-    known = {part.name: part for part in PARTS}
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--parts: no {', '.join(unknown)}; there are {', '.join(known)}")
-    return tuple(part for part in PARTS if not wanted or part.name in wanted)
-
-
 def _has_device() -> bool:
     import torch
 
@@ -181,19 +143,16 @@ def _has_device() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.run")
+    parser = command("bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=Path("quire-bench-gpu"))
     parser.add_argument("--budget-s", type=float, default=2700.0, help="for all parts together")
-    parser.add_argument("--parts", default="", help="some of them, by name, with commas")
+    known = [part.name for part in PARTS]
+    parser.add_argument("--parts", type=names(known), default=known, help="by name, with commas")
     parser.add_argument("--check", action="store_true", help="a dry run on a CPU")
     options = parser.parse_args(arguments)
-    parts = _chosen(options.parts, parser)
+    parts = tuple(part for part in PARTS if part.name in options.parts)
     if not options.check and not _has_device():
-        print(
-            "bench.gpu.run: torch finds no CUDA device; `--check` runs it on a CPU, and "
-            "`python -m bench.kernels` times one",
-            file=sys.stderr,
-        )
+        print("bench.gpu.run: torch finds no CUDA device; `--check` runs on a CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere) if options.check else options.out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench.kernels import CPU_SHAPE, GPU_CASES, GPU_SHAPE, Case, Shape
+from bench.gpu.cases import CPU_SHAPE, GPU_CASES, GPU_SHAPE, Case, Shape
 
 SHAPES = {
     "32:8 heads of 128": GPU_SHAPE,

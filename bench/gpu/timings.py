@@ -1,139 +1,153 @@
 """Each kernel's time against the device's measured limits."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from bench.gpu.lines import Lines, Timing
+from bench.gpu.cases import Case, Ceilings, Shape, make_batch, seconds
+from bench.gpu.lines import Lines
 from bench.gpu.shapes import Scale, linear_shapes
-from bench.kernels import (
-    Case,
-    Ceilings,
-    Shape,
-    gpu_stream_cases,
-    make_batch,
-    seconds,
-    write_kv_seconds,
-)
-from tools.kernels.testing import PagedBatch, shared_splits
+from bench.gpu.streams import stream_cases
+from tools.kernels.testing import shared_splits
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 
 
-def attention_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+class Timer:
+    """Times calls; each time is a line at once."""
+
+    def __init__(self, scale: Scale, ceilings: Ceilings, lines: Lines) -> None:
+        self.scale = scale
+        self.ceilings = ceilings
+        self.lines = lines
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        return seconds(call, device=self.scale.device, budget_s=self.scale.budget_s)
+
+    def time_bytes(
+        self, shape: str, case: str, implementation: str, call: Callable[[], object], size: int
+    ) -> None:
+        """A call that must move ``size`` bytes, beside a copy of as many."""
+        duration = self.seconds(call)
+        self.lines.timing(
+            shape,
+            case,
+            implementation,
+            seconds=duration,
+            rate=f"{size / duration / 1e9:.1f} GB/s",
+            floor_s=size / self.ceilings.copy_bytes_per_s,
+        )
+
+    def time_case(
+        self,
+        name: str,
+        shape: Shape,
+        case: Case,
+        implementation: str,
+        call: Callable[[], object],
+    ) -> None:
+        """Attention: decodes against bytes, prefills against flops."""
+        if case.is_decode:
+            self.time_bytes(name, case.name, implementation, call, case.kv_bytes(shape))
+            return
+        duration, flops = self.seconds(call), case.flops(shape)
+        self.lines.timing(
+            name,
+            case.name,
+            implementation,
+            seconds=duration,
+            rate=f"{flops / duration / 1e12:.1f} TFLOP/s",
+            floor_s=flops / self.ceilings.matmul_flops,
+        )
+
+
+def attention_timings(timer: Timer) -> None:
     """Decode and prefill attention, and decode over a float8 cache."""
-    device = scale.device
+    scale, device = timer.scale, timer.scale.device
     backend = backend_for(device)
     for (name, shape), case in itertools.product(scale.shapes.items(), scale.cases):
-        if not lines.begin(f"{case.name}, {name}"):
+        if not timer.lines.begin(f"{case.name}, {name}"):
             continue
         batch = make_batch(case, shape, device)
         if device.type == "cpu":
             batch = batch.stored_by(backend)
-        call = batch.call(backend, num_decodes=len(case.rows) if case.is_decode else 0)
-        duration = seconds(call, device=device, budget_s=scale.budget_s)
-        yield case_timing(name, shape, case, "quire", duration, ceilings)
-        if case.is_decode and len(case.rows) in (1, 256) and device.type == "cuda":
-            yield _float8_timing(name, shape, case, batch, scale, ceilings)
+        num_decodes = len(case.rows) if case.is_decode else 0
+        timer.time_case(name, shape, case, "quire", batch.call(backend, num_decodes=num_decodes))
+        if num_decodes in (1, 256) and device.type == "cuda":
+            options = AttentionOptions(k_scale=0.02, v_scale=0.02)
+            cached = replace(
+                batch,
+                k_cache=(batch.k_cache.float() / options.k_scale).to(torch.float8_e4m3fn),
+                v_cache=(batch.v_cache.float() / options.v_scale).to(torch.float8_e4m3fn),
+            )
+            call = cached.call(backend, num_decodes=num_decodes, options=options)
+            size = case.kv_bytes(shape) // 2
+            timer.time_bytes(name, f"{case.name}, float8", "quire", call, size)
 
 
-def _float8_timing(
-    name: str, shape: Shape, case: Case, batch: PagedBatch, scale: Scale, ceilings: Ceilings
-) -> Timing:
-    options = AttentionOptions(k_scale=0.02, v_scale=0.02)
-    cached = replace(
-        batch,
-        k_cache=(batch.k_cache.float() / options.k_scale).to(torch.float8_e4m3fn),
-        v_cache=(batch.v_cache.float() / options.v_scale).to(torch.float8_e4m3fn),
-    )
-    backend = backend_for(scale.device)
-    call = cached.call(backend, num_decodes=len(case.rows), options=options)
-    duration = seconds(call, device=scale.device, budget_s=scale.budget_s)
-    size = case.kv_bytes(shape) // 2
-    return bytes_timing(name, f"{case.name}, float8", "quire", duration, size, ceilings)
-
-
-def case_timing(
-    shape_name: str, shape: Shape, case: Case, implementation: str, duration: float,
-    ceilings: Ceilings,
-) -> Timing:  # fmt: skip
-    """Decodes against bytes, prefills against flops."""
-    if case.is_decode:
-        size = case.kv_bytes(shape)
-        return bytes_timing(shape_name, case.name, implementation, duration, size, ceilings)
-    flops = case.flops(shape) / duration
-    return Timing(
-        shape=shape_name,
-        case=case.name,
-        implementation=implementation,
-        ms=duration * 1e3,
-        rate=f"{flops / 1e12:.1f} TFLOP/s",
-        share_of_limit=flops / ceilings.matmul_flops,
-    )
-
-
-def linear_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+def linear_timings(timer: Timer) -> None:
     """Each linear layer of the model, at few rows against its bytes, at many against its flops."""
+    scale, ceilings = timer.scale, timer.ceilings
     backend = backend_for(scale.device)
     for name, outputs, inputs in linear_shapes(scale):
-        if not lines.begin(f"linear {name}"):
+        if not timer.lines.begin(f"linear {name}"):
             continue
         weight = torch.randn(outputs, inputs, device=scale.device).to(scale.dtype) * 0.02
         layer = backend.pack_linear(weight)
         for rows in (1, 3) if scale.is_dry else (1, 8, 32, 64, 128, 256, 2048):
             x = torch.randn(rows, inputs, device=scale.device).to(scale.dtype)
-            duration = seconds(partial(layer, x), device=scale.device, budget_s=scale.budget_s)
+            duration = timer.seconds(partial(layer, x))
             size = weight.nbytes + x.nbytes * (inputs + outputs) // inputs
             flops = 2 * rows * outputs * inputs
-            floor_s = max(size / ceilings.copy_bytes_per_s, flops / ceilings.matmul_flops)
-            yield Timing(
-                shape="Llama 8B",
-                case=f"linear {name} {rows} x {inputs} -> {outputs}",
-                implementation=backend.name,
-                ms=duration * 1e3,
+            timer.lines.timing(
+                "Llama 8B",
+                f"linear {name} {rows} x {inputs} -> {outputs}",
+                backend.name,
+                seconds=duration,
                 rate=f"{size / duration / 1e9:.0f} GB/s, {flops / duration / 1e12:.1f} TFLOP/s",
-                share_of_limit=floor_s / duration,
+                floor_s=max(size / ceilings.copy_bytes_per_s, flops / ceilings.matmul_flops),
             )
 
 
-def stream_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+def stream_timings(timer: Timer) -> None:
     """The kernels that memory limits."""
-    device = scale.device
+    scale, device = timer.scale, timer.scale.device
     backend = backend_for(device)
     counts = (1, 64) if scale.is_dry else (1, 64, 2048, 16384)
     for (name, shape), num_tokens in itertools.product(scale.shapes.items(), counts):
-        if not lines.begin(f"write_kv {num_tokens}, {name}"):
+        if not timer.lines.begin(f"write_kv {num_tokens}, {name}"):
             continue
-        duration, size = write_kv_seconds(
-            shape, num_tokens=num_tokens, backend=backend, device=device
-        )
-        yield bytes_timing(name, f"write_kv {num_tokens}", "quire", duration, size, ceilings)
-    for name, shape in (
-        dict(list(scale.shapes.items())[:2]).items() if device.type == "cuda" else ()
-    ):
-        for stream in gpu_stream_cases(shape, device):
-            if not lines.begin(f"{stream.name}, {name}"):
-                continue
-            for implementation, call in {"quire": stream.kernel, "twin": stream.twin}.items():
-                duration = seconds(call, device=device, budget_s=scale.budget_s)
-                yield bytes_timing(
-                    name, stream.name, implementation, duration, stream.num_bytes, ceilings
-                )
+        size = (num_tokens, shape.num_kv_heads, shape.head_size)
+        k, v = torch.randn(2, *size, device=device).to(shape.dtype)
+        num_blocks = 2 * -(-num_tokens // shape.block_size)
+        cache_size = (2, num_blocks, shape.block_size, *size[1:])
+        k_cache, v_cache = torch.zeros(cache_size, dtype=shape.dtype, device=device)
+        slots = torch.randperm(num_blocks * shape.block_size, device=device)[:num_tokens]
+        call = partial(backend.write_kv, k, v, k_cache, v_cache, slots)
+        num_bytes = 4 * k.nbytes + slots.nbytes
+        timer.time_bytes(name, f"write_kv {num_tokens}", "quire", call, num_bytes)
+    if device.type == "cpu":
+        return
+    for name, shape in list(scale.shapes.items())[:2]:
+        for stream in stream_cases(shape, device):
+            if timer.lines.begin(f"{stream.name}, {name}"):
+                timer.time_bytes(name, stream.name, "quire", stream.kernel, stream.num_bytes)
+                timer.time_bytes(name, stream.name, "twin", stream.twin, stream.num_bytes)
 
 
-def shared_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+def shared_timings(timer: Timer) -> None:
     """Decodes after a prefix that all share, read once or by each row: the same bytes counted."""
-    device = scale.device
+    scale, device = timer.scale, timer.scale.device
     backend = backend_for(device)
     lengths = ((2, 256),) if scale.is_dry else ((32, 2048), (128, 2048), (256, 8192))
     for (name, shape), (rows, prefix) in itertools.product(scale.shapes.items(), lengths):
         case = Case(
             name=f"decode {rows} x ({prefix} shared + 100)", rows=[(prefix + 100, 1)] * rows
         )
-        if not lines.begin(f"{case.name}, {name}"):
+        if not timer.lines.begin(f"{case.name}, {name}"):
             continue
         batch = make_batch(case, shape, device)
         tables = batch.block_tables
@@ -144,41 +158,4 @@ def shared_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[T
         ways = {"quire, each row": None, "quire, once": shared_splits(batch, num_decodes=rows)}
         for implementation, shared in ways.items():
             call = batch.call(backend, num_decodes=rows, shared=shared)
-            duration = seconds(call, device=device, budget_s=scale.budget_s)
-            yield bytes_timing(name, case.name, implementation, duration, distinct, ceilings)
-
-
-def all_reduce_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
-    """One rank whose peers' words are there already: the kernel without links and waiting."""
-    if scale.device.type == "cpu":
-        return
-    from tools.kernels.ranks import LocalRanks
-
-    from quire.kernels.triton_all_reduce import all_reduce
-
-    for size, num_tokens in itertools.product((2, 8), (1, 16)):
-        if not lines.begin(f"all_reduce {num_tokens} x 4096, {size} ranks"):
-            continue
-        ranks = LocalRanks(size, torch.bfloat16, scale.device)
-        x = torch.randn(num_tokens, 4096, device=scale.device).bfloat16()
-        ranks.flags[0] = 1 << 30
-        call = partial(all_reduce, x, ranks.peers[0])
-        duration = seconds(call, device=scale.device, budget_s=scale.budget_s)
-        yield bytes_timing(
-            f"{size} ranks", f"all_reduce {num_tokens} x 4096, no links", "quire",
-            duration, (size + 3) * x.nbytes, ceilings,
-        )  # fmt: skip
-
-
-def bytes_timing(
-    shape: str, case: str, implementation: str, duration: float, size: int, ceilings: Ceilings
-) -> Timing:
-    rate = size / duration
-    return Timing(
-        shape=shape,
-        case=case,
-        implementation=implementation,
-        ms=duration * 1e3,
-        rate=f"{rate / 1e9:.1f} GB/s",
-        share_of_limit=rate / ceilings.copy_bytes_per_s,
-    )
+            timer.time_bytes(name, case.name, implementation, call, distinct)

@@ -6,16 +6,13 @@ size decides the order of summation.
 """
 
 import itertools
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from bench.gpu.lines import Lines, Timing
-from bench.gpu.shapes import Scale
-from bench.gpu.timings import case_timing
-from bench.kernels import Case, Ceilings, Shape, make_batch, seconds
+from bench.gpu.cases import Case, make_batch
+from bench.gpu.timings import Timer
 
 from quire.kernels.backend import backend_for
 from quire.kernels.launch import LaunchConfig, launch_config
@@ -45,49 +42,42 @@ PREFILL_VARIANTS: list[Change] = [
 ]
 
 
-def variant_timings(scale: Scale, ceilings: Ceilings, lines: Lines) -> Iterator[Timing]:
+def variant_timings(timer: Timer) -> None:
     """Does nothing on a CPU, whose backend has other tiles."""
-    if scale.device.type == "cpu":
+    lines = timer.lines
+    if timer.scale.device.type == "cpu":
         lines.fact("not run", "variants are those of the Triton kernels")
         return
-    shape = next(iter(scale.shapes.values()))
-    kinds = (
-        ("decode", DECODE_VARIANTS, DECODE_CASES),
-        ("prefill", PREFILL_VARIANTS, PREFILL_CASES),
+    from quire.kernels import triton_decode, triton_prefill
+
+    kinds: tuple[tuple[Any, list[Change], list[Case]], ...] = (
+        (triton_decode, DECODE_VARIANTS, DECODE_CASES),
+        (triton_prefill, PREFILL_VARIANTS, PREFILL_CASES),
     )
-    for kernel, variants, cases in kinds:
+    for module, variants, cases in kinds:
         for change, case in itertools.product(variants, cases):
             told = ", ".join(f"{name} {value}" for name, value in change.items()) or "as shipped"
             if not lines.begin(f"{case.name}, {told}"):
                 continue
             try:
-                yield _timing(kernel, change, told, case, shape, scale, ceilings)
+                _time(timer, module, change, told, case)
             except Exception as error:  # it may want more shared memory than there is
-                lines.fact(
-                    f"not run: {case.name}, {told}", f"{type(error).__name__}: {error}"[:200]
-                )
+                lines.not_run(f"{case.name}, {told}", error)
 
 
-def _timing(
-    kernel: str, change: Change, told: str, case: Case, shape: Shape, scale: Scale,
-    ceilings: Ceilings,
-) -> Timing:  # fmt: skip
-    from quire.kernels import triton_decode, triton_prefill
-
-    modules: dict[str, Any] = {"decode": triton_decode, "prefill": triton_prefill}
+def _time(timer: Timer, module: Any, change: Change, told: str, case: Case) -> None:
+    shape, device = next(iter(timer.scale.shapes.values())), timer.scale.device
     tile = {name: value for name, value in change.items() if name != "SPLIT_TOKENS"}
 
     def changed(*arguments: Any, **options: Any) -> LaunchConfig:
         return replace(launch_config(*arguments, **options), **tile)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(modules[kernel], "launch_config", changed))
+        stack.enter_context(mock.patch.object(module, "launch_config", changed))
         if "SPLIT_TOKENS" in change:
             split = change["SPLIT_TOKENS"]
-            stack.enter_context(mock.patch.object(modules[kernel], "SPLIT_TOKENS", split))
-        batch = make_batch(case, shape, scale.device)
-        call = batch.call(
-            backend_for(scale.device), num_decodes=len(case.rows) if case.is_decode else 0
-        )
-        duration = seconds(call, device=scale.device, budget_s=scale.budget_s)
-    return case_timing("variants", shape, case, told, duration, ceilings)
+            stack.enter_context(mock.patch.object(module, "SPLIT_TOKENS", split))
+        num_decodes = len(case.rows) if case.is_decode else 0
+        batch = make_batch(case, shape, device)
+        call = batch.call(backend_for(device), num_decodes=num_decodes)
+        timer.time_case("variants", shape, case, told, call)

@@ -39,10 +39,12 @@ from bench.peers.report import (
 )
 from bench.peers.workloads import WORKLOADS, Workload
 from bench.provenance import commit
+from bench.report import command, names
 
 SOME_LEFT = 3
 """The exit status of a run that had no time for all."""
-QUICK = ("S", "cold,decode,stream,ttft,ttft-cached")
+QUICK_MODELS = ("S",)
+QUICK_WORKLOADS = ("cold", "decode", "stream", "ttft", "ttft-cached")
 
 
 def main() -> int:
@@ -133,71 +135,35 @@ def _measure(
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    listed: dict[str, tuple[list[str], str]] = {
-        "peers": (list(PEERS), "engines beside ours"),
-        "models": (list(SHAPES), "shapes of model"),
-        "workloads": (list(WORKLOADS), "rows of the table"),
-    }
-    defaults = {"models": ",".join(SIZES)}
-    for name, (known, what) in listed.items():
-        parser.add_argument(
-            f"--{name}", help=f"{what}: of {','.join(known)}; default: {defaults.get(name, 'all')}"
-        )
-    parser.add_argument("--quick", action="store_true", help="the small model, a few workloads")
-    parser.add_argument("--repeats", type=int, help="default: 3, with --quick 1")
-    parser.add_argument(
-        "--patience", type=float, default=20.0, help="seconds; what takes longer is not repeated"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds; an engine that takes longer is out"
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=math.inf,
-        help=f"seconds after which nothing is begun; status {SOME_LEFT} says that some is left",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the figures of the last run of this name, and measure what is missing",
-    )
-    parser.add_argument(
-        "--renew",
-        action="store_true",
-        help="with --resume: measure ours again where that was at another commit",
-    )
-    parser.add_argument("--threads", type=int, default=2, help="of each engine")
-    parser.add_argument(
-        "--name", help="of the files in bench/results; default: peers, with --quick peers-quick"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=Path.home() / ".cache" / "quire" / "peers",
-        help="for environments, checkpoints and logs; default: %(default)s",
-    )
+    parser = command("bench.peers", __doc__)
+    add = parser.add_argument
+    shown = f"engines beside ours, of {','.join(PEERS)}; default: all"
+    add("--peers", type=names(PEERS, or_none=True), default=list(PEERS), help=shown)
+    shown = f"of {','.join(SHAPES)}; default: {','.join(SIZES)}, with --quick {QUICK_MODELS[0]}"
+    add("--models", type=names(SHAPES), help=shown)
+    shown = f"of {','.join(WORKLOADS)}; default: all, with --quick {','.join(QUICK_WORKLOADS)}"
+    add("--workloads", type=names(WORKLOADS), help=shown)
+    add("--quick", action="store_true", help="the small model, a few workloads, once")
+    add("--repeats", type=int, help="default: 3, with --quick 1")
+    add("--patience", type=float, default=20.0, help="seconds; what takes longer is not repeated")
+    add("--timeout", type=float, default=300.0, help="seconds; an engine that takes longer is out")
+    shown = f"seconds after which nothing is begun; status {SOME_LEFT} says that some is left"
+    add("--budget", type=float, default=math.inf, help=shown)
+    shown = "keep the figures of the last run of this name, and measure what is missing"
+    add("--resume", action="store_true", help=shown)
+    shown = "with --resume: measure ours again where that was at another commit"
+    add("--renew", action="store_true", help=shown)
+    add("--threads", type=int, default=2, help="of each engine")
+    shown = "of the files in bench/results; default: peers, with --quick peers-quick"
+    add("--name", help=shown)
+    cache = Path.home() / ".cache" / "quire" / "peers"
+    add("--cache", type=Path, default=cache, help="for environments, checkpoints and logs")
     options = parser.parse_args()
-    if options.quick:
-        options.models, options.workloads = (
-            options.models or QUICK[0],
-            options.workloads or QUICK[1],
-        )
-    options.name = options.name or ("peers-quick" if options.quick else "peers")
-    options.repeats = options.repeats or (1 if options.quick else 3)
-    for name, (known, _) in listed.items():
-        given = getattr(options, name)
-        given = defaults.get(name) if given is None else given
-        chosen = known if given is None else [item for item in given.split(",") if item]
-        unknown = [item for item in chosen if item not in known]
-        if unknown or (not chosen and name != "peers"):
-            parser.error(f"--{name} {given!r}: not of {', '.join(known)}")
-        setattr(options, name, chosen)
+    is_quick = options.quick
+    options.models = options.models or list(QUICK_MODELS if is_quick else SIZES)
+    options.workloads = options.workloads or list(QUICK_WORKLOADS if is_quick else WORKLOADS)
+    options.name = options.name or ("peers-quick" if is_quick else "peers")
+    options.repeats = options.repeats or (1 if is_quick else 3)
     return options
 
 

@@ -6,7 +6,6 @@ Prints each workload's figure here and there, what of the floor is reached here,
 the two: above 1, this checkout is faster. No peers are installed, and nothing is written.
 """
 
-import argparse
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -16,18 +15,18 @@ from bench.peers.floor import floor_seconds, measure_limits
 from bench.peers.measure import Contest, Measured, Settings
 from bench.peers.peers import HERE, OURS, Engine
 from bench.peers.workloads import WORKLOADS
+from bench.report import command, names
 
 ROOTS = ("cluster", "worker", "kernels", "proto", "router")
 CACHE = Path.home() / ".cache" / "quire" / "peers"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench.peers.against", __doc__)
     parser.add_argument("checkout", type=Path, help="of Quire, to compare with")
-    parser.add_argument("--models", default="S")
-    parser.add_argument("--workloads", default="decode,cached,cold")
+    parser.add_argument("--models", type=names(SHAPES), default=["S"])
+    rows = ["decode", "cached", "cold"]
+    parser.add_argument("--workloads", type=names(WORKLOADS), default=rows)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -45,8 +44,8 @@ def main() -> int:
     engines = [_engine(OURS, HERE.parents[1]), _engine("there", there)]
     limits = measure_limits(num_threads=options.threads)
     measured = Measured(repeats=options.repeats)
-    workloads = [WORKLOADS[name] for name in options.workloads.split(",")]
-    for shape in (SHAPES[name] for name in options.models.split(",")):
+    workloads = [WORKLOADS[name] for name in options.workloads]
+    for shape in (SHAPES[name] for name in options.models):
         for dtype in {workload.dtype: None for workload in workloads}:
             contest = Contest(
                 engines,

@@ -14,6 +14,7 @@ from bench.peers.measure import CALM, Failure, Measured, Run, Settings
 from bench.peers.peers import OURS
 from bench.peers.workloads import WORKLOADS, Workload
 from bench.provenance import cpu
+from bench.report import markdown
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -44,15 +45,14 @@ def table(measured: Measured, about: About) -> str:
     peers = engines[1:]
     about_row = ["workload", "model", "requests", "unit"]
     head = [*about_row, OURS, *peers, "best peer", "ours / best", "floor", "ours / floor"]
-    rules = ["---"] * len(about_row) + ["---:"] * (len(head) - len(about_row))
-    lines = [_row(head), _row(rules)]
+    lines = []
     for workload in WORKLOADS.values():
         for shape in SHAPES.values():
             figures = {name: measured.median(shape, workload, name) for name in engines}
             marks = [_mark(measured.counting(shape, workload, name)) for name in engines]
             if any(figures.values()):
-                lines.append(_row(_cells(workload, shape, figures, marks, about.limits)))
-    return "\n".join(lines) + "\n"
+                lines.append(_cells(workload, shape, figures, marks, about.limits))
+    return markdown(head, lines, num_left=len(about_row)) + "\n"
 
 
 def _cells(
@@ -198,7 +198,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -12,11 +12,9 @@ counted.
 
 A *load* is a share of the capacity of Dynamo's default: the fastest replay at which 99 % of
 requests wait no longer than the trace's target. Beside the recorded traces, which are the default,
-there are made-up ones: `bench.routing.synthetic`, `synthetic_more`, and `held_out`, which is for 4
-groups; ``multitenant_x3`` is a recorded one three times in a row, of which the first round is not
-counted. More than 16 groups serve copies of the trace that share nothing. Each cell is written to
-the state file when it is done, and not computed again: to stop and go on is to run the same command
-again. ``--report`` only prints what is there.
+there are made-up ones (`bench.routing.made_up`). More than 16 groups serve copies of the trace that
+share nothing. Each cell is written to the state file when it is done, and not computed again: to
+stop and go on is to run the same command again. ``--report`` only prints what is there.
 """
 
 import argparse
@@ -25,17 +23,16 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from bench.report import command
 from bench.routing.cells import DISTURBANCES, DYNAMO, LOADS, ROWS, SOURCES, Bench, Cell
 from bench.routing.report import tables
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.routing", __doc__)
     add = parser.add_argument
     add("--data", type=Path, default=Path("../shared/data"), help="has traces/ in it")
-    recorded = [name for name, source in SOURCES.items() if source.file and source.num_rounds == 1]
+    recorded = [name for name, source in SOURCES.items() if source.file]
     add("--trace", nargs="+", choices=SOURCES, default=recorded)
     add("--groups", type=int, nargs="+", default=[16, 4, 64])
     add("--load", type=float, nargs="+", default=LOADS)

@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.routing import held_out, synthetic, synthetic_more
-from bench.routing.made_up import made_up_trace
+from bench.routing.made_up import WORKLOADS, made_up_trace
 from bench.routing.one_cache import OneCache
-from bench.routing.rounds import in_rounds
 
 from quire.simulate.capacity import find_capacity
 from quire.simulate.engine_config import SimulatedEngine
@@ -41,22 +39,17 @@ class Source(NamedTuple):
     """For the 99th percentile of TTFT."""
     spread_ms: float
     """How coarse its clock is: seeds differ in where in between a request arrives."""
-    num_rounds: int = 1
-    """Several are one after the other with new requests each, and the first warms caches up."""
 
 
-MADE_UP = {**synthetic.WORKLOADS, **synthetic_more.WORKLOADS, **held_out.WORKLOADS}
 SOURCES = {
     "conversation": Source("mooncake_conversation_trace.jsonl", 3.0, 3000.0),
     "multitenant": Source("multitenant_like.jsonl", 0.5, 1000.0),
-    "multitenant_x3": Source("multitenant_like.jsonl", 0.5, 1000.0, num_rounds=3),
     "azure": Source("AzureLLMInferenceTrace_conv_2023.csv", 0.5, 1000.0),
     "azure_code": Source("AzureLLMInferenceTrace_code_2023.csv", 0.5, 1000.0),
     # Of prompts with 15,000 tokens in the mean, 190,000 at most.
     "mooncake_synthetic": Source("mooncake_synthetic_trace.jsonl", 10.0, 1000.0),
-    **{name: Source(None, 2.0, 0.0) for name in MADE_UP},
-    # Where prompts take seconds each.
-    **dict.fromkeys(("contrast", "huge"), Source(None, 20.0, 0.0)),
+    **{name: Source(None, 2.0, 0.0) for name in WORKLOADS},
+    "contrast": Source(None, 20.0, 0.0),  # Where prompts take seconds each.
 }
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},
@@ -112,13 +105,13 @@ class Bench:
         reference = replace(cell, load=0.0, policy=DYNAMO, disturbance="none", seed=0)
         speed = cell.load * self.run(reference)["speed"]
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
-        return _values(_counted(_simulate(trace.at_speed(speed), cell), cell), speed)
+        return _values(_simulate(trace.at_speed(speed), cell), speed)
 
     def _capacity(self, cell: Cell) -> dict[str, float]:
         trace = self._trace(cell.trace, cell.num_groups, cell.seed)
 
         def replay(speed: float) -> Result:
-            return _counted(_simulate(trace.at_speed(speed), cell), cell)
+            return _simulate(trace.at_speed(speed), cell)
 
         speed, result = find_capacity(replay, target_s=SOURCES[cell.trace].target_s)
         return {"speed": speed} if result is None else _values(result, speed)
@@ -134,18 +127,17 @@ class Bench:
     def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:
         source = SOURCES[name]
         if source.file is None:
-            trace = made_up_trace(name, MADE_UP[name], seed=seed)
+            trace = made_up_trace(name, seed=seed)
         else:
             trace = load_trace(self._data / "traces" / source.file)
-        once = in_rounds(trace.rows, source.num_rounds) if source.num_rounds > 1 else trace.rows
-        rows = [_copied(row, copy) for row in once for copy in range(num_copies)]
+        rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
         trace = Trace.of(rows, name=name, block_size=trace.block_size)
         return trace.spread(seed=seed, within_ms=source.spread_ms)
 
 
 def _simulate(trace: Trace, cell: Cell) -> Result:
     make_pool = OneCache().pool if cell.policy == BOUND else None
-    return simulate(trace, _config(cell), make_pool=make_pool)
+    return simulate(trace, _config(cell), make_pool=make_pool).after(WARM_UP)
 
 
 def _config(cell: Cell) -> SimulationConfig:
@@ -158,11 +150,6 @@ def _config(cell: Cell) -> SimulationConfig:
     if cell.policy in (OURS, BOUND):
         config = replace(config, eviction="utility", engine=SimulatedEngine(order="srpf"))
     return config
-
-
-def _counted(result: Result, cell: Cell) -> Result:
-    num_rounds = SOURCES[cell.trace].num_rounds
-    return result.after(WARM_UP if num_rounds == 1 else 1 / num_rounds)
 
 
 def _values(counted: Result, speed: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -31,6 +31,7 @@ from bench.peers.peers import OURS, Engine, install
 from bench.peers.process import EngineFailed, EngineProcess
 from bench.peers.workloads import NEW_TOKENS, WORKLOADS, Prompt
 from bench.provenance import commit, cpu
+from bench.report import command, names
 from bench.served.client import Load, Result, run_client
 from bench.served.report import IDLE, OFFLINE, Run, tables
 from bench.served.servers import Server, cpu_s, serving
@@ -246,18 +247,19 @@ def _told(run: Run, errors: list[str] | None = None) -> Run:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.served",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("bench.served", __doc__)
     add = parser.add_argument
-    add("--models", type=_names(SHAPES), default=["S", "M"], help=f"of {','.join(SHAPES)}")
+    add("--models", type=names(SHAPES), default=["S", "M"], help=f"of {','.join(SHAPES)}")
     add("--clients", type=_numbers(int), default=[1, 8, 32, 64], help="of the closed loop")
     add("--rate", type=_numbers(float), help="requests per second of an open loop, instead")
     add("--requests", type=int, help="of a measurement; default: 32, or twice the clients")
     add("--repeats", type=int, default=3)
-    add("--peers", type=_names(("vllm",)), default=[], help="vllm, installed if it is not yet")
+    add(
+        "--peers",
+        type=names(("vllm",), or_none=True),
+        default=[],
+        help="vllm, installed if it is not yet",
+    )
     add("--idle", type=float, default=0.0, help="seconds of it to measure, beside the rest")
     add("--threads", type=int, default=os.cpu_count(), help="of each engine")
     add("--address", help="HOST:PORT of a server that runs; alone, without offline and /proc")
@@ -270,16 +272,6 @@ def _options() -> argparse.Namespace:
     if options.address and not options.model:
         parser.error("--address needs --model, the name that the server gives its model")
     return options
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not of {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[float]]:

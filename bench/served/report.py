@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.open_loop import percentile
+from bench.report import markdown, percentile
 from bench.served.servers import ROLES
 
 OFFLINE, IDLE = "offline", "idle"
@@ -59,7 +59,7 @@ def throughput(runs: Runs) -> str:
                 offline = _rate(runs, (model, load, engine, OFFLINE))
                 row.append("–" if not rate or not offline else f"{rate / offline:.0%}")
         rows.append(row)
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def cpu(runs: Runs) -> str:
@@ -75,7 +75,7 @@ def cpu(runs: Runs) -> str:
         + [f"{median(run.cpu_s.get(name, 0.0) for run in here) * 1e6:.0f}" for name in names]
         for key, here in served.items()
     ]
-    return _markdown(["model", "clients", "server", *names], rows)
+    return markdown(["model", "clients", "server", *names], rows, num_left=3)
 
 
 def idle(runs: Sequence[Run]) -> str:
@@ -86,7 +86,7 @@ def idle(runs: Sequence[Run]) -> str:
         shares = [median(each.get(role, 0.0) for each in cores) for role in ROLES]
         whole = median(sum(each.values()) for each in cores)
         rows.append([model, engine, *(f"{share:.1%}" for share in (*shares, whole))])
-    return _markdown(["model", "server", *ROLES, "together"], rows)
+    return markdown(["model", "server", *ROLES, "together"], rows, num_left=2)
 
 
 def latency(runs: Runs) -> str:
@@ -107,7 +107,7 @@ def latency(runs: Runs) -> str:
             ]
         )
     header = ("model", "clients", "subject", "tokens/s", "TTFT p50", "p99", "between tokens")
-    return _markdown([*header, "failed"], rows)
+    return markdown([*header, "failed"], rows, num_left=3)
 
 
 def tables(runs: Sequence[Run]) -> Iterator[str]:
@@ -129,8 +129,3 @@ def _rate(runs: Runs, key: Key) -> float | None:
 
 def _shown(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---" if title in ("model", "server", "subject") else "---:" for title in header]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from bench.machine import tree
 from bench.peers.peers import OURS, Engine, environment_of
 from bench.peers.process import EngineFailed
+from bench.servers import free_port
 
 from quire.cluster.group.engine_loop import ENGINE_THREAD
 from quire.worker.ranks.process import RANK_MODULE
@@ -150,9 +150,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
     process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

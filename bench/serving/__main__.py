@@ -1,14 +1,12 @@
 """Routing on a real cluster: hit rate and time to first token, policy by policy, in turn.
 
     python -m bench.serving [--policies NAME ...] [--rounds N] [--loop closed|open] [--state FILE]
-    python -m bench.serving --policies prefix_aware --lose-batches 0.1
-    python -m bench.serving --policies prefix_aware --no-directory
-    python -m bench.serving --policies prefix_aware --gateways 4
+    python -m bench.serving --policies prefix_aware prefix_aware:lose_batches=0.1
+    python -m bench.serving --policies prefix_aware:use_directory=0 --gateways 4
 
 Starts a Ray cluster on this machine. Each run deploys the application again with empty caches:
 gateways, and groups of one rank of one thread. The load comes from this process: multi-tenant
-chats with shared system prompts, or a file. `serve`, in place of a policy, puts the same groups
-behind Ray Serve's own handles and default router, without gateways.
+chats with shared system prompts.
 
 Rounds are the outermost loop, and every other one goes from the last line to the first, so that no
 line always follows the same one. A finished run is written to the state file and not repeated: the
@@ -24,7 +22,8 @@ import time
 from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES
-from bench.serving.case import MULTITENANT, SERVE, Load, cases, in_turn
+from bench.report import command
+from bench.serving.case import Load, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.workloads import Tenants
@@ -67,18 +66,12 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
         arguments.policies,
         num_groups=arguments.groups,
         num_gateways=arguments.gateways,
-        use_directory=not arguments.no_directory,
-        lose_batches=arguments.lose_batches,
-        lose_events=arguments.lose_events,
         model=arguments.model,
         num_blocks=arguments.num_blocks,
         load=Load(
-            workload=arguments.workload,
             loop=arguments.loop,
             num_users=arguments.users,
             chats_per_s=arguments.rate,
-            num_requests=arguments.num_requests,
-            shrink=arguments.shrink,
             limit_s=arguments.limit_s,
             tenants=Tenants(
                 num_tenants=arguments.tenants,
@@ -106,18 +99,14 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serving",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = command("bench.serving", __doc__)
     add = parser.add_argument_group("what to compare").add_argument
     add(
         "--policies",
         nargs="+",
         metavar="NAME",
         default=["prefix_aware", "round_robin", "power_of_two"],
-        help=f"of {', '.join((SERVE, *POLICY_NAMES))};\n"
+        help=f"of {', '.join(POLICY_NAMES)};\n"
         "NAME:use_directory=0,lose_batches=0.1,lose_events=0.1,num_gateways=4\n"
         "differs from the flags below",
     )
@@ -127,22 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--gateways", type=int, default=1)
     add("--num-blocks", type=int, default=1500, help="of 16 tokens, in each group's cache")
     add("--model", default="S", help=f"{', '.join(SHAPES)}: random weights; or a path")
-    add("--no-directory", action="store_true", help="load alone decides")
-    add("--lose-batches", type=float, default=0.0, help="share of event messages that never come")
-    add("--lose-events", type=float, default=0.0, help="share of events lost without a gap")
 
     add = parser.add_argument_group("load").add_argument
-    add("--workload", default=MULTITENANT, help="multitenant, or a .jsonl file")
     add("--loop", choices=("closed", "open"), default="closed")
     add("--users", type=int, default=16, help="of the closed loop")
-    add(
-        "--rate", type=float, default=10.0, help="chats per second of the open loop; a file's speed"
-    )
+    add("--rate", type=float, default=10.0, help="chats per second of the open loop")
     add("--tenants", type=int, default=40)
     add("--chats", type=int, default=120)
     add("--think-s", type=float, default=0.3, help="before each turn, on average")
-    add("--num-requests", type=int, default=400, help="of a file")
-    add("--shrink", type=int, default=16, help="divides the lengths of a trace")
     add("--limit-s", type=float, default=60.0)
     add("--seed", type=int, default=0)
 

@@ -3,25 +3,13 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bench.serving.load import Chat, Request
-from bench.serving.workloads import (
-    Tenants,
-    laid_out,
-    read_conversation,
-    read_requests,
-    tenant_chats,
-)
+from bench.serving.workloads import Tenants, laid_out, tenant_chats
 
 from quire.router.policies.names import POLICY_NAMES
 from quire.worker.api.errors import ConfigError
-
-SERVE = "serve"
-"""In place of a policy: the groups behind Ray Serve's own handles and router, no gateway."""
-
-MULTITENANT = "multitenant"
 
 Loop = Literal["closed", "open"]
 
@@ -34,55 +22,31 @@ class Load:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    workload: str = MULTITENANT
-    """Or the path of a file: of requests, or of a trace in Mooncake's format."""
     loop: Loop = "closed"
     """Chats that go on when an answer is there, or requests at times fixed before."""
     num_users: int = 16
     """Users of a closed loop."""
     chats_per_s: float = 10.0
-    """Arrival rate of an open loop; for a trace, its speed."""
+    """Arrival rate of an open loop."""
     tenants: Tenants = field(default_factory=Tenants)
-    num_requests: int = 400
-    """Taken from a file."""
-    shrink: int = 16
-    """By which a trace's lengths are divided."""
     limit_s: float = 60.0
     """After which what has not ended is cancelled."""
 
     def __post_init__(self) -> None:
         if self.loop not in get_args(Loop):
             raise ConfigError(f"loop={self.loop!r}: must be one of {', '.join(get_args(Loop))}")
-        if self.loop == "closed" and self.workload != MULTITENANT:
-            raise ConfigError(f"loop='closed': {self.workload} has times of its own, use 'open'")
-        for name in ("num_users", "chats_per_s", "num_requests", "shrink", "limit_s"):
+        for name in ("num_users", "chats_per_s", "limit_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
-        if 512 % self.shrink:
-            raise ConfigError(f"shrink={self.shrink}: must divide 512, the tokens of a block")
 
     def chats(self) -> list[Chat]:
         return tenant_chats(self.tenants)
 
-    def requests(self, *, vocab_size: int, max_tokens: int) -> list[Request]:
-        """The requests of an open loop. ``max_tokens`` is the model's longest sequence."""
-        if self.workload == MULTITENANT:
-            return laid_out(
-                self.chats(),
-                chats_per_s=self.chats_per_s,
-                seed=self.tenants.seed,
-                vocab_size=vocab_size,
-            )
-        file = Path(self.workload)
-        if not _is_trace(file):
-            return read_requests(file)[: self.num_requests]
-        return read_conversation(
-            file,
-            num_requests=self.num_requests,
-            shrink=self.shrink,
-            speed=self.chats_per_s,
-            max_tokens=max_tokens,
-            vocab_size=vocab_size,
+    def requests(self, *, vocab_size: int) -> list[Request]:
+        """The requests of an open loop."""
+        seed = self.tenants.seed
+        return laid_out(
+            self.chats(), chats_per_s=self.chats_per_s, seed=seed, vocab_size=vocab_size
         )
 
 
@@ -104,8 +68,8 @@ class Case:
     load: Load
 
     def __post_init__(self) -> None:
-        if self.policy not in (SERVE, *POLICY_NAMES):
-            known = ", ".join((SERVE, *POLICY_NAMES))
+        if self.policy not in POLICY_NAMES:
+            known = ", ".join(POLICY_NAMES)
             raise ConfigError(f"policy={self.policy!r}: must be one of {known}")
         for name in ("lose_batches", "lose_events"):
             if not 0 <= getattr(self, name) <= 1:
@@ -133,20 +97,14 @@ class Case:
     def title(self) -> str:
         """Settings that cases must share to be compared."""
         load = self.load
-        if load.workload == MULTITENANT:
-            asked = f"{load.tenants.num_chats} chats of {load.tenants.num_tenants} tenants"
-        else:
-            asked = f"{load.num_requests} requests of {Path(load.workload).name}"
-        pace = (
-            f"closed loop of {load.num_users} users"
-            if load.loop == "closed"
-            else f"open loop at {load.chats_per_s:g}/s"
-            if load.workload == MULTITENANT
-            else f"open loop at {load.chats_per_s:g} times its speed"
+        users, rate = (
+            f"closed loop of {load.num_users} users",
+            f"open loop at {load.chats_per_s:g}/s",
         )
         return (
-            f"{asked}, {pace}; {self.num_groups} groups of {self.num_blocks} blocks, "
-            f"model {self.model}"
+            f"{load.tenants.num_chats} chats of {load.tenants.num_tenants} tenants, "
+            f"{users if load.loop == 'closed' else rate}; {self.num_groups} groups of "
+            f"{self.num_blocks} blocks, model {self.model}"
         )
 
 
@@ -196,11 +154,3 @@ def _settings_of(spec: str) -> dict[str, Any]:
                 f"{spec!r}: {setting!r} is none of {', '.join(_KINDS)} with =NUMBER behind it"
             ) from None
     return found
-
-
-def _is_trace(file: Path) -> bool:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            return '"hash_ids"' in lines.readline()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give the path of a workload") from None

@@ -1,17 +1,13 @@
-"""A run's results: its requests as rows, a trace of them, and figures."""
+"""A run's results: its requests as rows, and figures."""
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.serving.load import Stream
-
-from quire.worker.api.hashing import as_token_ids, hash_blocks, root_hash
 
 WARM_UP = 0.2
 """The share of the requests, first sent, that find caches empty and are not counted."""
@@ -66,34 +62,6 @@ def figures(rows: Sequence[Row], *, num_groups: int) -> dict[str, float]:
         "prediction_error": wrong / prompt,
         "duration_s": max(row["end_s"] for row in rows),
     }
-
-
-def write_trace(streams: Sequence[Stream], file: Path, *, block_size: int) -> None:
-    """As `quire simulate --format log` reads it: a line per request that was sent, in order."""
-    numbers: dict[bytes, int] = {}
-    names = count()
-    sent = sorted((s for s in streams if s.sent_s), key=lambda stream: stream.sent_s)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as lines:
-        for stream in sent:
-            request = stream.request
-            root = root_hash(
-                model_fingerprint="",
-                kv_dtype="",
-                block_size=block_size,
-                cache_salt=request.cache_salt,
-            )
-            hashes = hash_blocks(as_token_ids(request.token_ids), block_size=block_size, root=root)
-            for block in hashes:
-                if block not in numbers:
-                    numbers[block] = next(names)
-            line = {
-                "arrival_s": round(stream.sent_s - sent[0].sent_s, 6),
-                "num_prompt_tokens": len(request.token_ids),
-                "num_output_tokens": max(len(stream.tokens), 1),
-                "blocks": [numbers[block] for block in hashes],
-            }
-            lines.write(json.dumps(line) + "\n")
 
 
 def num_unlike(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:

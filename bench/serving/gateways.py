@@ -65,8 +65,10 @@ class Gateways:
 
     async def send(self, stream: Stream) -> None:
         request = stream.request
+        token_ids = None if request.text else pb.TokenIds(ids=request.token_ids)
         message = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=request.token_ids),
+            token_ids=token_ids,
+            text=request.text or None,
             sampling=pb.SamplingParams(
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,

@@ -24,7 +24,9 @@ class Request:
 
     name: str
     """By which runs are compared: of no other request of the run."""
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    """In place of tokens."""
     max_tokens: int
     at_s: float = 0.0
     """When it is sent, from the run's begin."""

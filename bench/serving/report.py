@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
-from bench.serving.case import SERVE, Case, case_of
+from bench.report import markdown
+from bench.serving.case import Case, case_of
 from bench.serving.figures import num_unlike
-from bench.serving.forecasts import forecast_table
 from bench.serving.runs import Record
 
 _COLUMNS = (
@@ -34,18 +34,10 @@ def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
         for case, record in here:
             by_label.setdefault(case.label, []).append(record)
         yield f"## {title}\n"
-        yield "| policy | runs | " + " | ".join(_COLUMNS) + " |"
-        yield "| --- | ---: |" + " ---: |" * len(_COLUMNS)
-        for label, mine in by_label.items():
-            yield _line(label, mine, by_label.get(reference, []))
-        yield ""
-        for case, record in here:
-            if case.policy != SERVE and case.num_gateways > 1:
-                silent = case.num_gateways - len(record["gateways"])
-                yield (
-                    f"{case.label}: gateways completed {record['gateways']}, warm-up included"
-                    + (f"; {silent} did not say" if silent else "")
-                )
+        lines = [
+            _line(label, mine, by_label.get(reference, [])) for label, mine in by_label.items()
+        ]
+        yield markdown(("policy", "runs", *_COLUMNS), lines) + "\n"
         num_requests, num_different = num_unlike([record["rows"] for _, record in here])
         yield (
             f"{num_requests} requests were answered by several runs; "
@@ -58,9 +50,6 @@ def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
                 f"{len(others)} runs, {max(others):.2f} at most."
             )
         yield ""
-        yield from forecast_table(
-            [(case.label, record.get("forecasts", [])) for case, record in here]
-        )
 
 
 def progress(case: Case, round_: int, record: Record) -> str:
@@ -77,24 +66,25 @@ def progress(case: Case, round_: int, record: Record) -> str:
     )
 
 
-def _line(label: str, mine: Sequence[Record], reference: Sequence[Record]) -> str:
+def _line(label: str, mine: Sequence[Record], reference: Sequence[Record]) -> list[str]:
     def middle(name: str) -> float:
         return median(float(record["values"].get(name, 0.0)) for record in mine)
 
     def ms(name: str) -> str:
         return f"{1000 * middle(name):.1f}"
 
-    cells = [
+    return [
+        label,
+        str(len(mine)),
         f"{100 * middle('hit_rate'):.1f} %",
         *(ms(f"ttft_{name}_s") for name in ("mean", "p50", "p90", "p99")),
         f"{1000 * middle('tpot_mean_s'):.2f}",
         f"{middle('output_tokens_per_s'):.0f}",
         f"{middle('balance'):.2f}" if middle("balance") else "",
-        f"{100 * middle('prediction_error'):.1f} %" if mine[0]["gateways"] else "",
+        f"{100 * middle('prediction_error'):.1f} %",
         f"{sum(record['values']['num_failed'] for record in mine):.0f}",
         _ratio(mine, reference),
     ]
-    return f"| {label} | {len(mine)} | " + " | ".join(cells) + " |"
 
 
 def _ratio(mine: Sequence[Record], reference: Sequence[Record]) -> str:

@@ -1,16 +1,14 @@
-"""The cluster's load: chats of many tenants, a recorded trace, or a file.
+"""The cluster's load: chats of many tenants.
 
 All of it is token ids and follows from a seed, so that every policy is asked the same. A chat can
 be held in a closed loop, where each prompt contains the real answers before it, or be laid out in
 time with answers made up, so that arrivals do not depend on how quickly the cluster answers.
 """
 
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from bench.serving.load import Chat, Request, Turn
 
@@ -109,83 +107,3 @@ def laid_out(
             )
             at_s += answer_s
     return sorted(requests, key=lambda request: request.at_s)
-
-
-def read_conversation(
-    file: Path, *, num_requests: int, shrink: int, speed: float, max_tokens: int, vocab_size: int
-) -> list[Request]:
-    """A trace in Mooncake's format, lengths divided by ``shrink``, ``speed`` times as fast.
-
-    What is longer than ``max_tokens`` then, output included, is left out.
-
-    Raises:
-        ConfigError: The file cannot be read or is no such trace.
-    """
-    requests: list[Request] = []
-    block = 512 // shrink
-    for number, line in enumerate(_lines(file)):
-        try:
-            row = json.loads(line)
-            num_input = max(int(row["input_length"]) // shrink, 1)
-            num_output = max(int(row["output_length"]) // shrink, 1)
-            names, at_ms = row["hash_ids"], float(row["timestamp"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file}, line {number + 1}: {error!r}; not Mooncake's") from None
-        if num_input + num_output > max_tokens:
-            continue
-        # A name is that of a block and of all before it, so its tokens may follow from it alone.
-        tokens = [token for name in names for token in _tokens_of(name, block, vocab_size)]
-        requests.append(
-            Request(
-                name=f"request-{number}",
-                token_ids=tuple(tokens[:num_input]),
-                max_tokens=num_output,
-                at_s=at_ms / 1000 / speed,
-            )
-        )
-        if len(requests) == num_requests:
-            break
-    return requests
-
-
-def read_requests(file: Path) -> list[Request]:
-    """A request a line: ``prompt_token_ids``, ``max_tokens``, and if you like ``at_s``, ``name``
-    and ``cache_salt``.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line of it is no request.
-    """
-    requests = []
-    for number, line in enumerate(_lines(file), 1):
-        try:
-            row = json.loads(line)
-            requests.append(
-                Request(
-                    name=str(row.get("name", f"line-{number}")),
-                    token_ids=tuple(map(int, row["prompt_token_ids"])),
-                    max_tokens=int(row["max_tokens"]),
-                    at_s=float(row.get("at_s", 0.0)),
-                    cache_salt=str(row.get("cache_salt", "")),
-                )
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{file}, line {number}: {error!r}; a line is "
-                '{"prompt_token_ids": [17, 250], "max_tokens": 8, "at_s": 0.5}'
-            ) from None
-    if len({request.name for request in requests}) < len(requests):
-        raise ConfigError(f"{file}: names must differ")
-    return requests
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            yield from (line for line in lines if line.strip())
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; give the path of a workload") from None
-
-
-def _tokens_of(name: int, num_tokens: int, vocab_size: int) -> list[int]:
-    rng = random.Random(name)
-    return [rng.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(num_tokens)]

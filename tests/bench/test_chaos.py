@@ -97,17 +97,16 @@ def test_what_is_recomputed_are_the_contexts_on_the_lost_group(
     assert verdicts.tokens_to_recompute(streams, group="a", at_s=2.5) == 4
 
 
-def test_the_matrix_says_what_was_broken(bench_module: Import, verdicts: ModuleType) -> None:
-    report = bench_module("chaos.report")
+def test_the_matrix_says_what_was_broken(verdicts: ModuleType) -> None:
     kept = verdicts.Outcome(seen=["all exact"])
     broken = verdicts.Outcome(seen=["9/10 exact"], broken=["a|b"])
     absent = verdicts.Outcome(was_run=False)
     lines = list(
-        report.matrix(
+        verdicts.matrix(
             [
-                report.Row(fault="kill", promised="exact", outcome=kept),
-                report.Row(fault="stop", promised="exact", outcome=broken),
-                report.Row(fault="cut", promised="exact", outcome=absent),
+                verdicts.Row(fault="kill", promised="exact", outcome=kept),
+                verdicts.Row(fault="stop", promised="exact", outcome=broken),
+                verdicts.Row(fault="cut", promised="exact", outcome=absent),
             ]
         )
     )

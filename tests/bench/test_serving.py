@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.links.groups import Groups
-from quire.cluster.scaling.demand import Demand
-from quire.cluster.telemetry.metrics import GatewayTelemetry, Telemetry
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
-from quire.router.table import RoutingTable
-from quire.simulate.trace_files import load_trace
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash
@@ -67,58 +62,25 @@ def test_laid_out_turns_contain_those_before_them(bench_module: BenchModule) -> 
     assert 15 < max(begins) < 26  # 200 of them at 10 a second: 20 s, give or take 1.4.
 
 
-def test_a_shrunk_trace_shares_what_the_trace_shares(
-    bench_module: BenchModule, tmp_path: Path
-) -> None:
-    workloads = bench_module("serving.workloads")
-    lines = [
-        {"timestamp": 0, "input_length": 1100, "output_length": 40, "hash_ids": [1, 2, 3]},
-        {"timestamp": 500, "input_length": 1500, "output_length": 40, "hash_ids": [1, 2, 9]},
-        {"timestamp": 900, "input_length": 99_000, "output_length": 40, "hash_ids": [4] * 200},
-    ]
-    file = tmp_path / "trace.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    first, second = workloads.read_conversation(
-        file, num_requests=10, shrink=16, speed=2.0, max_tokens=2048, vocab_size=320
-    )
-    assert (len(first.token_ids), first.max_tokens, second.at_s) == (68, 2, 0.25)
-    assert first.token_ids[:64] == second.token_ids[:64]
-    assert first.token_ids[64:] != second.token_ids[64:68]
-    file.write_text('{"timestamp": 0}')
-    with pytest.raises(ConfigError, match=r"line 1: .*input_length"):
-        workloads.read_conversation(
-            file, num_requests=10, shrink=16, speed=1.0, max_tokens=2048, vocab_size=320
-        )
-
-
-def test_ones_own_requests_are_read_and_a_wrong_line_is_named(
-    bench_module: BenchModule, tmp_path: Path
-) -> None:
-    workloads = bench_module("serving.workloads")
-    file = tmp_path / "own.jsonl"
-    file.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 3, "at_s": 1.5}\n')
-    (request,) = workloads.read_requests(file)
-    assert (request.name, request.token_ids, request.at_s) == ("line-1", (5, 6), 1.5)
-    file.write_text('{"prompt": "Once"}\n')
-    with pytest.raises(ConfigError, match=r"line 1: .*prompt_token_ids"):
-        workloads.read_requests(file)
-
-
 def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
     module = bench_module("serving.case")
     load = module.Load()
     plain, lossy, blind = module.cases(
-        ["serve", "prefix_aware:lose_events=0.1,num_gateways=4", "power_of_two:use_directory=0"],
+        [
+            "round_robin",
+            "prefix_aware:lose_events=0.1,num_gateways=4",
+            "power_of_two:use_directory=0",
+        ],
         load=load,
         lose_batches=0.0,
     )
-    assert (plain.label, plain.num_gateways) == ("serve", 1)
+    assert (plain.label, plain.num_gateways) == ("round_robin", 1)
     assert lossy.label == "prefix_aware, 10% of events lost, 4 gateways"
     assert blind.label == "power_of_two, no directory"
     assert plain.title == lossy.title
     assert module.case_of(json.loads(lossy.key)) == lossy
     for spec, message in (
-        ("fastest", "policy='fastest': must be one of serve, prefix_aware"),
+        ("fastest", "policy='fastest': must be one of prefix_aware"),
         ("power_of_two:lose=1", "'lose=1' is none of num_gateways"),
         ("power_of_two:lose_events=2", "lose_events=2.0: must be from 0 to 1"),
     ):
@@ -130,9 +92,10 @@ def test_each_case_runs_before_each_other_one_in_every_second_round(
     bench_module: BenchModule,
 ) -> None:
     module = bench_module("serving.case")
-    some = module.cases(["serve", "power_of_two", "round_robin"], load=module.Load())
+    some = module.cases(["prefix_aware", "power_of_two", "round_robin"], load=module.Load())
     order = [(number, case.policy) for number, case in module.in_turn(range(1, 3), some)]
-    back, forth = ["round_robin", "power_of_two", "serve"], ["serve", "power_of_two", "round_robin"]
+    forth = ["prefix_aware", "power_of_two", "round_robin"]
+    back = forth[::-1]
     assert order == [*((1, name) for name in back), *((2, name) for name in forth)]
 
 
@@ -212,33 +175,6 @@ def test_answers_that_differ_between_runs_are_counted(bench_module: BenchModule)
     assert module.num_unlike([first, second]) == (2, 1)
 
 
-def test_gateways_that_completed_equally_many_are_counted_each(
-    bench_module: BenchModule,
-) -> None:
-    counted = bench_module("serving.runs").counts_by_gateway
-    pages = []
-    for num_stopped, num_cancelled in ((5, 2), (7, 0), (0, 0)):
-        groups = NoGroups()
-        telemetry = Telemetry(groups=groups, table=RoutingTable(block_size=16))
-        telemetry.completions.labels("stop").inc(num_stopped)
-        telemetry.completions.labels("cancelled").inc(num_cancelled)
-        pages.append(GatewayTelemetry({"m": telemetry.registry}).render().decode())
-    first, second, third = pages
-    assert counted([first, second, first, third], num_gateways=3) == [0, 7, 7]
-    assert counted([first, first], num_gateways=3) == [7]
-    more = iter([first, second, third])
-    assert counted(more, num_gateways=2) == [7, 7]
-    assert next(more) == third
-
-
-class NoGroups(Groups):
-    """And no event loop, which real ones need."""
-
-    def __init__(self) -> None:
-        self.demand = Demand()
-        self._loads, self._attached = {}, {}
-
-
 def streams(load: ModuleType) -> Iterable[Any]:
     """Two tenants' chats, as if a cluster of one group had answered in 30 ms."""
     for number in range(40):
@@ -253,9 +189,7 @@ def streams(load: ModuleType) -> Iterable[Any]:
         yield stream
 
 
-def test_a_run_is_tabled_and_leaves_a_trace_for_the_simulator(
-    bench_module: BenchModule, tmp_path: Path
-) -> None:
+def test_a_run_is_tabled(bench_module: BenchModule, tmp_path: Path) -> None:
     case_module, figures = bench_module("serving.case"), bench_module("serving.figures")
     runs_module = bench_module("serving.runs")
     sent = list(streams(bench_module("serving.load")))
@@ -265,7 +199,7 @@ def test_a_run_is_tabled_and_leaves_a_trace_for_the_simulator(
             case = case_module.Case(policy=policy, num_groups=1, load=case_module.Load())
             rows = figures.rows_of(sent)
             record = {
-                **{"case": json.loads(case.key), "round": 0, "trace": "t.jsonl", "gateways": [40]},
+                **{"case": json.loads(case.key), "round": 0},
                 **{"rows": rows, "values": figures.figures(rows, num_groups=1)},
             }
             file.write(json.dumps(record) + "\n")
@@ -275,24 +209,6 @@ def test_a_run_is_tabled_and_leaves_a_trace_for_the_simulator(
     table = "\n".join(bench_module("serving.report").tables(runs.records, reference="round_robin"))
     assert "| prefix_aware | 1 | 99.0 % | 30.0 |" in table
     assert "40 requests were answered by several runs; 0 of them not" in table
-
-    figures.write_trace(sent, runs.trace_folder / "t.jsonl", block_size=16)
-    replayed = load_trace(runs.trace_folder / "t.jsonl", format="log", block_size=16)
-    assert replayed.num_input == [97] * 40
-    assert replayed.num_output == [4] * 40
-
-
-def test_forecasts_are_held_against_what_came_behind_the_warm_up(
-    bench_module: BenchModule,
-) -> None:
-    forecasts = bench_module("serving.forecasts")
-    run = [(9.0, 1.0), (9.0, 1.0), (None, 0.05), *[(0.09, 0.1)] * 4, (0.3, 0.1), (0.2, 0.4)]
-    table = "\n".join(forecasts.forecast_table([("a", run), ("b", [(None, 1.0)] * 5)]))
-    # 20 % of 9 is 1: that one is left out. Errors are then 10 % four times, 50 %, 200 % and 800 %,
-    # whose place 0.9 * 6 is two fifths of the way between the last two; the sums are 9.86 and 1.9.
-    assert "| a | 8 | 7 | 10% | 440% | 10.0 | 5.19 |" in table
-    assert "| b |" not in table
-    assert list(forecasts.forecast_table([])) == []
 
 
 # A machine that others use too.

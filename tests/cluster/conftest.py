@@ -20,8 +20,8 @@ import grpc.aio
 import numpy as np
 import pytest
 import tokenizers
-from bench.direct_executor import DirectExecutor
 from openai import AsyncOpenAI
+from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.cluster.edge.auth import ApiKeys

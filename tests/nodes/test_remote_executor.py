@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench import rank_launcher
-from bench.message_cost import decode_step
+from tests.nodes import rank_launcher
+from tests.nodes.rank_launcher import decode_step
 
 from quire import demo_model, llm
 from quire.cluster.group.rank_socket import Hello, Reception, connect
@@ -154,8 +154,8 @@ def test_what_a_rank_refuses_is_refused_here(start: Any) -> None:
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from bench import rank_launcher
-from bench.message_cost import decode_step
+from tests.nodes import rank_launcher
+from tests.nodes.rank_launcher import decode_step
 from quire.worker.api.config import EngineConfig
 config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
                       num_blocks=64, num_threads=1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from bench.direct_executor import DirectExecutor
+from tests.direct_executor import DirectExecutor
 from tests.steps import samples
 
 from quire.cluster.group.engine_loop import EngineLoop

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.direct_executor import DirectExecutor
+from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.worker.api.arrays import Longs

@@ -1,6 +1,5 @@
-"""The Triton kernels that memory limits, each beside its twin, for `bench.kernels` and
-`bench.gpu.run`: what they compute is checked against the twin, and their time against the bytes
-that they must move.
+"""The Triton kernels that memory limits, each beside its twin: what they compute is checked against
+the twin, and their time against the bytes that they must move.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from bench.gpu.cases import Case, Shape, make_batch
 from tools.kernels import twins
-from tools.kernels.testing import paged_batch
 from torch import Tensor
 
 from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
+
+_VOCAB_SIZE = 128_256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +28,22 @@ class StreamCase:
     """Bytes that must be read and written, once."""
 
 
-def stream_cases(
-    *,
-    num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[StreamCase]:
-    """One case for each kernel, of a model with ``num_heads * head_size`` channels."""
+def stream_cases(shape: Shape, device: torch.device) -> Iterator[StreamCase]:
+    """For a decode batch and for a chunk of a prompt."""
+    for num_tokens in (64, 2048):
+        yield from _layer_cases(shape, num_tokens, device)
+    yield from _decode_cases(shape, 64, device)
+    for num_rows in (1, 64):
+        yield from _sample_cases(num_rows, _VOCAB_SIZE, device)
+    yield _adjust_case(64, _VOCAB_SIZE, device)
+
+
+def _layer_cases(shape: Shape, num_tokens: int, device: torch.device) -> Iterator[StreamCase]:
+    """One case for each kernel of a layer besides attention."""
     from quire.kernels import triton_elementwise, triton_rotary
 
-    num_channels = num_heads * head_size
+    num_heads, num_kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
+    num_channels, dtype = num_heads * head_size, shape.dtype
     rng = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -82,21 +86,11 @@ def stream_cases(
     )
 
 
-def decode_cases(
-    *, num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
-) -> Iterator[StreamCase]:
-    """Decodes after 4096 tokens in bfloat16: over a float8 cache, in a window, with a soft cap."""
+def _decode_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[StreamCase]:
+    """Decodes after 4096 tokens: over a float8 cache, in a window, with a soft cap."""
     from quire.kernels.triton_backend import TritonBackend
 
-    batch = paged_batch(
-        [(4096, 1)] * num_rows,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=16,
-        dtype=torch.bfloat16,
-        device=device,
-    )
+    batch = make_batch(Case(name="", rows=[(4096, 1)] * num_rows), shape, device)
     attend: Callable[..., Tensor] = TritonBackend().attend
     twin: Callable[..., Tensor] = twins.paged_attention
     for name, options, cache_dtype in (
@@ -116,11 +110,11 @@ def decode_cases(
             name=f"decode {num_rows} x 4096, {name}",
             kernel=partial(_in_tuple, partial(attend, *arguments, rows, **shared)),
             twin=partial(_in_tuple, partial(twin, *arguments, **batch.tables(), **shared)),
-            num_bytes=2 * tokens * num_kv_heads * head_size * cache_dtype.itemsize,
+            num_bytes=2 * tokens * shape.num_kv_heads * shape.head_size * cache_dtype.itemsize,
         )
 
 
-def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:
+def _sample_cases(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:
     """Sampling of rows that are greedy, that keep all tokens, and that are limited."""
     from quire.kernels import triton_sample
 
@@ -150,7 +144,7 @@ def sample_cases(*, num_rows: int, vocab_size: int, device: torch.device) -> Ite
         )
 
 
-def adjust_case(*, num_rows: int, vocab_size: int, device: torch.device) -> StreamCase:
+def _adjust_case(num_rows: int, vocab_size: int, device: torch.device) -> StreamCase:
     """Penalties on 2,000 tokens of each row."""
     from quire.kernels import triton_logits
 

@@ -1,4 +1,4 @@
-"""Executors of tests and benchmarks, which compute a step at once or not at all."""
+"""Executors of tests, which compute a step at once or not at all."""
 
 from abc import ABC, abstractmethod
 from collections import deque

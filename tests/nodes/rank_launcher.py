@@ -1,16 +1,18 @@
-"""Ranks on several nodes without Ray: plain processes, here or on hosts of a `bench.namespaces`."""
+"""Ranks on several nodes without Ray: plain processes."""
 
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+import numpy as np
 
 from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.facts import ModelFacts, model_facts
-from quire.worker.step.messages import Executor
+from quire.worker.step.messages import Executor, StepInput
+from quire.worker.step.sampling_batch import SamplingBatch
 
 RANK = """
 import pickle, sys
@@ -18,35 +20,22 @@ from quire.cluster.group.remote_rank import run_rank
 run_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
-ECHO_RANK = f"""
-import sys
-sys.path.append({str(Path(__file__).resolve().parents[1])!r})
-from quire.worker.runner import model_runner
-from quire.worker.model import tensor_parallel
-from bench.echo_rank import EchoRunner
-model_runner.ModelRunner = EchoRunner
-tensor_parallel.join_over_network = lambda *, rank, **_: rank
-{RANK}
-"""
-"""Without a model, to time messages alone."""
-
 Wrap = Callable[[Sequence[str]], Sequence[str]]
 
 
 class ProcessLauncher:
     """A `quire.cluster.group.remote_executor.RankLauncher`."""
 
-    def __init__(self, nodes: Sequence[tuple[str, Wrap]], *, program: str = RANK) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, Wrap]]) -> None:
         """``nodes`` have an address each, and what makes a command one that runs there."""
         self._nodes = nodes
-        self._program = program
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, tasks: Sequence[RemoteRankTask]) -> None:
         for task in tasks:
             address, wrap = self._nodes[task.rank // task.ranks_per_node]
             process = subprocess.Popen(
-                wrap([sys.executable, "-P", "-c", self._program, address]), stdin=subprocess.PIPE
+                wrap([sys.executable, "-P", "-c", RANK, address]), stdin=subprocess.PIPE
             )
             self.processes.append(process)
             assert process.stdin is not None
@@ -64,10 +53,26 @@ class ProcessLauncher:
 
 
 def make_executor(
-    config: EngineConfig, nodes: Sequence[tuple[str, Wrap]], *, program: str = RANK
+    config: EngineConfig, nodes: Sequence[tuple[str, Wrap]]
 ) -> tuple[Executor, ModelFacts]:
     """In the place of `quire.worker.ranks.executor.make_executor`, with the first node as this
     one."""
-    launcher = ProcessLauncher(nodes, program=program)
+    launcher = ProcessLauncher(nodes)
     executor = RemoteExecutor(config, launcher, num_nodes=len(nodes), host=nodes[0][0])
     return executor, model_facts(config)
+
+
+def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
+    """A step of the shape of ``num_rows`` decodes, of zeros."""
+    longs, ints = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
+    return StepInput(
+        token_ids_T=longs,
+        positions_T=longs,
+        slot_mapping_T=longs,
+        block_tables_BM=np.zeros((num_rows, num_blocks), np.int32),
+        seq_lens_B=ints,
+        query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
+        num_decodes=num_rows,
+        samples_S=ints,
+        sampling=SamplingBatch.filled(num_rows, whole=0, real=0),
+    )
