@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("run")
-WAITS, COMPUTES = "--ignore=tests/worker", " tests/worker"
-"""What the arguments of each half hold."""
+WAITS, CLUSTER, COMPUTES = "--ignore=tests/worker", " tests/cluster", " tests/worker"
+"""What the arguments of each part hold."""
 
 
 @pytest.fixture
@@ -21,11 +21,12 @@ def stand_in(tmp_path: Path) -> Path:
     return program
 
 
-@pytest.mark.parametrize("last", [WAITS, COMPUTES])
+@pytest.mark.parametrize("last", [WAITS, CLUSTER, COMPUTES])
 @pytest.mark.parametrize(
-    ("fails", "status"), [("none", 0), (WAITS, 1), (COMPUTES, 1), (" tests/kernels/interpreted", 1)]
+    ("fails", "status"),
+    [("none", 0), (WAITS, 1), (CLUSTER, 1), (COMPUTES, 1), (" tests/kernels/interpreted", 1)],
 )
-def test_the_exit_status_says_if_a_half_failed(
+def test_the_exit_status_says_if_a_part_failed(
     stand_in: Path, last: str, fails: str, status: int
 ) -> None:
     stand_in.write_text(
@@ -41,8 +42,8 @@ def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> No
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> None:
-    # The second process of each half does not hear the interrupt. All hold the pipe's writing end.
+def test_an_interrupt_ends_all_parts(stand_in: Path, sent: signal.Signals) -> None:
+    # The second process of each part does not hear the interrupt. All hold the pipe's writing end.
     stand_in.write_text(
         "#!/usr/bin/env bash\n(trap '' INT; exec sleep 600) &\necho started >&$PIPE\nwait\n"
     )
@@ -56,7 +57,7 @@ def test_an_interrupt_ends_both_halves(stand_in: Path, sent: signal.Signals) -> 
     )
     os.close(writes)
     with open(reads) as told:
-        assert [told.readline(), told.readline()] == ["started\n"] * 2
+        assert [told.readline() for _ in range(3)] == ["started\n"] * 3
         process.send_signal(sent)
         assert process.wait() == 128 + sent
         assert select.select([told], [], [], 60)[0], "a process is left"
