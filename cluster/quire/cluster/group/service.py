@@ -27,6 +27,7 @@ from quire.worker.api.errors import RankFailure
 _log = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.02
+_LAST_WRITE_S = 1.0
 _OPTIONS = [
     # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
     ("grpc.keepalive_time_ms", 10_000),
@@ -120,12 +121,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 
         failed.add_done_callback(wake)
         ear = asyncio.create_task(attachment.listen(self._gateway_timeout_s))
-        # A write to a gateway that is gone may never return: the others end it.
-        tasks = [
-            asyncio.create_task(self._write_frames(attachment, context)),
-            asyncio.create_task(attachment.read(request_iterator)),
-            ear,
-        ]
+        writer = asyncio.create_task(self._write_frames(attachment, context))
+        tasks = [writer, asyncio.create_task(attachment.read(request_iterator)), ear]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             is_silent = ear.done()
@@ -133,9 +130,14 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             failed.remove_done_callback(wake)
             self._attachments.remove(attachment)
             attachment.close()
-            for task in tasks:
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            # gRPC takes no status while a write is under way, and the gateway would wait for one. A
+            # write to a gateway that is gone may never return.
+            try:
+                await asyncio.wait([writer], timeout=_LAST_WRITE_S)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         if failed.done():
             await self._abort_failed(context)
         for error in outcomes:
@@ -164,11 +166,14 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
 
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
-        """Sends frames until the group fails or closes, and then a last one: whatever happened
-        during the write before it, the requests are told all the same."""
+        """Sends frames until the session is closed, or the group fails or closes. Then there is a
+        last one: whatever happened during the write before it, the requests are told all the same.
+        """
         while not (self._engine_loop.failed.done() or self._is_closing):
             await context.write(self._frame(attachment))
             await attachment.wait(self._heartbeat_s)
+            if attachment.is_closed:
+                return
         await context.write(self._frame(attachment))
 
     def _frame(self, attachment: GatewaySession) -> pb.StepFrame:

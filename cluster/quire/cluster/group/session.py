@@ -59,6 +59,7 @@ class GatewaySession:
     """Belongs to one `Attach` stream, and is closed with it."""
 
     def __init__(self, engine_loop: EngineLoop, door: Door, *, name: str) -> None:
+        self.is_closed = False
         self.num_unsent_tokens = 0
         """Output that waits, for its reader or for the next frame."""
         self._engine_loop = engine_loop
@@ -174,8 +175,10 @@ class GatewaySession:
             self._end(key, _draining(message))
 
     def close(self) -> None:
+        self.is_closed = True
         for key in list(self._works):
             self._forget(key)
+        self.wake()
 
     def _submit(self, submit: pb.Submit) -> None:
         key = (submit.request_id, submit.attempt)
