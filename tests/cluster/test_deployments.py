@@ -26,11 +26,7 @@ from quire.router.registry import REGISTRY, Member
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.anyio,
-    # Serve awaits `__del__`, and so do these tests; the collector calls it once more, for nothing.
-    pytest.mark.filterwarnings("ignore:coroutine '.*__del__' was never awaited:RuntimeWarning"),
-]
+pytestmark = pytest.mark.anyio
 
 CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH), served_model_name="demo")
 POOL = pool_of("demo")
