@@ -53,7 +53,7 @@ def main() -> None:
     print(f"{arguments.number} schemas, {tokenizer.vocab_size} tokens")
     for name, number in sorted(found.counts.items()):
         print(f"{name}: {number}")
-    for example in found.examples[:5]:
+    for example in sorted(found.examples, key=lambda each: each.startswith("refused"))[:5]:
         print(example)
     percentiles = [50, 99, 99.9, 100]
     shown = zip(percentiles, np.percentile(found.compile_s, percentiles), strict=True)
@@ -153,7 +153,7 @@ class Walker:
                 token_id = int(bits.argmax())
             piece = self._tokenizer.token_text(token_id)
             if not text.startswith(piece):
-                return "\ufffd" in piece  # A part of a character: not followed further.
+                return piece.startswith("bytes:")  # A part of a character: not followed further.
             matcher.consume([token_id])
             matcher.fill()
             text = text[len(piece) :]
