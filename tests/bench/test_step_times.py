@@ -15,13 +15,13 @@ from quire.worker.step.messages import StepInput
 
 @pytest.mark.slow
 def test_what_is_timed_can_be_fitted(tmp_path: Path) -> None:
-    flags = ("--batches", "1", "3", "--context", "8", "--chunk", "16", "--steps", "5")
+    flags = ("--batches", "1", "3", "--context", "8", "--chunk", "256", "--steps", "5")
     assert step_times.main([*flags, "--output", str(tmp_path / "steps")]) == 0
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
     assert [(row["kind"], row["is_async"]) for row in rows] == [
         (kind, is_async)
         for is_async in (False, True)
-        for kind in ("1 decode", "3 decodes", "prefill 16")
+        for kind in ("1 decode", "3 decodes", "prefill 256")
     ]
     assert all(row["step"]["median_us"] > 0 for row in rows)
     assert fit_cost([tmp_path / "steps.json"], num_cache_tokens=1000).num_cache_tokens == 1000
