@@ -15,7 +15,7 @@ from bench.serving.load import Request, Stream, Target
 
 PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
 NUM_SEEDS = 3
-"""Of each prompt; the first, 0, is greedy."""
+"""The temperatures at which each prompt is asked; 0 is greedy."""
 _TIMEOUT_S = 300.0
 _PAUSE_S = 0.2  # After a stream that failed.
 

@@ -54,7 +54,7 @@ _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
 """The same during floods, for addresses that flooded or that no client came from: gRPC core takes
 0.4 s of CPU for a MiB of headers."""
 _MAX_EXCESS_BYTES = 2**20
-"""Of all strangers' connections beyond that: more is a flood, be it from many addresses."""
+"""Bytes that all strangers together may send beyond that. More is a flood from many addresses."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20
 """For a client that has been let in: calls that are cancelled before the event loop sees them
 explain nothing."""

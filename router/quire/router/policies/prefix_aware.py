@@ -111,7 +111,7 @@ class PrefixAware(Forgetful):
         return nearest(request, groups, ties) if is_paid else home
 
     def _costs(self, missing: Column | float) -> Column:
-        """Of the groups that were asked about last, where they lack ``missing`` tokens."""
+        """The cost of each group of the last request, if it lacks ``missing`` tokens."""
         config, (queued, other) = self._config, self._work
         behind = np.minimum((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         costs: Column = queued + other + (config.missing + behind) * missing

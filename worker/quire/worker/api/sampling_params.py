@@ -166,7 +166,7 @@ _DEFAULTS = {
     each.name: (each.default, PARAMETERS[each.name].kept(each.name, each.default))
     for each in fields(SamplingParams)
 }
-"""Of each field: its default, and the form in which that is kept."""
+"""Each field's default, and the form in which the default is kept."""
 
 
 def params_of_each(
