@@ -15,7 +15,7 @@ from bench.serving.load import Request, Stream, Target
 
 PROMPTS = ["A whale is", "What is a harbor?", "Once upon a time", "Paged attention is"]
 NUM_SEEDS = 3
-"""The temperatures at which each prompt is asked; 0 is greedy."""
+"""Each prompt is asked with this many seeds; seed 0 stands for greedy sampling."""
 _TIMEOUT_S = 300.0
 _PAUSE_S = 0.2  # After a stream that failed.
 
