@@ -21,6 +21,7 @@ from typing import get_args
 
 import numpy as np
 
+from quire.worker.api.arrays import Floats
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import (
@@ -32,6 +33,7 @@ from quire.worker.api.errors import (
 )
 from quire.worker.api.events import EventLog
 from quire.worker.api.limits import (
+    check_embedding,
     check_request,
     check_token_ids,
     derive_seed,
@@ -41,6 +43,7 @@ from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Output, Prepared, Task
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
+from quire.worker.model.pooling import normalized
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.schedule import Schedule
@@ -88,6 +91,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
             speculates=_speculates(config, executor),
+            takes_whole=model.is_encoder,
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._compiling = Compiling(
@@ -291,6 +295,18 @@ class Engine:
                 f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
                 param=name,
             )
+        if request.task == "embed":
+            check_embedding(
+                request.prompt_token_ids,
+                self._limits,
+                makes_embeddings=self._model.pooling is not None,
+            )
+            return 1
+        if not self._model.has_head:
+            raise InvalidRequest(
+                "this model has no head to generate text with: it makes embeddings only",
+                param="model",
+            )
         if request.is_checked and (max_tokens := self._checked_max_tokens(request)):
             return max_tokens
         return check_request(
@@ -318,7 +334,7 @@ class Engine:
             seed = derive_seed(self._config.seed, self._num_unseeded)
             self._num_unseeded += 1
         chain = None
-        if self._config.enable_prefix_caching:
+        if self._config.enable_prefix_caching and not self._model.is_encoder:
             chain = request.chain(
                 model_fingerprint=self._model.fingerprint,
                 kv_dtype=self._model.kv_dtype,
@@ -378,6 +394,9 @@ class Engine:
             if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
                 outputs.append(self._break_off(seq))
                 continue
+            if seq.is_embedded:
+                outputs.append(self._take_embedding(seq, own[0]))
+                continue
             if num_scored:
                 seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
             if drawn < end:
@@ -390,6 +409,17 @@ class Engine:
         if constrained:
             self._masks.add(constrained)
         return outputs
+
+    def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
+        """Ends ``seq`` with its vector. The token behind it means nothing."""
+        assert self._model.pooling is not None
+        if not np.isfinite(state_C).all():
+            return self._break_off(seq)
+        self._scheduler.remove(seq)
+        if self._model.pooling.normalize:
+            state_C = normalized(state_C)
+        output = self._output(seq, (), "stop")
+        return output._replace(hidden=state_C[None])
 
     def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
         """Waits a while for masks that are not known; ends the requests that cannot go on."""

@@ -119,6 +119,31 @@ def check_request(
     return max_tokens
 
 
+def check_embedding(
+    prompt_token_ids: TokenIds, limits: RequestLimits, *, makes_embeddings: bool
+) -> None:
+    """Checks a request for the vector of a prompt, behind which no room is needed.
+
+    Raises:
+        InvalidRequest: It can never be served; the message says what would be right.
+    """
+    if not makes_embeddings:
+        raise InvalidRequest(
+            "this model makes no embeddings: its checkpoint has no modules.json", param="model"
+        )
+    num_tokens = len(prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidRequest("input is empty: at least one token", param="input")
+    check_token_ids("input", prompt_token_ids, limits.vocab_size)
+    if num_tokens > limits.max_model_len:
+        raise ContextExceeded(
+            f"input has {num_tokens} tokens and max_model_len is {limits.max_model_len}, "
+            f"{limits.reason}: shorten it, or have it cut by truncate_prompt_tokens",
+            param="input",
+            max_model_len=limits.max_model_len,
+        )
+
+
 def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str = "") -> None:
     """Raises ContextExceeded: a prompt of ``num_tokens`` leaves no room for output.
 

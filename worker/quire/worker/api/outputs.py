@@ -43,7 +43,8 @@ class TokenDelta(NamedTuple):
     error: QuireError | None = None
     """Why the request ended before its time, with ``finish_reason`` "abort"."""
     hidden: Floats | None = None
-    """A row for each token, where the request asked for hidden states."""
+    """A row for each token, where the request asked for hidden states. The one row of an embedding,
+    with no token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 """In one chat, and calls in one message."""
 
-Task = Literal["generate"]
-"""What a group does with a request."""
+Task = Literal["generate", "embed"]
+"""What a group does with a request: "embed" makes one vector of its prompt."""
 Output = Literal["hidden"]
 """What a request can want of each of its tokens besides log-probabilities: the hidden state that it
 was drawn from, behind the model's last norm."""
