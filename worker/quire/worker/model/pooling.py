@@ -64,7 +64,7 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
         match name:
             case "Transformer" if number == 0:
                 pass
-            case "Pooling" if kind is None:
+            case "Pooling" if number == 1:
                 kind = _kind_of(path / folder / "config.json")
             case "Normalize" if kind is not None:
                 normalize = True

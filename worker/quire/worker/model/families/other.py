@@ -14,7 +14,7 @@ from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 _WITHOUT_HEAD = ("Model", "ForMaskedLM")
 _AFTER_PADDING = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")

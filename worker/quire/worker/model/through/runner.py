@@ -98,7 +98,7 @@ class ThroughTransformers:
 
     def _encode(self, batch: Batch, pooling: PoolingKind) -> Tensor:
         """Fills in the vector of each sequence, all of which are whole; there are no logits."""
-        states_TC = self._model(
+        states_TC: Tensor = self._model(
             input_ids=batch.token_ids_T[None],
             position_ids=batch.positions_T[None] + self._first_position,
         ).last_hidden_state[0]
