@@ -60,11 +60,11 @@ PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 90, 37, 1, 10
 PROMPTS.append([*PROMPTS[1][:64], 7, 8])
 
 
-def save(case: str, folder: Path) -> Any:
+def save(case: str, folder: Path, **changed: Any) -> Any:
     """A random model with modules of sentence-transformers; returns it."""
     config_name, model_name, values, pooling = CASES[case]
     torch.manual_seed(1)
-    config = getattr(transformers, config_name)(**values)
+    config = getattr(transformers, config_name)(**values | changed)
     model = getattr(transformers, model_name)(config).eval()
     for parameter in model.parameters():  # As it is made, it tells tokens apart too little.
         noise = torch.randn_like(parameter) * 0.1

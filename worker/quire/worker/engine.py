@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import get_args
 
@@ -43,7 +44,6 @@ from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Output, Prepared, Task
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
-from quire.worker.model.pooling import normalized
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.schedule import Schedule
@@ -51,6 +51,7 @@ from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
+from quire.worker.text.embeddings import normalized
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -296,11 +297,12 @@ class Engine:
                 param=name,
             )
         if request.task == "embed":
-            check_embedding(
-                request.prompt_token_ids,
-                self._limits,
-                makes_embeddings=self._model.pooling is not None,
-            )
+            if self._model.pooling is None:
+                raise InvalidRequest(
+                    "this model makes no embeddings: its checkpoint has no modules.json",
+                    param="model",
+                )
+            check_embedding(request.prompt_token_ids, replace(self._limits, task="embed"))
             return 1
         if not self._model.has_head:
             raise InvalidRequest(

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
@@ -34,13 +31,6 @@ class Pooling:
     """The vector is divided by its length."""
     max_tokens: int | None = None
     """Longer texts are not for this model."""
-
-
-def normalized(vector_C: Floats) -> Floats:
-    """The vector of length 1 in its direction; zeros stay zeros."""
-    wide_C = vector_C.astype(np.float64)
-    length = float(np.sqrt((wide_C * wide_C).sum()))
-    return (wide_C / max(length, 1e-12)).astype(np.float32)
 
 
 def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | None:

@@ -1,4 +1,4 @@
-"""Embeddings of the offline API on their way, and scores made of them."""
+"""Embeddings of the offline API on their way, and what is made of vectors."""
 
 import numpy as np
 
@@ -41,6 +41,13 @@ class OfflineEmbedding:
             prompt_token_ids=self.request.prompt_token_ids.tolist(),
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def normalized(vector_C: Floats) -> Floats:
+    """The vector of length 1 in its direction; zeros stay zeros."""
+    wide_C = vector_C.astype(np.float64)
+    length = float(np.sqrt((wide_C * wide_C).sum()))
+    return (wide_C / max(length, 1e-12)).astype(np.float32)
 
 
 def cosine(first_C: Floats, second_C: Floats) -> float:
