@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import openai
 import pytest
 from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
-from tests.golden.test_embeddings import expected, save
+from tests.golden.test_embeddings import MINILM, expected, save
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
@@ -26,6 +27,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
 from quire.worker.text.tokenizer import Tokenizer
+from quire_client import AsyncClient, InvalidArgument
 
 pytestmark = pytest.mark.anyio
 
@@ -190,6 +192,37 @@ async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.Asyn
     )
     found = [each["score"] for each in scored.json()["data"]]
     np.testing.assert_allclose(found, cosines, atol=1e-5)
+
+
+async def test_the_commands_of_the_documents_answer(
+    client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/embeddings.md").read_text()
+    calls = re.findall(r"curl -s http://127\.0\.0\.1:8000(\S+) .*-d '(.*)'", page)
+    assert len(calls) == 3
+    for path, body in calls:
+        answer = await client.post(path, json=json.loads(body) | {"model": "encoder"})
+        assert answer.status_code == 200, answer.text
+    if MINILM.is_dir():
+        (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        exec(program.replace("sentence-transformers/all-MiniLM-L6-v2", str(MINILM)), {})
+        assert capsys.readouterr().out.count("\n") == 5
+
+
+async def test_our_own_client_gets_the_same(served: Served, client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/embeddings", json={"model": "encoder", "input": TEXTS})
+    async with AsyncClient(served.grpc_address) as ours:
+        made = await ours.embed([*TEXTS, [5, 6]], model="encoder")
+        ranked = await ours.rank(TEXTS[0], TEXTS[1:], model="encoder", top_n=1)
+        short = await ours.embed(TEXTS[:1], model="encoder", dimensions=8)
+        with pytest.raises(InvalidArgument, match="input 1: input has 161 tokens"):
+            await ours.embed(["x", [7] * 161], model="encoder")
+    for each, one in zip(made, answer.json()["data"], strict=False):
+        np.testing.assert_array_equal(each.values, np.array(one["embedding"], np.float32))
+    assert made[3].num_prompt_tokens == 2
+    assert len(short[0].values) == 8
+    vectors = [np.array(each.values) for each in made]
+    assert ranked[0].index == np.argmax([vectors[0] @ each for each in vectors[1:3]])
 
 
 async def test_what_a_model_does_not_do_is_refused(client: httpx.AsyncClient) -> None:
