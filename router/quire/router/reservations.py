@@ -15,7 +15,8 @@ from quire.router.accuracy import moved_mean
 from quire.router.in_flight import new_counts
 from quire.router.policies.line import Line
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import Decision, GroupState, RouteRequest
+from quire.router.policies.policy import Decision, GroupLoad, GroupState, RouteRequest
+from quire.router.policies.speeds import Speeds
 from quire.router.policies.step_clock import StepClock
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Slot
@@ -32,23 +33,6 @@ _MIN_WAIT_S = 1e-3
 """Differences of less than a millisecond are noise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLoad:
-    """A group's load in its frame (``quire.v1.Load``)."""
-
-    num_running: int
-    num_waiting: int
-    num_pending_prefill_tokens: int
-    num_available_blocks: int
-    """Free and cached blocks."""
-    num_shown: int | None = None
-    """How many of the requests that this gateway submitted there, in order, are in these numbers;
-    where the frame does not say, it is guessed from the number of frames."""
-    num_steps: int | None = None
-    """Steps that the group had ended; where the frame does not say, nothing is known of the one
-    under way."""
-
-
 @dataclass(slots=True)
 class Group:
     """One group, as long as it is a member."""
@@ -56,6 +40,7 @@ class Group:
     group_id: GroupId
     number: int
     """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
+    speeds: Speeds
     load: GroupLoad | None = None
     num_blocks: int | None = None
     """The most that were ever available."""
@@ -86,7 +71,10 @@ class Group:
             self._state = self._new_state()
         return self._state
 
-    def take_frame(self, load: GroupLoad, *, at_s: float) -> None:
+    def take_frame(self, load: GroupLoad, *, at_s: float, is_awaited: bool) -> None:
+        self.speeds.observe(load, at_s=at_s, is_awaited=is_awaited)
+        if self.loads is not None:
+            self.loads.put_speeds(self.position, self.speeds)
         if load.num_steps is not None:
             self.clock.frame(
                 step=load.num_steps,
@@ -155,6 +143,8 @@ class Group:
             num_blocks=self.num_blocks,
             num_reserved_requests=self.num_reserved_requests,
             num_reserved_tokens=self.num_reserved_tokens,
+            max_num_seqs=load.max_num_seqs if load else None,
+            num_gateways=load.num_gateways if load else 0,
             step_began_s=self.clock.began_s,
             step_s=self.clock.length_s,
             num_step_tokens=self.clock.num_tokens,

@@ -158,8 +158,8 @@ class Admission:
         config = self._config
         if config.max_queue_wait_s == inf:
             return True
-        num_waiting, num_reserved = self._capacity.num_queued(loads)
-        num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
+        num_sent = loads.num_reserved_requests.sum() + ahead.num_requests
+        num_waiting = loads.num_waiting.sum() + loads.most_gateways * num_sent
         if num_waiting < len(loads) * config.min_queued_per_group:
             return True
         return self._begins_within(config.max_queue_wait_s, ticket, loads, ahead=ahead)
@@ -170,7 +170,7 @@ class Admission:
         if wait_s == inf:
             return True
         # The other gateways, which are not seen, are taken to have as much ahead of theirs.
-        need = ahead.num_requests * self._capacity.num_gateways + 1.0
+        need = ahead.num_requests * loads.most_gateways + 1.0
         tokens_each = ahead.tokens_each_with(ticket)
         return self._capacity.room(loads, wait_s=wait_s, tokens_each=tokens_each) >= need
 
@@ -188,7 +188,7 @@ class Admission:
         predicted_s = retry_after_s = 1.0
         if loads:
             room = self._capacity.room(loads, wait_s=too_short_s, tokens_each=tokens_each)
-            need = ahead.num_requests * self._capacity.num_gateways + 1
+            need = ahead.num_requests * loads.most_gateways + 1
             per_s = self._capacity.begun_per_s(loads, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
             allowed_s = config.max_queue_wait_s if reason == "wait" else 0.0
