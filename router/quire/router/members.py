@@ -34,7 +34,7 @@ class Members:
         for name in names - groups.keys():
             groups[name] = Group(name, next(self._new_numbers), Speeds(self.rates))
         self.numbers = array("Q", [group.number for group in groups.values()])
-        self.loads = Loads([group.state() for group in groups.values()], common=self.rates)
+        self.loads = Loads([group.state for group in groups.values()], common=self.rates)
         self._slots = np.zeros(len(groups), dtype=np.intp)
         self._is_heard = np.zeros(len(groups), dtype=np.int64)
         for position, group in enumerate(groups.values()):

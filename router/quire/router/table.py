@@ -282,7 +282,7 @@ class RoutingTable:
                 num_unroutable=self._num_unroutable,
                 accuracy=self._accuracy.stats(),
                 forecasts={
-                    name: GroupForecasts(wait=group.waits.parts, mean_error=group.forecast_error)
+                    name: GroupForecasts(wait=group.wait, mean_error=group.forecast_error)
                     for name, group in groups.items()
                 },
                 num_in_flight=len(self._in_flight),

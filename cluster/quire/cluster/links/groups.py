@@ -249,7 +249,8 @@ class Groups:
     def load(
         self, client: GroupClient, load: pb.Load, *, step: int, num_submits: int | None
     ) -> None:
-        group_id = GroupId(client.description.group_id)
+        description = client.description
+        group_id = GroupId(description.group_id)
         if self._attached.get(group_id) is not client:
             return
         self._loads[group_id] = load
@@ -263,7 +264,7 @@ class Groups:
                 num_prompt_tokens=load.num_prompt_tokens,
                 num_hit_tokens=load.num_hit_tokens,
                 num_output_tokens=load.num_output_tokens,
-                max_num_seqs=client.description.max_num_seqs or None,
+                max_num_seqs=description.max_num_seqs or None,
                 num_gateways=load.num_gateways,
                 num_shown=num_submits,
                 num_steps=step,

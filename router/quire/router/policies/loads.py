@@ -151,8 +151,9 @@ class Loads:
 
 
 def _terms(rates: Rates) -> Column:
-    """`Rate.terms` by term and rate."""
-    return np.array([rate.terms() for rate in rates]).T[:, :, np.newaxis]
+    """`Rate.terms`, by term and rate."""
+    prefill, full, short = rates
+    return np.array((prefill.terms, full.terms, short.terms)).T[:, :, np.newaxis]
 
 
 def _per_s(terms: Column, prior: Column) -> Column:

@@ -130,11 +130,11 @@ class GroupState:
 
 
 class Policy(Protocol):
-    """Chooses groups for one gateway, and may remember what it chose."""
+    """Chooses groups for one gateway, and may remember what it chose. By default it does not."""
 
     reason: Reason
     """Why a group was chosen if not for its prefix."""
-    pressure: float | None
+    pressure: float | None = None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
 
@@ -154,16 +154,20 @@ class Policy(Protocol):
         Asked right after `costs`, of the same. The cache of ``home`` still lacks the last
         ``num_coming`` tokens of its hit.
         """
+        return home
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         """The request goes to ``group``."""
+        return
 
     def finished(self, request: RouteRequest, group: GroupId) -> None:
         """The request ended there, however it did, or is about to be routed again."""
+        return
 
     def left(self, group: GroupId) -> None:
         """The group is gone; one that comes under its name knows nothing of what was sent to it.
         What is under way there may still end."""
+        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
