@@ -107,8 +107,8 @@ class PlainAdmission(Admission):
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
-        insort(self._queue, ticket, key=order)
+        insort(self.queued, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if self._queue[0] is ticket and self._can_begin(ticket, loads):
+        if self.queued[0] is ticket and self._can_begin(ticket, loads):
             self._release(ticket)
         return displaced

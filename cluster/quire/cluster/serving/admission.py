@@ -15,7 +15,6 @@ otherwise. There is no aging: under lasting overload low priorities are refused,
 """
 
 from bisect import insort
-from collections.abc import Sequence
 from math import inf
 
 from quire.cluster.errors import Overloaded, RefusalReason
@@ -34,16 +33,12 @@ class Admission:
     def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
         self._config = config
         self._capacity = capacity
-        self._queue: list[Ticket] = []
+        self.queued: list[Ticket] = []
+        """Those that wait here, in the order in which they will be released."""
         self._queued: dict[int, WaitingLoad] = {}  # By priority.
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # All that no group has begun.
         self._num_offered = 0
-
-    @property
-    def queued(self) -> Sequence[Ticket]:
-        """Those that wait here, in the order in which they will be released."""
-        return self._queue
 
     @property
     def unbegun(self) -> Queued:
@@ -66,9 +61,9 @@ class Admission:
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
-        insort(self._queue, ticket, key=order)
+        insort(self.queued, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if begins and self._queue[0] is ticket:
+        if begins and self.queued[0] is ticket:
             self._release(ticket)
         return displaced
 
@@ -78,7 +73,7 @@ class Admission:
         Raises:
             Overloaded: Not even a prompt of one token would be taken.
         """
-        if not self._queue:
+        if not self.queued:
             return
         least = Ticket(num_prompt_tokens=0, priority=priority)
         self._make_room(least, loads, now_s)
@@ -86,9 +81,9 @@ class Admission:
     def release(self, loads: Loads) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []
-        while self._queue and self._can_begin(self._queue[0], loads):
-            released.append(self._queue[0])
-            self._release(self._queue[0])
+        while self.queued and self._can_begin(self.queued[0], loads):
+            released.append(self.queued[0])
+            self._release(self.queued[0])
         return released
 
     def routed(self, ticket: Ticket) -> None:
@@ -135,7 +130,7 @@ class Admission:
         victims: list[Ticket] = []
         rest = self._all_queued()
         while self._exceeds_bounds(ticket, loads, rest):
-            victim = self._queue[-1 - len(victims)]
+            victim = self.queued[-1 - len(victims)]
             if victim.priority <= ticket.priority:
                 raise self._refusal("queue_full", ticket, loads, rest)
             victims.append(victim)
@@ -224,7 +219,7 @@ class Admission:
         ticket.stage = Stage.RELEASED
 
     def _dequeue(self, ticket: Ticket) -> None:
-        self._queue.remove(ticket)
+        self.queued.remove(ticket)
         load = self._queued[ticket.priority]
         load.remove_ticket(ticket)
         if not load.num_requests:
