@@ -16,7 +16,7 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.service import GatewayConfig

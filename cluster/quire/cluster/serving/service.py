@@ -18,9 +18,8 @@ from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion, Take
-from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Inflight
@@ -42,6 +41,8 @@ from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
+MAX_COMPLETIONS = 1024
+"""Prompts × n of one HTTP request."""
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one prompt, or in one call to detokenize."""
 
@@ -50,8 +51,6 @@ MAX_TOKEN_IDS = 2**20
 class GatewayConfig:
     """One model's limits at one gateway; those of its waiting requests are in ``admission``."""
 
-    max_completions: int = 1024
-    """Prompts × n of one HTTP request."""
     max_tokenizing_bytes: int = 2**20
     """Bytes of text that are tokenized at a time, each of which takes 150 to 200 bytes of memory.
     One longer text goes beside them."""
@@ -109,7 +108,7 @@ class ModelService:
         )
         """How the model writes calls and reasoning."""
         self._clock = clock
-        self._resumes = Resumes(self.config.completion.resume, clock=clock)
+        self._resumes = Resumes(self.config.completion, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
         self._inflight = Inflight(
@@ -246,9 +245,9 @@ class ModelService:
 
     def check_num_completions(self, num_completions: int) -> None:
         """Raises InvalidRequest: one request must not ask for that many."""
-        if num_completions > self.config.max_completions:
+        if num_completions > MAX_COMPLETIONS:
             raise InvalidRequest(
-                f"prompts × n is {num_completions}, at most {self.config.max_completions} are "
+                f"prompts × n is {num_completions}, at most {MAX_COMPLETIONS} are "
                 "allowed in one request: send several",
                 param="n",
             )
