@@ -18,8 +18,7 @@ from quire.cluster.errors import Death, GroupLost, GroupMismatch
 from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, grpc_connect
-from quire.cluster.links.group_stream import GroupStream
-from quire.cluster.links.turns import Turns
+from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.model_card import Expectation
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.supervise import keep_going
