@@ -29,8 +29,9 @@ from statistics import median
 
 import numpy as np
 
+from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
 

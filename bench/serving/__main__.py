@@ -28,7 +28,7 @@ from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 from bench.serving.workloads import Tenants
 
-from quire.router.policies.names import POLICY_NAMES
+from quire.router.config import POLICY_NAMES
 from quire.worker.api.errors import QuireError
 
 SOME_LEFT = 3

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from bench.serving.load import Chat, Request
 from bench.serving.workloads import Tenants, laid_out, tenant_chats
 
-from quire.router.policies.names import POLICY_NAMES
+from quire.router.config import POLICY_NAMES
 from quire.worker.api.errors import ConfigError
 
 Loop = Literal["closed", "open"]

@@ -29,7 +29,7 @@ from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig

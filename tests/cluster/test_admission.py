@@ -1,5 +1,7 @@
 import random
 import re
+from dataclasses import replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -15,45 +17,84 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import GroupState
+from quire.router.policies.policy import GroupLoad, GroupState
+from quire.router.policies.speeds import Rates, Speeds
 from quire.router.prefix_index.directory import GroupId
-from quire.v1 import group_pb2 as pb
+from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
 
 NUM_SLOTS = 4
 
 
-def capacity(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: int = 1) -> Capacity:
-    """Knows one group ``g`` of `NUM_SLOTS` slots with these speeds, and outputs of 50 tokens."""
-    known = Capacity()
-    group = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
+def frame(**load: Any) -> GroupLoad:
+    numbers = {"num_waiting": 0, "num_pending_prefill_tokens": 0, "num_available_blocks": 0}
+    return GroupLoad(**{**numbers, "num_running": 1, **load})
+
+
+class Known:
+    """What a gateway knows of one group ``g`` of `NUM_SLOTS` slots, and of outputs."""
+
+    def __init__(self, *, gateways: int = 1) -> None:
+        self.capacity = Capacity(block_size=16)
+        self._gateways = gateways
+        self._common = Rates.new()
+        self._speeds = Speeds(self._common)
+
+    def observe(self, load: GroupLoad, *, at_s: float, is_awaited: bool = False) -> None:
+        self._speeds.observe(load, at_s=at_s, is_awaited=is_awaited)
+
+    def loads(self, *states: GroupState) -> Loads:
+        """Those of the group in such a state."""
+        loads = Loads(
+            [replace(state, num_gateways=self._gateways) for state in states], common=self._common
+        )
+        for position in range(len(states)):
+            loads.put_speeds(position, self._speeds)
+        return loads
+
+    def room(self, state: GroupState, *, wait_s: float, tokens_each: float) -> float:
+        return self.capacity.room(self.loads(state), wait_s=wait_s, tokens_each=tokens_each)
+
+    def begun_per_s(self, state: GroupState, *, tokens_each: float) -> float:
+        return self.capacity.begun_per_s(self.loads(state), tokens_each=tokens_each)
+
+
+@cache
+def known(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: int = 1) -> Known:
+    """Of these speeds, and outputs of 50 tokens."""
+    known = Known(gateways=gateways)
     for second in range(100):
-        load = pb.Load(
+        load = frame(
             num_running=NUM_SLOTS,
             num_waiting=1,
             num_pending_prefill_tokens=2 * prefill_per_s,
             num_prompt_tokens=second * prefill_per_s,
             num_output_tokens=second * output_per_s,
-            num_gateways=gateways,
+            max_num_seqs=NUM_SLOTS,
         )
-        known.observe(group, load, now_s=float(second))
+        known.observe(load, at_s=float(second))
     for _ in range(500):
-        known.asked(1000)
-        known.generated(50)
-        known.ended(1)
+        known.capacity.asked(1000)
+        known.capacity.generated(50)
+        known.capacity.ended(1)
     return known
 
 
+def loads(*states: GroupState, gateways: int = 1) -> Loads:
+    return known(gateways=gateways).loads(*states)
+
+
 def group(**load: Any) -> GroupState:
-    return GroupState(group=GroupId("g"), **{"num_running": 1, **load})
+    numbers = {"num_running": 1, "max_num_seqs": NUM_SLOTS, **load}
+    return GroupState(group=GroupId("g"), **numbers)
 
 
 FULL = group(num_running=NUM_SLOTS)
 
 
-def admission(*, gateways: int = 1, **config: Any) -> Admission:
+def admission(**config: Any) -> Admission:
     values = {"min_queued_per_group": 1, **config}
-    return Admission(AdmissionConfig(**values), capacity(gateways=gateways))
+    return Admission(AdmissionConfig(**values), known().capacity)
 
 
 def ticket(num_prompt_tokens: int = 10, **values: Any) -> Ticket:
@@ -61,81 +102,76 @@ def ticket(num_prompt_tokens: int = 10, **values: Any) -> Ticket:
 
 
 def test_speeds_are_those_of_a_busy_group() -> None:
-    known = capacity()
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=NUM_SLOTS, block_size=16)
+    group = known.__wrapped__()
     for now_s in (100.0, 10_000.0):  # It runs one, slowly, and then it has nothing to do.
-        idle = pb.Load(num_running=1, num_prompt_tokens=100_000, num_output_tokens=10_000)
-        known.observe(described, idle, now_s=now_s)
+        idle = frame(num_prompt_tokens=100_000, num_output_tokens=10_000, max_num_seqs=NUM_SLOTS)
+        group.observe(idle, at_s=now_s)
     # 100 tokens/s in outputs of 50 end 2 sequences a second; 1,000 tokens/s begin 10 of 100.
-    assert known.begun_per_s(Loads([FULL]), tokens_each=100) == pytest.approx(2, rel=0.1)
+    assert group.begun_per_s(FULL, tokens_each=100) == pytest.approx(2, rel=0.1)
 
 
-def after_steps(num_tokens: int, *, step_s: float, decode_s: float) -> Capacity:
+def after_steps(num_tokens: int, *, step_s: float, decode_s: float) -> Known:
     """Knows one group that computed one such prompt in each of ten steps, and decoded between."""
-    known = Capacity()
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    known = Known()
     now_s = 0.0
     for number in range(10):
-        decoding = pb.Load(num_running=1, num_prompt_tokens=number * num_tokens)
+        decoding = frame(num_prompt_tokens=number * num_tokens)
         for _ in range(5):
-            known.observe(described, decoding, now_s=now_s)
+            known.observe(decoding, at_s=now_s)
             now_s += decode_s
         asked = {"num_waiting": 1, "num_pending_prefill_tokens": num_tokens}
-        waiting = pb.Load(num_running=1, num_prompt_tokens=number * num_tokens, **asked)
-        known.observe(described, waiting, now_s=now_s)
+        waiting = frame(num_prompt_tokens=number * num_tokens, **asked)
+        known.observe(waiting, at_s=now_s)
         now_s += step_s
     return known
 
 
 def test_a_short_prompt_alone_in_a_step_does_not_pass_for_a_slow_group() -> None:
     known = after_steps(20, step_s=0.1, decode_s=0.1)
-    assert known.room(Loads([group()]), wait_s=1, tokens_each=20) >= 100
+    assert known.room(group(max_num_seqs=128), wait_s=1, tokens_each=20) >= 100
 
 
 def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
     known = after_steps(1500, step_s=2.1, decode_s=0.1)
-    per_s = known.begun_per_s(Loads([group()]), tokens_each=1500)
+    per_s = known.begun_per_s(group(max_num_seqs=128), tokens_each=1500)
     assert per_s == pytest.approx(0.5, rel=0.1)
 
 
 def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decodes() -> None:
     """A prompt is told as begun as a whole while another waits, and nothing in its other steps."""
-    known = Capacity()
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    known = Known()
     for second in range(100):
         begun, steps_ahead = 1 + second // 3, 3 - second % 3  # Of 1,000 tokens each.
-        load = pb.Load(
-            num_running=1,
+        load = frame(
             num_waiting=1,
             num_prompt_tokens=3000 * begun,
             num_pending_prefill_tokens=1000 * (steps_ahead - 1) + 3000,
         )
-        known.observe(described, load, now_s=float(second))
-    assert known.begun_per_s(Loads([group()]), tokens_each=1000) == pytest.approx(1, rel=0.2)
+        known.observe(load, at_s=float(second))
+    assert known.begun_per_s(group(max_num_seqs=128), tokens_each=1000) == pytest.approx(1, rel=0.2)
 
 
 def after_a_slow_time(*, is_awaited: bool) -> float:
     """Prompts of 300 tokens that a group begins per second. It took 3 s for each of ten; each of a
     hundred more takes 0.18 s, and 0.02 s of decodes lie between. No frame shows these before they
     are computed, since each is sent while the step before it runs."""
-    known = Capacity()
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=128, block_size=16)
+    known = Known()
     now_s, num_begun = 0.0, 0
 
-    def frame(**load: int) -> None:
-        begun = pb.Load(num_running=1, num_prompt_tokens=300 * num_begun, **load)
-        known.observe(described, begun, now_s=now_s, is_awaited=is_awaited and num_begun > 10)
+    def step(**load: int) -> None:
+        begun = frame(num_prompt_tokens=300 * num_begun, **load)
+        known.observe(begun, at_s=now_s, is_awaited=is_awaited and num_begun > 10)
 
     for _ in range(10):
-        frame(num_waiting=1, num_pending_prefill_tokens=300)
+        step(num_waiting=1, num_pending_prefill_tokens=300)
         num_begun, now_s = num_begun + 1, now_s + 3
-        frame()
+        step()
     for _ in range(100):
         now_s += 0.02
-        frame()
+        step()
         num_begun, now_s = num_begun + 1, now_s + 0.18
-        frame()
-    return known.begun_per_s(Loads([group()]), tokens_each=300)
+        step()
+    return known.begun_per_s(group(max_num_seqs=128), tokens_each=300)
 
 
 def test_prompts_that_are_sent_one_by_one_show_the_speed_while_others_wait_here() -> None:
@@ -158,57 +194,57 @@ def test_prompts_that_nobody_waits_behind_show_no_speed() -> None:
         (group(num_running=NUM_SLOTS, num_waiting=3), 10, 1),
         # 12 blocks to spare of which one goes to the running sequence; each needs 2 and 1.
         (group(num_available_blocks=12, num_blocks=12), 32, 11 / 3),
-        (GroupState(group=GroupId("g"), num_available_blocks=0, num_blocks=9), 10**9, 1),
+        (group(num_running=0, num_available_blocks=0, num_blocks=9), 10**9, 1),
     ],
 )
 def test_the_room_is_what_its_narrowest_resource_allows(
     state: GroupState, tokens_each: float, expected: float
 ) -> None:
-    room = capacity().room(Loads([state]), wait_s=2, tokens_each=tokens_each)
+    room = known().room(state, wait_s=2, tokens_each=tokens_each)
     assert room == pytest.approx(expected, rel=0.1)
 
 
 def test_other_gateways_are_taken_to_have_sent_as_much() -> None:
     state = group(num_reserved_requests=1, num_reserved_tokens=400)
-    alone, among = capacity(), capacity(gateways=4)
-    assert alone.room(Loads([state]), wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
-    assert among.room(Loads([state]), wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
+    alone, among = known(), known(gateways=4)
+    assert alone.room(state, wait_s=2, tokens_each=400) == pytest.approx(5, rel=0.1)
+    assert among.room(state, wait_s=2, tokens_each=400) == pytest.approx(2, rel=0.1)
 
 
 def test_there_are_as_many_gateways_as_the_group_says_that_knows_of_most() -> None:
     """One that has just started was attached to by this one only."""
-    known = Capacity()
-    assert known.num_gateways == 1
-    said = [("a", 1, 3), ("b", 1, 1), ("c", 1, 0)]  # The last is too old to say it.
-    for name, epoch, num_gateways in said:
-        description = pb.GroupDescription(group_id=name, epoch=epoch)
-        known.observe(description, pb.Load(num_gateways=num_gateways), now_s=0)
-    assert known.num_gateways == 3
-    known.observe(pb.GroupDescription(group_id="a", epoch=1), pb.Load(num_gateways=2), now_s=1)
-    assert known.num_gateways == 2
-    known.observe(pb.GroupDescription(group_id="a", epoch=2), pb.Load(), now_s=2)
-    assert known.num_gateways == 1, "what was said before it started again is forgotten"
-    known.observe(pb.GroupDescription(group_id="b", epoch=1), pb.Load(num_gateways=4), now_s=3)
-    known.keep([GroupId("a"), GroupId("c")])
-    assert known.num_gateways == 1
-    known.keep([GroupId("c")])
-    assert known.num_gateways == 1
+    table = RoutingTable(block_size=16)
+    assert table.loads().most_gateways == 1
+    a, b, c = map(GroupId, "abc")
+    table.update_members([a, b, c])
+    for name, num_gateways in ((a, 3), (b, 1), (c, 0)):  # The last is too old to say it.
+        table.update_load(name, frame(num_gateways=num_gateways))
+    assert table.loads().most_gateways == 3
+    table.update_load(a, frame(num_gateways=2))
+    assert table.loads().most_gateways == 2
+    table.update_members([b, c])
+    table.update_members([a, b, c])
+    assert table.loads().most_gateways == 1, "what was said before it started again is forgotten"
+    table.update_load(b, frame(num_gateways=4))
+    table.update_members([a, c])
+    assert table.loads().most_gateways == 1
+    table.update_members([])
+    assert table.loads().most_gateways == 1
 
 
 def test_an_output_under_way_counts_for_the_mean_length() -> None:
-    known = Capacity()
-    known.asked(10_000)
-    known.generated(5_000)
-    described = pb.GroupDescription(group_id="g", epoch=1, max_num_seqs=1)
+    known = Known()
+    known.capacity.asked(10_000)
+    known.capacity.generated(5_000)
     for second in range(100):
-        load = pb.Load(num_running=1, num_output_tokens=second * 100)
-        known.observe(described, load, now_s=float(second))
-    assert known.begun_per_s(Loads([FULL]), tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
+        known.observe(frame(num_output_tokens=second * 100, max_num_seqs=1), at_s=float(second))
+    state = group(max_num_seqs=1)
+    assert known.begun_per_s(state, tokens_each=1) == pytest.approx(100 / 5_128, rel=0.1)
 
 
 def test_a_request_that_can_begin_is_released_at_once() -> None:
     queue, first = admission(), ticket()
-    assert queue.offer(first, Loads([group()]), now_s=0) == []
+    assert queue.offer(first, loads(group()), now_s=0) == []
     stages = [first.stage]
     assert queue.unbegun == (1, 10)
     queue.begun(first)
@@ -220,22 +256,22 @@ def test_one_that_cannot_waits_and_is_released_when_there_is_room() -> None:
     queue = admission(max_queue_wait_s=10)
     tickets = [ticket(priority=priority) for priority in (0, 5, -5, 0)]
     for each in tickets:
-        queue.offer(each, Loads([FULL]), now_s=0)
+        queue.offer(each, loads(FULL), now_s=0)
         assert each.stage is Stage.QUEUED
-    assert queue.release(Loads([FULL])) == []
-    assert queue.release(Loads([group(num_running=1)])) == [tickets[2], tickets[0], tickets[3]]
-    assert queue.release(Loads([FULL])) == [], "the three are on their way"
+    assert queue.release(loads(FULL)) == []
+    assert queue.release(loads(group(num_running=1))) == [tickets[2], tickets[0], tickets[3]]
+    assert queue.release(loads(FULL)) == [], "the three are on their way"
     for each in tickets:
         queue.routed(each)
-    assert queue.release(Loads([group()])) == [tickets[1]]
+    assert queue.release(loads(group())) == [tickets[1]]
 
 
 def test_one_that_would_wait_too_long_is_refused_with_numbers() -> None:
     queue = admission(max_queue_wait_s=2.1)
     for _ in range(4):  # 2 s are what 4 need to end.
-        queue.offer(ticket(), Loads([FULL]), now_s=0)
+        queue.offer(ticket(), loads(FULL), now_s=0)
     with pytest.raises(Overloaded, match=r"max-queue-wait-s is 2.1; try again in") as raised:
-        queue.offer(ticket(), Loads([FULL]), now_s=0)
+        queue.offer(ticket(), loads(FULL), now_s=0)
     assert raised.value.reason == "wait"
     assert 0 < raised.value.retry_after_s <= 2
 
@@ -261,7 +297,7 @@ def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
     """What the first of equal requests is told that is not taken."""
     for _ in range(100):
         try:
-            queue.offer(ticket(**values), Loads([state]), now_s=0)
+            queue.offer(ticket(**values), loads(state), now_s=0)
         except Overloaded as error:
             return error
     raise AssertionError("all were taken")
@@ -271,8 +307,8 @@ def test_by_default_none_is_refused_for_its_wait_nor_for_its_deadline() -> None:
     queue = admission()
     waiting = [ticket(10_000, deadline_s=10.0) for _ in range(500)]
     for each in waiting:
-        queue.offer(each, Loads([FULL]), now_s=0)
-    queue.check(0, Loads([FULL]), now_s=9)
+        queue.offer(each, loads(FULL), now_s=0)
+    queue.check(0, loads(FULL), now_s=9)
     assert list(queue.queued) == waiting
 
 
@@ -294,11 +330,11 @@ def test_a_refusal_names_the_flag_that_bounds_it(bounds: dict[str, Any], told: s
 
 def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
     queue = admission(max_queue_wait_s=10)
-    queue.offer(ticket(), Loads([FULL]), now_s=5)
-    queue.offer(ticket(), Loads([FULL]), now_s=5)
-    queue.offer(ticket(deadline_s=9.0), Loads([FULL]), now_s=5)
+    queue.offer(ticket(), loads(FULL), now_s=5)
+    queue.offer(ticket(), loads(FULL), now_s=5)
+    queue.offer(ticket(deadline_s=9.0), loads(FULL), now_s=5)
     with pytest.raises(Overloaded, match="after its deadline") as raised:
-        queue.offer(ticket(deadline_s=6.0), Loads([FULL]), now_s=5)
+        queue.offer(ticket(deadline_s=6.0), loads(FULL), now_s=5)
     assert raised.value.reason == "deadline"
 
 
@@ -306,35 +342,35 @@ def test_a_higher_priority_takes_the_place_of_the_last_of_the_lowest() -> None:
     queue = admission(max_queued_requests=3, max_queue_wait_s=10)
     low = [ticket(priority=7), ticket(priority=9), ticket(priority=9)]
     for each in low:
-        queue.offer(each, Loads([FULL]), now_s=0)
+        queue.offer(each, loads(FULL), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-requests is 3"):
-        queue.offer(ticket(priority=9), Loads([FULL]), now_s=0)
+        queue.offer(ticket(priority=9), loads(FULL), now_s=0)
     high = ticket(priority=1)
-    assert queue.offer(high, Loads([FULL]), now_s=0) == [low[2]]
+    assert queue.offer(high, loads(FULL), now_s=0) == [low[2]]
     assert low[2].stage is Stage.LEFT
     assert list(queue.queued) == [high, low[0], low[1]]
 
 
 def test_what_has_no_chance_is_refused_before_its_size_is_known() -> None:
     queue = admission(max_queued_requests=1)
-    queue.check(5, Loads([FULL]), now_s=0)
+    queue.check(5, loads(FULL), now_s=0)
     waiting = ticket(priority=5)
-    queue.offer(waiting, Loads([FULL]), now_s=0)
+    queue.offer(waiting, loads(FULL), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-requests is 1"):
-        queue.check(5, Loads([FULL]), now_s=0)
-    queue.check(1, Loads([FULL]), now_s=0)  # It would displace the other.
+        queue.check(5, loads(FULL), now_s=0)
+    queue.check(1, loads(FULL), now_s=0)  # It would displace the other.
     assert list(queue.queued) == [waiting]
 
 
 def test_without_groups_requests_wait_within_the_bounds() -> None:
     queue = admission(max_queued_bytes=100)
     big, small = ticket(num_bytes=5000), ticket(num_bytes=10)
-    queue.offer(big, Loads([]), now_s=0)
+    queue.offer(big, loads(), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-bytes 100"):
-        queue.offer(small, Loads([]), now_s=0)
+        queue.offer(small, loads(), now_s=0)
     assert list(queue.queued) == [big]
     queue.leave(big)
-    queue.offer(small, Loads([]), now_s=0)
+    queue.offer(small, loads(), now_s=0)
     assert list(queue.queued) == [small]
 
 
@@ -363,7 +399,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.queue = admission(max_queued_requests=5, max_queued_bytes=2000, max_queue_wait_s=3)
         self.live: list[Ticket] = []
         self.now_s = 0.0
-        self.states = Loads([FULL])
+        self.states = loads(FULL)
 
     @rule(
         tokens=st.integers(1, 3000),
@@ -399,7 +435,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     )
     def load(self, running: int, waiting: int, pending: int, there: bool) -> None:
         state = group(num_running=running, num_waiting=waiting, num_pending_prefill_tokens=pending)
-        self.states = Loads([state] if there else [])
+        self.states = loads(*[state] * there)
         before = list(self.queue.queued)
         released = self.queue.release(self.states)
         assert released == before[: len(released)], "by priority, then in order of arrival"
@@ -445,6 +481,6 @@ def test_the_order_does_not_depend_on_chance() -> None:
     queue = admission(max_queued_requests=200, max_queue_wait_s=1e6)
     tickets = [ticket(priority=rng.randint(-3, 3)) for _ in range(150)]
     for each in tickets:
-        queue.offer(each, Loads([]), now_s=0)
+        queue.offer(each, loads(), now_s=0)
     expected = sorted(tickets, key=lambda each: each.priority)  # A stable sort.
     assert list(queue.queued) == expected

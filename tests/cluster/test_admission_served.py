@@ -303,7 +303,7 @@ async def test_a_hundred_that_go_away_leave_nothing_behind(start_cluster: Any, h
         work = post if how == "disconnect" else call
         tasks = [asyncio.create_task(work()) for _ in range(100)]
         if how != "deadline":
-            while cluster.gateway.telemetry.inflight._value.get() < 100:
+            while cluster.gateway.num_inflight < 100:
                 await asyncio.sleep(0.01)
             for task in tasks:
                 task.cancel()
@@ -322,7 +322,7 @@ async def what_is_left(cluster: Any) -> list[Any]:
         await group.settle()
     routing = cluster.table.stats()
     return [
-        cluster.gateway.telemetry.inflight._value.get(),
+        cluster.gateway.num_inflight,
         cluster.gateway.admission.queued,
         cluster.connections.demand.num_requests,
         routing.num_in_flight,

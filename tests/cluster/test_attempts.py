@@ -10,8 +10,7 @@ from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.errors import Death, GroupDied, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.config import CompletionConfig
-from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
@@ -55,7 +54,7 @@ class Scene:
         self.groups = Silent(table=self.table, expected=Expectation(model="m", block_size=4))
         self.groups.set_members(*members)
         self._telemetry = Telemetry(groups=self.groups, table=self.table)
-        self.resumes = Resumes(CONFIG.resume, clock=loop.time)
+        self.resumes = Resumes(CONFIG, clock=loop.time)
         self._num = 0
 
     def attempts(self, blame: Blame) -> Attempts:

@@ -198,7 +198,7 @@ def test_the_last_group_goes_when_idle_and_comes_back_for_a_request_at_a_gateway
 def test_kv_cache_and_sequences_ask_for_groups_too(
     load: dict[str, float], reason: str, num_groups: int
 ) -> None:
-    sample = Sample(time_s=10, max_num_seqs=100, **load)  # type: ignore[arg-type]
+    sample = Sample(time_s=10, max_num_seqs=100, **load)
     observation = Observation(num_groups=2, groups=[(sample,), (sample,)])
     decision, _ = decide(observation, State(), 10, SETTINGS)
     assert (decision.reason, decision.num_groups) == (reason, num_groups)

@@ -8,7 +8,7 @@ from tests.prepared import prepared
 
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation

@@ -8,8 +8,7 @@ from tests.prepared import prepared
 
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.config import CompletionConfig
-from quire.cluster.failover.resume import ResumeConfig, Resumes
+from quire.cluster.failover.resume import CompletionConfig, Resumes
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
@@ -236,7 +235,7 @@ async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
 
 async def test_without_a_retry_budget_a_lost_stream_says_so(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
-        config = ResumeConfig(retry_burst=0, retry_share=0, retry_per_s=0)
+        config = CompletionConfig(retry_burst=0, retry_share=0, retry_per_s=0)
         cluster.gateway._resumes = Resumes(config, clock=lambda: 0.0)
         cluster.take_steps_of(SLOW_S)
         call = generate(cluster)

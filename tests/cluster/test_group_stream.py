@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.errors import GroupLost
-from quire.cluster.links.group_stream import GroupStream
-from quire.cluster.links.turns import Turns
+from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.wire import tokens_to_bytes
 from quire.v1 import group_pb2 as pb
 from quire.v1 import inference_pb2

@@ -76,7 +76,9 @@ def with_one_group() -> tuple[Groups, GroupClient]:
 async def test_a_frame_that_comes_late_is_no_news_of_a_groups_load() -> None:
     groups, client = with_one_group()
     seen: list[int] = []
-    groups.watch_loads(lambda description, load: seen.append(load.num_output_tokens))
+    groups.watch_loads(
+        lambda: seen.extend(each.num_output_tokens for each in groups.loads.values())
+    )
     for step in (7, 8, 7, 8, 9):
         load = group_pb2.Load(num_output_tokens=10 * step)
         client._take(group_pb2.StepFrame(step=step, load=load))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from quire.cluster.edge import body
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.byte_budget import ByteBudget
+from quire.cluster.serving.bounds import ByteBudget
 from quire.worker.api.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio

@@ -22,9 +22,9 @@ from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Stage, Ticket
+from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
-from quire.router.table import GroupLoad, RoutingTable
-from quire.v1 import group_pb2 as pb
+from quire.router.table import RoutingTable
 
 BLOCK_SIZE = 16
 LATENCY_S = 0.001
@@ -106,24 +106,22 @@ class ModelGroup:
         self._free_blocks = hardware.num_blocks
         self._is_busy = False
         self._num_prompt = self._num_output = 0
-        self.description = pb.GroupDescription(
-            group_id=name, epoch=1, max_num_seqs=hardware.num_slots, block_size=BLOCK_SIZE
-        )
 
     def submit(self, sequence: _Sequence) -> None:
         self._waiting.append(sequence)
         if not self._is_busy:
             self._step()
 
-    def load(self) -> pb.Load:
+    def load(self) -> GroupLoad:
         pending = sum(each.num_prefill for each in (*self._waiting, *self._running))
-        return pb.Load(
+        return GroupLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_pending_prefill_tokens=pending,
-            num_free_blocks=self._free_blocks,
+            num_available_blocks=self._free_blocks,
             num_prompt_tokens=self._num_prompt,
             num_output_tokens=self._num_output,
+            max_num_seqs=self._hardware.num_slots,
             num_gateways=len(self.gateways),
         )
 
@@ -183,7 +181,7 @@ class ModelGateway:
         self._groups = {GroupId(group.name): group for group in groups}
         self.table = RoutingTable(block_size=BLOCK_SIZE, clock=lambda: world.now_s)
         self.table.update_members(self._groups)
-        self.capacity = Capacity()
+        self.capacity = Capacity(block_size=BLOCK_SIZE)
         self.admission = Admission(config, self.capacity)
         self._clients: dict[Ticket, Client] = {}
         for group in groups:
@@ -212,19 +210,9 @@ class ModelGateway:
             wait_s *= 1.03
         return wait_s
 
-    def frame(self, group: ModelGroup, load: pb.Load) -> None:
-        self.table.update_load(
-            GroupId(group.name),
-            GroupLoad(
-                num_running=load.num_running,
-                num_waiting=load.num_waiting,
-                num_pending_prefill_tokens=load.num_pending_prefill_tokens,
-                num_available_blocks=load.num_free_blocks,
-            ),
-        )
-        self.capacity.observe(
-            group.description, load, now_s=self._world.now_s, is_awaited=bool(self.admission.queued)
-        )
+    def frame(self, group: ModelGroup, load: GroupLoad) -> None:
+        is_awaited = bool(self.admission.queued)
+        self.table.update_load(GroupId(group.name), load, is_awaited=is_awaited)
         for ticket in self.admission.release(self.table.loads()):
             self._send(self._clients[ticket])
 

@@ -118,7 +118,7 @@ async def test_no_more_text_than_the_budget_is_tokenized_at_a_time(
     expected = tokenizer.encode("cat " * 7_500)
     assert await asyncio.gather(*tasks) == [expected] * 8
     assert watched.most <= 100_000
-    assert (prompts.budget.held, prompts.num_waiting) == (0, 0)
+    assert (prompts.budget.held, prompts.waiting.num) == (0, 0)
 
 
 async def test_long_texts_go_one_by_one_and_leave_room_for_others(
@@ -165,7 +165,7 @@ async def test_a_prompt_waits_for_its_turn_no_longer_than_its_deadline(
         await asyncio.sleep(0.001)
     with pytest.raises(Overloaded, match="2 prompts are being tokenized, --max-inflight is 2"):
         await prompts.tokenize((Text("x" * 20_000),))
-    prompts._max_waiting = 3
+    prompts.waiting._limit = 3
     with pytest.raises(DeadlineExceeded):
         await prompts.tokenize((Text("x" * 20_000),), deadline_s=0.01)
     watched.go.set()

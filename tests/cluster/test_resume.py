@@ -4,12 +4,12 @@ import itertools
 import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.failover.resume import Blame, Isolation, Losses, ResumeConfig, RetryBudget
+from quire.cluster.failover.resume import Blame, CompletionConfig, Isolation, Losses, RetryBudget
 from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = ResumeConfig(max_attempts=5, max_group_deaths=3, probation_tokens=8)
+CONFIG = CompletionConfig(max_attempts=5, max_group_deaths=3, probation_tokens=8)
 
 
 EPOCHS = itertools.count(1)
@@ -120,7 +120,7 @@ def test_attempts_have_an_end_whatever_they_die_of() -> None:
 
 def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
     now_s = [0.0]
-    config = ResumeConfig(retry_burst=100, retry_share=0.25, retry_per_s=2)
+    config = CompletionConfig(retry_burst=100, retry_share=0.25, retry_per_s=2)
     budget = RetryBudget(config, clock=lambda: now_s[0])
     assert sum(budget.take() for _ in range(200)) == 100, "one crash, survived by all"
     for _ in range(8):
@@ -138,7 +138,7 @@ def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
 )
 def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value}"):
-        ResumeConfig(**{field: value})
+        CompletionConfig(**{field: value})
 
 
 async def test_one_isolated_request_at_a_time_in_their_order() -> None:

@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cluster.deploy import wait_idle
-from quire.router.policies.line import MIN_OBSERVATIONS
+from quire.router.policies.speeds import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio

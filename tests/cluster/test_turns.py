@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.links.turns import Turns
+from quire.cluster.links.group_stream import Turns
 
 pytestmark = pytest.mark.anyio
 

@@ -8,9 +8,10 @@ import pytest
 from quire.router.config import RoutingConfig
 from quire.router.errors import NoGroupAvailable, UnknownDecision
 from quire.router.policies.catalog import POLICIES
-from quire.router.policies.line import MIN_OBSERVATIONS
+from quire.router.policies.policy import GroupLoad
+from quire.router.policies.speeds import MIN_OBSERVATIONS
 from quire.router.prefix_index.directory import GroupId
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.worker.api.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]

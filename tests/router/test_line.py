@@ -7,7 +7,7 @@ from statistics import mean, median
 
 import pytest
 
-from quire.router.policies.line import MIN_OBSERVATIONS, Line
+from quire.router.policies.speeds import MIN_OBSERVATIONS, Line
 
 FIXED_S, PER_TOKEN_S = 0.02, 1e-4
 

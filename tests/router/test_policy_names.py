@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
+from quire.router.config import POLICY_NAMES
 from quire.router.policies.catalog import POLICIES
-from quire.router.policies.names import POLICY_NAMES
 
 
 def test_every_policy_has_its_line() -> None:

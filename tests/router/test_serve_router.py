@@ -17,10 +17,11 @@ from ray.serve._private.common import (
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RunningReplica
 
+from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.router.serve_router import PrefixAwareRouter
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.worker.api.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
 
 DEPLOYMENT = DeploymentID(name="Group", app_name="test")

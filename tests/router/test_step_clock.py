@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.router.policies.decide import decide
-from quire.router.policies.line import MIN_OBSERVATIONS
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware
-from quire.router.policies.step_clock import StepClock
+from quire.router.policies.speeds import MIN_OBSERVATIONS, StepClock
 from quire.router.prefix_index.directory import GroupId
 
 

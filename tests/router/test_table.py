@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.router.config import RoutingConfig
 from quire.router.errors import NoGroupAvailable
-from quire.router.policies.policy import GroupState
+from quire.router.policies.policy import GroupLoad, GroupState
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync, Position
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash

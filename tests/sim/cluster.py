@@ -20,7 +20,7 @@ from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCos
 from tests.sim.network import GroupLinkOver, Network
 
 from quire.cluster.edge.grpc_server import InferenceService
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.group.service import GroupService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupLink

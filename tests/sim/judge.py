@@ -47,7 +47,7 @@ class Judge:
             if not ask.is_refused:  # By the groups: their queues are full.
                 return plan.max_num_waiting < 1000 or num_faults > 0
             return not ask.num_tokens and (num_faults > 0 or not self._is_any_idle(now_s))
-        resume = plan.gateway.completion.resume
+        resume = plan.gateway.completion
         if code == grpc.StatusCode.ABORTED:  # Quarantined.
             # Beside one poison nobody else may be convicted. A second one, or what happens by
             # itself, may make a third death look like the request's.
@@ -85,7 +85,7 @@ class Judge:
         num_faults = sum(
             fault.end_s is None or fault.end_s > since_s for fault in self._chaos.faults
         )
-        max_deaths = self._cluster.plan.gateway.completion.resume.max_group_deaths
+        max_deaths = self._cluster.plan.gateway.completion.max_group_deaths
         # One more for each further completion: they may be on groups of their own at once.
         num_killed = sum(max_deaths + one.num_answers - 1 for one in self._poisons(ask))
         return num_faults + num_killed

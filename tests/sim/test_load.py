@@ -16,7 +16,7 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.service import GatewayConfig
@@ -143,7 +143,7 @@ def test_gateways_learn_how_many_they_are() -> None:
 
     def look(world: World) -> None:
         gateways = [each for each in world.cluster.gateways if not each.process.is_dead]
-        seen.append({each.gateway.admission.capacity.num_gateways for each in gateways})
+        seen.append({each.table.loads().most_gateways for each in gateways})
 
     async def script(world: World) -> None:
         await asyncio.sleep(2)

@@ -15,7 +15,7 @@ from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
 from tests.sim.world import Plan, Result, World, run
 
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 
 CLIENT = GroupClientConfig(silence_timeout_s=2.0, step_deadline_s=5.0)
@@ -231,7 +231,7 @@ def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
     assert result.outcomes == {"done": NUM_STREAMS, "error": 1}
     # They may be on all groups at once, before the first has died.
     num_at_once = min(num_answers, plan.cluster.num_groups)
-    max_deaths = CompletionConfig().resume.max_group_deaths
+    max_deaths = CompletionConfig().max_group_deaths
     assert result.num_replaced <= max_deaths + num_at_once - 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.failover.config import CompletionConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.router.config import RoutingConfig

@@ -1,9 +1,20 @@
 """Settings of routing, checked before anything starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from quire.router.policies.names import POLICY_NAMES
 from quire.worker.api.errors import ConfigError
+
+POLICY_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "prefix_aware": "least time to first token, for this request and those behind it",
+        "round_robin": "the groups in turn",
+        "least_loaded": "the least work queued and running",
+        "power_of_two": "the one with fewer requests of two at random, as Ray Serve does",
+    }
+)
+"""The policies of `quire.router.policies.catalog`, each in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +26,7 @@ class RoutingConfig:
     """
 
     policy: str = "prefix_aware"
-    """One of `quire.router.policies.names.POLICY_NAMES`."""
+    """One of `POLICY_NAMES`."""
     use_directory: bool = True
     """Off, the router follows no block events and knows nothing of caches: load decides, and ties
     go by the name of the prompt's first block."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.router.policies.loads import Loads
+from quire.router.policies.speeds import Rates, Speeds
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Lengths, Slot
 from quire.router.reservations import Group
@@ -15,7 +16,8 @@ from quire.router.reservations import Group
 class Members:
     def __init__(self) -> None:
         self.groups: dict[GroupId, Group] = {}
-        self.loads = Loads([])
+        self.rates = Rates.new()  # Of all groups that ever were.
+        self.loads = Loads(())
         self.numbers = array("Q")
         self._new_numbers = itertools.count()
         self._slots = np.empty(0, dtype=np.intp)
@@ -30,13 +32,14 @@ class Members:
         for name in left:
             groups.pop(name).loads = None
         for name in names - groups.keys():
-            groups[name] = Group(name, next(self._new_numbers))
+            groups[name] = Group(name, next(self._new_numbers), Speeds(self.rates))
         self.numbers = array("Q", [group.number for group in groups.values()])
-        self.loads = Loads([group.state() for group in groups.values()])
+        self.loads = Loads([group.state for group in groups.values()], common=self.rates)
         self._slots = np.zeros(len(groups), dtype=np.intp)
         self._is_heard = np.zeros(len(groups), dtype=np.int64)
         for position, group in enumerate(groups.values()):
             group.position, group.loads = position, self.loads
+            self.loads.put_speeds(position, group.speeds)
             self.heard(group, group.slot)
         return left
 

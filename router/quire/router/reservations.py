@@ -13,10 +13,9 @@ from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
 from quire.router.in_flight import new_counts
-from quire.router.policies.line import Line
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import Decision, GroupState, RouteRequest
-from quire.router.policies.step_clock import StepClock
+from quire.router.policies.policy import Decision, GroupLoad, GroupState, RouteRequest
+from quire.router.policies.speeds import Line, Speeds, StepClock
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Slot
 from quire.worker.api.hashing import BlockHashes
@@ -32,23 +31,6 @@ _MIN_WAIT_S = 1e-3
 """Differences of less than a millisecond are noise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLoad:
-    """A group's load in its frame (``quire.v1.Load``)."""
-
-    num_running: int
-    num_waiting: int
-    num_pending_prefill_tokens: int
-    num_available_blocks: int
-    """Free and cached blocks."""
-    num_shown: int | None = None
-    """How many of the requests that this gateway submitted there, in order, are in these numbers;
-    where the frame does not say, it is guessed from the number of frames."""
-    num_steps: int | None = None
-    """Steps that the group had ended; where the frame does not say, nothing is known of the one
-    under way."""
-
-
 @dataclass(slots=True)
 class Group:
     """One group, as long as it is a member."""
@@ -56,6 +38,7 @@ class Group:
     group_id: GroupId
     number: int
     """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
+    speeds: Speeds
     load: GroupLoad | None = None
     num_blocks: int | None = None
     """The most that were ever available."""
@@ -67,6 +50,8 @@ class Group:
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
+    wait: tuple[float, float] | None = None
+    """See `GroupState.wait`."""
     clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
     """Mean of its recent forecasts' errors, as shares of the waits."""
@@ -76,17 +61,16 @@ class Group:
     """Its slot in the directory, once it has one."""
     loads: Loads | None = None
     """Where its state is kept up to date, while it is a member."""
-    _state: GroupState | None = None
-    """None if something has changed since the last read."""
+    state: GroupState = field(init=False)
+    """Its load now. Never changed but replaced: decisions keep it."""
 
-    def state(self) -> GroupState:
-        """Its load now. Never changed but replaced: decisions keep it, and few groups change
-        between two of them."""
-        if self._state is None:
-            self._state = self._new_state()
-        return self._state
+    def __post_init__(self) -> None:
+        self._changed()
 
-    def take_frame(self, load: GroupLoad, *, at_s: float) -> None:
+    def take_frame(self, load: GroupLoad, *, at_s: float, is_awaited: bool) -> None:
+        self.speeds.observe(load, at_s=at_s, is_awaited=is_awaited)
+        if self.loads is not None:
+            self.loads.put_speeds(self.position, self.speeds)
         if load.num_steps is not None:
             self.clock.frame(
                 step=load.num_steps,
@@ -120,6 +104,7 @@ class Group:
         # Relative errors count, so that short waits teach as much as long ones.
         weight = 1 / max(waited_s, _MIN_WAIT_S) ** 2
         self.waits.add(num_missing + request.state.num_queued_tokens, waited_s, weight=weight)
+        self.wait = self.waits.parts
         self._changed()
 
     def reserve(self, request: "InFlight", *, is_submitted: bool) -> None:
@@ -140,13 +125,8 @@ class Group:
         self.forecast_error = moved_mean(self.forecast_error, ratio)
 
     def _changed(self) -> None:
-        self._state = None
-        if self.loads is not None:
-            self.loads.put(self.position, self.state())
-
-    def _new_state(self) -> GroupState:
         load = self.load
-        return GroupState(
+        self.state = GroupState(
             group=self.group_id,
             num_running=load.num_running if load else 0,
             num_waiting=load.num_waiting if load else 0,
@@ -155,11 +135,15 @@ class Group:
             num_blocks=self.num_blocks,
             num_reserved_requests=self.num_reserved_requests,
             num_reserved_tokens=self.num_reserved_tokens,
+            max_num_seqs=load.max_num_seqs if load else None,
+            num_gateways=load.num_gateways if load else 0,
             step_began_s=self.clock.began_s,
             step_s=self.clock.length_s,
             num_step_tokens=self.clock.num_tokens,
-            wait=self.waits.parts,
+            wait=self.wait,
         )
+        if self.loads is not None:
+            self.loads.put(self.position, self.state)
 
 
 @dataclass(slots=True)

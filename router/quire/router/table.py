@@ -2,7 +2,8 @@
 
 It holds the groups and their load as of the last frame, the requests sent to each since then
 (*reservations*), the prompts that run there now (*in-flight prefixes*), the block directory, each
-group's recent speed, and the last decisions with their results.
+group's speed, and the last decisions with their results. Admission reads loads and speeds here,
+too.
 
 A reservation counts as load from the moment of routing until the group's own frames show it, so
 that a burst, which arrives faster than frames do, does not fall on one group. An in-flight prefix
@@ -26,7 +27,13 @@ from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
 from quire.router.policies.decide import decide
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
+from quire.router.policies.policy import (
+    Decision,
+    GroupLoad,
+    GroupState,
+    Policy,
+    RouteRequest,
+)
 from quire.router.prefix_index.directory import (
     Applied,
     BlockDirectory,
@@ -34,7 +41,6 @@ from quire.router.prefix_index.directory import (
     NeedsResync,
     Position,
 )
-from quire.router.reservations import GroupLoad as GroupLoad  # For those who call `update_load`.
 from quire.router.reservations import Reservations
 from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.api.events import EventBatch
@@ -217,12 +223,13 @@ class RoutingTable:
                 self._directory.drop(group_id)
                 self._policy.left(group_id)
 
-    def update_load(self, group_id: GroupId, load: GroupLoad) -> None:
-        """Takes in the load of a group's frame; one of a group that left is ignored."""
+    def update_load(self, group_id: GroupId, load: GroupLoad, *, is_awaited: bool = False) -> None:
+        """Takes in the load of a group's frame; one of a group that left is ignored.
+        ``is_awaited``: requests wait for a group."""
         with self._lock:
             group = self._members.groups.get(group_id)
             if group is not None:
-                group.take_frame(load, at_s=self._clock())
+                group.take_frame(load, at_s=self._clock(), is_awaited=is_awaited)
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         """Takes in block events; those of a group that left are ignored."""
@@ -275,7 +282,7 @@ class RoutingTable:
                 num_unroutable=self._num_unroutable,
                 accuracy=self._accuracy.stats(),
                 forecasts={
-                    name: GroupForecasts(wait=group.waits.parts, mean_error=group.forecast_error)
+                    name: GroupForecasts(wait=group.wait, mean_error=group.forecast_error)
                     for name, group in groups.items()
                 },
                 num_in_flight=len(self._in_flight),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.router.config import RoutingConfig
-from quire.router.policies.policy import Policy
+from quire.router.policies.policy import GroupLoad, Policy
 from quire.router.prefix_index.directory import GroupId, NeedsResync
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.simulate.clock import Clock
 from quire.simulate.group import Group
 from quire.simulate.trace import Trace

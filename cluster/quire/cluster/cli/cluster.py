@@ -11,8 +11,7 @@ from quire.cluster.cli.fields import add_fields, given_fields
 from quire.cluster.config import ClusterConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.router.config import RoutingConfig
-from quire.router.policies.names import POLICY_NAMES
+from quire.router.config import POLICY_NAMES, RoutingConfig
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.text.reasoning import REASONING_FORMATS

@@ -31,7 +31,7 @@ from quire.cluster.deploy.watched import be_watched
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
-from quire.cluster.scaling.serve import DEMAND_PREFIX
+from quire.cluster.scaling.serve import report
 from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -92,27 +92,17 @@ class ReplicaGroup:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller hears once a second, for `quire.cluster.scaling.serve`."""
-        stats = self._server.stats
         now_s = time.monotonic()
         self._demand = {
             gateway: (time_s, num_tokens)
             for gateway, (time_s, num_tokens) in self._demand.items()
             if now_s - time_s < _DEMAND_KEPT_S
         }
-        demand = {
-            f"{DEMAND_PREFIX}{name}": float(tokens) for name, (_, tokens) in self._demand.items()
-        }
-        return {
-            "num_pending_prefill_tokens": stats.num_pending_prefill_tokens,
-            "num_prefilled_tokens": stats.num_prefilled_tokens,
-            "num_full_step_tokens": stats.num_full_step_tokens,
-            "full_step_s": stats.full_step_s,
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
-            "max_num_seqs": self._config.engine.max_num_seqs,
-            "kv_use": stats.num_held_blocks / stats.num_total_blocks,
-            **demand,
-        }
+        return report(
+            self._server.stats,
+            max_num_seqs=self._config.engine.max_num_seqs,
+            demand={gateway: num_tokens for gateway, (_, num_tokens) in self._demand.items()},
+        )
 
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str = ""

@@ -20,8 +20,7 @@ from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_unt
 from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
-from quire.cluster.failover.config import CompletionConfig
-from quire.cluster.failover.resume import ResumeConfig
+from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
@@ -243,9 +242,10 @@ def _service(
 
 
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:
-    resume = ResumeConfig(max_group_deaths=config.max_group_deaths)
     settings = config.autoscaling
-    completion = CompletionConfig(group_wait_s=config.group_wait_s, resume=resume)
+    completion = CompletionConfig(
+        group_wait_s=config.group_wait_s, max_group_deaths=config.max_group_deaths
+    )
     wakes_groups = settings is not None and not settings.min_groups
     if settings is not None and wakes_groups:
         # The first group's start may be what a request waits for.

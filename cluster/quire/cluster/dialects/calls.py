@@ -56,7 +56,7 @@ class CallReader:
         self._number = ""
         self._given_id = ""
         self._arguments: list[str] = []
-        self._json = StrictJson()
+        self._json: StrictJson  # Of the call that has begun.
         self._is_begun = False
         self._is_bare = False
         self._fits = True  # Its values, their types.

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.openai_schema import Body
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.byte_budget import ByteBudget, Hold
+from quire.cluster.serving.bounds import ByteBudget, Hold
 from quire.worker.api.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.errors import DeadlineExceeded, Overloaded
-from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.worker.api.errors import InvalidRequest
 

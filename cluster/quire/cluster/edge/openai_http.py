@@ -58,7 +58,7 @@ from quire.cluster.edge.text_api import text_routes
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
-from quire.cluster.serving.byte_budget import Hold
+from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.errors import InvalidRequest

@@ -16,8 +16,7 @@ from quire.cluster.errors import (
     Quarantined,
     Unavailable,
 )
-from quire.cluster.failover.config import CompletionConfig
-from quire.cluster.failover.resume import Blame, Losses, Resumes
+from quire.cluster.failover.resume import Blame, CompletionConfig, Losses, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
@@ -35,6 +34,11 @@ from quire.worker.api.errors import (
     QuireError,
 )
 from quire.worker.api.request import Prepared
+
+_MAX_REFUSALS = 3
+"""Groups with a full queue that a new completion is offered to."""
+_RETRY_PAUSE_S = 0.1
+"""Until a completion under way asks groups again that could not take it."""
 
 
 class Attempts:
@@ -66,7 +70,7 @@ class Attempts:
         self._clock = clock
         self.blame = blame
         self.num_attempts = 0
-        self._losses = Losses(config.resume, blame)
+        self._losses = Losses(config, blame)
         self._num_tokens = 0
         self._num_refusals = 0
         self._full_since_s: float | None = None  # Since when nobody had room for it.
@@ -129,7 +133,7 @@ class Attempts:
             if self._full_since_s is None:
                 self._full_since_s = self._clock()
             if self._is_new:
-                is_last = self._num_refusals >= self._config.max_refusals
+                is_last = self._num_refusals >= _MAX_REFUSALS
             else:
                 is_last = self._clock() - self._full_since_s >= self._config.group_wait_s
             if is_last:
@@ -245,7 +249,7 @@ class Attempts:
         assert self._deadline_s is not None
         if self._clock() + unrest_s > self._deadline_s:
             raise self._unavailable()
-        await asyncio.sleep(max(unrest_s, self._config.retry_pause_s))
+        await asyncio.sleep(max(unrest_s, _RETRY_PAUSE_S))
 
     async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
         """Returns when it is time to look for a group again."""
@@ -255,7 +259,7 @@ class Attempts:
         if is_over or (full is not None and self._is_new):
             raise full or self._unavailable() from error
         if self._avoided:
-            timeout_s = min(timeout_s, self._config.retry_pause_s)
+            timeout_s = min(timeout_s, _RETRY_PAUSE_S)
         else:
             # There is no group. All isolated requests wait for one at the same time, not in turn.
             self._end_turn()
@@ -265,7 +269,7 @@ class Attempts:
         self._avoided.clear()
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
-        probation_tokens = self._config.resume.probation_tokens if self._is_isolated else 0
+        probation_tokens = self._config.probation_tokens if self._is_isolated else 0
         return pb.Submit(
             request_id=self._request.request_id,
             attempt=self.num_attempts,

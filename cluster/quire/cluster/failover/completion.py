@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from quire.cluster.errors import GroupLost, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.chunk import Chunk, Start, Usage
-from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import FINISH_REASON_OF, logprobs_from_proto, vector_from_bytes
@@ -69,7 +68,7 @@ class Completion:
             table=table,
             telemetry=telemetry,
             config=config,
-            resumes=resumes or Resumes(config.resume, clock=clock),
+            resumes=resumes or Resumes(config, clock=clock),
             clock=clock,
         )
         self._ending = ending or Ending()

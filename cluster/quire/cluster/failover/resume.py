@@ -23,14 +23,18 @@ from quire.cluster.links.deaths import Deaths
 from quire.worker.api.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeConfig:
-    """How often completions may go on after losses, each and all of a gateway together.
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig:
+    """How long a completion looks for a group, and how often completions may go on after losses,
+    each and all of a gateway together.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
+    group_wait_s: float = 60.0
+    """How long a completion waits for a group, where all were lost and others start; one that has
+    tokens, also where all are full, since its client would lose those tokens."""
     max_attempts: int = 5
     """Attempts of a completion that may be lost before it fails; attempts on draining groups do not
     count."""
@@ -103,7 +107,7 @@ class Blame:
 class Losses:
     """The history of one completion's attempts."""
 
-    def __init__(self, config: ResumeConfig, blame: Blame | None = None) -> None:
+    def __init__(self, config: CompletionConfig, blame: Blame | None = None) -> None:
         """``blame`` is that of its prompt."""
         self.num_lost = 0
         """Attempts lost, but for those handed over."""
@@ -147,7 +151,7 @@ class Losses:
 class RetryBudget:
     """A bucket of resumes, filled by traffic and time."""
 
-    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+    def __init__(self, config: CompletionConfig, *, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self._level = float(config.retry_burst)
@@ -207,7 +211,7 @@ class Isolation:
 class Resumes:
     """Failover state shared by a gateway's completions."""
 
-    def __init__(self, config: ResumeConfig, *, clock: Callable[[], float]) -> None:
+    def __init__(self, config: CompletionConfig, *, clock: Callable[[], float]) -> None:
         self.config = config
         self.budget = RetryBudget(config, clock=clock)
         self.isolation = Isolation()

@@ -67,7 +67,7 @@ class EngineLoop:
         self._listeners: list[Callable[[StepResult], None]] = []
         self._refusals: list[tuple[str, QuireError]] = []
         self._events: list[BlockEvent] = []
-        self._num_steps = 0
+        self.num_steps = 0
         self._num_turns = 0
         self._num_added = 0  # The engine's thread's.
         self.num_submitted = self.num_added = 0
@@ -82,10 +82,6 @@ class EngineLoop:
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
         engine.events.subscribe(lambda _seq, event: self._events.append(event))
         self._start()
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
 
     @property
     def num_requests(self) -> int:
@@ -181,7 +177,7 @@ class EngineLoop:
             num_looks = num_looks + 1 if turn == self._num_turns and not self._is_idle else 0
             turn = self._num_turns
             if num_looks >= _LOOKS_IN:
-                message = f"step {self._num_steps + 1} has not ended within {step_deadline_s:g} s"
+                message = f"step {self.num_steps + 1} has not ended within {step_deadline_s:g} s"
                 self._hung.set_result(None)
                 self._deliver_failure(RankFailure(message))
 
@@ -204,7 +200,7 @@ class EngineLoop:
         if not self._engine.has_work:
             return []
         outputs = self._engine.step()
-        self._num_steps += 1
+        self.num_steps += 1
         return outputs
 
     @contextlib.contextmanager
@@ -215,7 +211,7 @@ class EngineLoop:
         except RankFailure as error:
             self._fail(error)
         except Exception as error:
-            _log.exception("the engine raised in step %d", self._num_steps)
+            _log.exception("the engine raised in step %d", self.num_steps)
             failure = RankFailure(f"the engine raised {type(error).__name__}; its log has more")
             self._fail(failure)
         finally:
@@ -249,7 +245,7 @@ class EngineLoop:
         events, self._events = tuple(self._events), []
         refusals, self._refusals = self._refusals, []
         result = StepResult(
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             stats=self._engine.stats(),
             outputs=outputs,
             refusals=refusals,

@@ -20,9 +20,8 @@ from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, Han
 from quire.cluster.links.event_reader import read_events
 from quire.cluster.links.group_link import AttachCall, Connect, grpc_connect
 from quire.cluster.links.group_listener import GroupListener
-from quire.cluster.links.group_stream import GroupStream
+from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.links.liveness import Disconnect, Liveness
-from quire.cluster.links.turns import Turns
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.errors import ConfigError
 

@@ -18,13 +18,13 @@ from quire.cluster.errors import Death, GroupLost, GroupMismatch
 from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, grpc_connect
-from quire.cluster.links.group_stream import GroupStream
-from quire.cluster.links.turns import Turns
+from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.model_card import Expectation
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.supervise import keep_going
+from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import Applied, GroupId, Position
-from quire.router.table import GroupLoad, RoutingTable
+from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.events import EventBatch
 from quire.worker.api.model_card import ModelCard
@@ -73,7 +73,7 @@ class Groups:
         self._loads: dict[GroupId, pb.Load] = {}
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
-        self._load_watchers: list[Callable[[pb.GroupDescription, pb.Load], None]] = []
+        self._load_watchers: list[Callable[[], None]] = []
         self._no_more = ""
         self._is_closed = False
         self._housekeeper = asyncio.create_task(
@@ -172,8 +172,8 @@ class Groups:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
         self._watchers.append(on_change)
 
-    def watch_loads(self, on_load: Callable[[pb.GroupDescription, pb.Load], None]) -> None:
-        """Calls ``on_load`` with every load that a group reports, once the table has it."""
+    def watch_loads(self, on_load: Callable[[], None]) -> None:
+        """Calls ``on_load`` after every load that a group reports, once the table has it."""
         self._load_watchers.append(on_load)
 
     async def wait_for_change(self, *, timeout_s: float) -> bool:
@@ -248,7 +248,8 @@ class Groups:
     def load(
         self, client: GroupClient, load: pb.Load, *, step: int, num_submits: int | None
     ) -> None:
-        group_id = GroupId(client.description.group_id)
+        description = client.description
+        group_id = GroupId(description.group_id)
         if self._attached.get(group_id) is not client:
             return
         self._loads[group_id] = load
@@ -259,12 +260,18 @@ class Groups:
                 num_waiting=load.num_waiting,
                 num_pending_prefill_tokens=load.num_pending_prefill_tokens,
                 num_available_blocks=load.num_free_blocks + load.num_cached_blocks,
+                num_prompt_tokens=load.num_prompt_tokens,
+                num_hit_tokens=load.num_hit_tokens,
+                num_output_tokens=load.num_output_tokens,
+                max_num_seqs=description.max_num_seqs or None,
+                num_gateways=load.num_gateways,
                 num_shown=num_submits,
                 num_steps=step,
             ),
+            is_awaited=self.demand.num_requests > 0,
         )
         for on_load in self._load_watchers:
-            on_load(client.description, load)
+            on_load()
 
     def events(self, client: GroupClient, batch: EventBatch) -> bool:
         group_id = GroupId(client.description.group_id)

@@ -30,19 +30,17 @@ _MAX_PATIENCE = 8.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A group's report at one time."""
+    """A group's report at one time: numbers of its `EngineStats`, which Serve carries as floats,
+    and two more."""
 
     time_s: float
-    num_pending_prefill_tokens: int = 0
-    num_prefilled_tokens: int = 0
-    """Counter: prompt tokens computed."""
-    num_full_step_tokens: int = 0
-    """Counter: those computed in steps that left prompt tokens waiting."""
+    num_pending_prefill_tokens: float = 0
+    num_prefilled_tokens: float = 0
+    num_full_step_tokens: float = 0
     full_step_s: float = 0.0
-    """Counter: seconds of those steps."""
-    num_running: int = 0
-    num_waiting: int = 0
-    max_num_seqs: int = 1
+    num_running: float = 0
+    num_waiting: float = 0
+    max_num_seqs: float = 1
     kv_use: float = 0.0
     """The share of KV blocks that running requests hold."""
 
@@ -189,7 +187,7 @@ def _need(
     return ceil(needs[reason] - 1e-6), reason
 
 
-def num_pending(observation: Observation) -> int:
+def num_pending(observation: Observation) -> float:
     """Prompt tokens that wait, in groups and at gateways."""
     waiting = sum(group[-1].num_pending_prefill_tokens for group in observation.groups if group)
     return waiting + observation.num_gateway_tokens

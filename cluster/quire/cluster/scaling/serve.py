@@ -14,15 +14,17 @@ from quire.cluster.scaling.policy import (
     num_pending,
 )
 from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.worker.api.engine_stats import EngineStats
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 _log = logging.getLogger("ray.serve")  # The controller's log, where Serve tells of scaling too.
 
-DEMAND_PREFIX = "gateway_tokens/"
+_DEMAND_PREFIX = "gateway_tokens/"
 """Before a gateway's name: prompt tokens that wait there for any group, as a group was told."""
 _STATE = "quire"
+_NAMES = [field.name for field in fields(Sample) if field.name != "time_s"]
 
 
 class ServePolicy:
@@ -51,6 +53,16 @@ class ServePolicy:
         return decision.num_groups, {_STATE: state}
 
 
+def report(
+    stats: EngineStats, *, max_num_seqs: int, demand: Mapping[str, float]
+) -> dict[str, float]:
+    """What a group tells Serve, for `observe`. ``demand``: prompt tokens that wait, by gateway."""
+    kv_use = stats.num_held_blocks / stats.num_total_blocks
+    others: dict[str, float] = {"max_num_seqs": max_num_seqs, "kv_use": kv_use}
+    engine = {name: getattr(stats, name) for name in _NAMES if name not in others}
+    return engine | others | {_DEMAND_PREFIX + name: tokens for name, tokens in demand.items()}
+
+
 def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
     """What Serve knows, in `decide`'s terms."""
     metrics = context.raw_metrics or {}
@@ -60,7 +72,7 @@ def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
         groups.append(_samples(series))
     num_gateway_tokens = 0
     for name, by_replica in metrics.items():
-        if name.startswith(DEMAND_PREFIX):
+        if name.startswith(_DEMAND_PREFIX):
             points = [series[-1] for series in by_replica.values() if series]
             newest = max(points, key=lambda point: point.timestamp, default=None)
             # A gateway repeats what it says while there is something to say.
@@ -75,25 +87,12 @@ def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
 
 def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """One sample for each time at which a group said all that belongs to one."""
-    names = [field.name for field in fields(Sample) if field.name != "time_s"]
-    if not all(series.get(name) for name in names):
-        return []
     by_time: dict[float, dict[str, float]] = {}
-    for name in names:
-        for point in series[name]:
+    for name in _NAMES:
+        for point in series.get(name, ()):
             by_time.setdefault(point.timestamp, {})[name] = point.value
     return [
-        Sample(
-            time_s=time_s,
-            num_pending_prefill_tokens=int(values["num_pending_prefill_tokens"]),
-            num_prefilled_tokens=int(values["num_prefilled_tokens"]),
-            num_full_step_tokens=int(values["num_full_step_tokens"]),
-            full_step_s=values["full_step_s"],
-            num_running=int(values["num_running"]),
-            num_waiting=int(values["num_waiting"]),
-            max_num_seqs=int(values["max_num_seqs"]),
-            kv_use=values["kv_use"],
-        )
+        Sample(time_s=time_s, **values)
         for time_s, values in sorted(by_time.items())
-        if len(values) == len(names)
+        if len(values) == len(_NAMES)
     ]

@@ -15,7 +15,6 @@ otherwise. There is no aging: under lasting overload low priorities are refused,
 """
 
 from bisect import insort
-from collections.abc import Sequence
 from math import inf
 
 from quire.cluster.errors import Overloaded, RefusalReason
@@ -34,16 +33,12 @@ class Admission:
     def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
         self._config = config
         self._capacity = capacity
-        self._queue: list[Ticket] = []
+        self.queued: list[Ticket] = []
+        """Those that wait here, in the order in which they will be released."""
         self._queued: dict[int, WaitingLoad] = {}  # By priority.
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # All that no group has begun.
         self._num_offered = 0
-
-    @property
-    def queued(self) -> Sequence[Ticket]:
-        """Those that wait here, in the order in which they will be released."""
-        return self._queue
 
     @property
     def unbegun(self) -> Queued:
@@ -66,9 +61,9 @@ class Admission:
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
-        insort(self._queue, ticket, key=order)
+        insort(self.queued, ticket, key=order)
         self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if begins and self._queue[0] is ticket:
+        if begins and self.queued[0] is ticket:
             self._release(ticket)
         return displaced
 
@@ -78,7 +73,7 @@ class Admission:
         Raises:
             Overloaded: Not even a prompt of one token would be taken.
         """
-        if not self._queue:
+        if not self.queued:
             return
         least = Ticket(num_prompt_tokens=0, priority=priority)
         self._make_room(least, loads, now_s)
@@ -86,9 +81,9 @@ class Admission:
     def release(self, loads: Loads) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []
-        while self._queue and self._can_begin(self._queue[0], loads):
-            released.append(self._queue[0])
-            self._release(self._queue[0])
+        while self.queued and self._can_begin(self.queued[0], loads):
+            released.append(self.queued[0])
+            self._release(self.queued[0])
         return released
 
     def routed(self, ticket: Ticket) -> None:
@@ -135,7 +130,7 @@ class Admission:
         victims: list[Ticket] = []
         rest = self._all_queued()
         while self._exceeds_bounds(ticket, loads, rest):
-            victim = self._queue[-1 - len(victims)]
+            victim = self.queued[-1 - len(victims)]
             if victim.priority <= ticket.priority:
                 raise self._refusal("queue_full", ticket, loads, rest)
             victims.append(victim)
@@ -158,8 +153,8 @@ class Admission:
         config = self._config
         if config.max_queue_wait_s == inf:
             return True
-        num_waiting, num_reserved = self._capacity.num_queued(loads)
-        num_waiting += self._capacity.num_gateways * (num_reserved + ahead.num_requests)
+        num_sent = loads.num_reserved_requests.sum() + ahead.num_requests
+        num_waiting = loads.num_waiting.sum() + loads.most_gateways * num_sent
         if num_waiting < len(loads) * config.min_queued_per_group:
             return True
         return self._begins_within(config.max_queue_wait_s, ticket, loads, ahead=ahead)
@@ -170,7 +165,7 @@ class Admission:
         if wait_s == inf:
             return True
         # The other gateways, which are not seen, are taken to have as much ahead of theirs.
-        need = ahead.num_requests * self._capacity.num_gateways + 1.0
+        need = ahead.num_requests * loads.most_gateways + 1.0
         tokens_each = ahead.tokens_each_with(ticket)
         return self._capacity.room(loads, wait_s=wait_s, tokens_each=tokens_each) >= need
 
@@ -188,7 +183,7 @@ class Admission:
         predicted_s = retry_after_s = 1.0
         if loads:
             room = self._capacity.room(loads, wait_s=too_short_s, tokens_each=tokens_each)
-            need = ahead.num_requests * self._capacity.num_gateways + 1
+            need = ahead.num_requests * loads.most_gateways + 1
             per_s = self._capacity.begun_per_s(loads, tokens_each=tokens_each)
             predicted_s = too_short_s + max(0.0, need - room) / per_s
             allowed_s = config.max_queue_wait_s if reason == "wait" else 0.0
@@ -224,7 +219,7 @@ class Admission:
         ticket.stage = Stage.RELEASED
 
     def _dequeue(self, ticket: Ticket) -> None:
-        self._queue.remove(ticket)
+        self.queued.remove(ticket)
         load = self._queued[ticket.priority]
         load.remove_ticket(ticket)
         if not load.num_requests:

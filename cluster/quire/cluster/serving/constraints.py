@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from quire.cluster.errors import Overloaded
+from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
@@ -34,10 +34,12 @@ class Constraints:
         """``max_waiting``: constraints that are being compiled, or wait to be; ``refused`` is
         called before one more is refused."""
         self._tokenizer = tokenizer
-        self._max_waiting = max_waiting
-        self._refused = refused
         self._clock = clock
-        self._num_waiting = 0
+        self._waiting = Inflight(
+            max_waiting,
+            "{num} grammars are being compiled, at most {limit} may be: try again later",
+            refused=refused,
+        )
         self._known: Kept[str] = Kept()  # Why it is refused; empty where it is not.
         self._threads = CompileThreads(_NUM_PROCESSES)
         self._of_thread = threading.local()
@@ -59,14 +61,7 @@ class Constraints:
         """
         refusal = self._known.get(tenant, constraint)
         if refusal is None:
-            if self._num_waiting >= self._max_waiting:
-                self._refused()
-                raise Overloaded(
-                    f"{self._num_waiting} grammars are being compiled, at most "
-                    f"{self._max_waiting} may be: try again later",
-                    reason="inflight",
-                    retry_after_s=1.0,
-                )
+            self._waiting.enter()
             compiling = asyncio.wrap_future(
                 self._threads.submit(
                     lambda: self._compile(constraint, tenant, vocab_size),
@@ -74,7 +69,6 @@ class Constraints:
                     tenant=tenant,
                 )
             )
-            self._num_waiting += 1
             compiling.add_done_callback(self._done)
             timeout_s = None if deadline_s == inf else deadline_s - self._clock()
             try:
@@ -111,6 +105,6 @@ class Constraints:
         return refusal
 
     def _done(self, compiling: "asyncio.Future[str]") -> None:
-        self._num_waiting -= 1
+        self._waiting.leave()
         if not compiling.cancelled():
             compiling.exception()  # Whoever would have been told may be gone.

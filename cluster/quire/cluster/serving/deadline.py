@@ -14,13 +14,10 @@ class Deadline:
     `DeadlineExceeded` in its place."""
 
     def __init__(self, deadline_s: float, *, clock: Callable[[], float]) -> None:
+        self.is_set = deadline_s < inf
+        """Whether there is one."""
         self._deadline_s = deadline_s
         self._clock = clock
-
-    @property
-    def is_set(self) -> bool:
-        """Whether there is one."""
-        return self._deadline_s < inf
 
     async def __aenter__(self) -> "Deadline":
         remaining_s = self._deadline_s - self._clock() if self.is_set else None

@@ -7,7 +7,7 @@ known yet, and the page of metrics.
 from collections.abc import Callable
 
 from quire.cluster.errors import ModelNotFound
-from quire.cluster.serving.byte_budget import ByteBudget
+from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import GatewayTelemetry

@@ -14,9 +14,8 @@ half of the budget to shorter ones, which would otherwise wait for seconds.
 import asyncio
 import ctypes
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from math import inf
@@ -25,8 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
 
-from quire.cluster.errors import Overloaded
-from quire.cluster.serving.byte_budget import ByteBudget, Hold
+from quire.cluster.serving.bounds import ByteBudget, Hold, Inflight
 from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
@@ -66,10 +64,12 @@ class Prompts:
         """``max_waiting``: prompts under way that are long or chats; ``refused`` is called before
         one more is refused."""
         self.budget = ByteBudget(max_tokenizing_bytes)
-        self.num_waiting = 0
+        self.waiting = Inflight(
+            max_waiting,
+            "{num} prompts are being tokenized, --max-inflight is {limit}: try again in 1 s",
+            refused=refused,
+        )
         self._tokenizer = tokenizer
-        self._max_waiting = max_waiting
-        self._refused = refused
         self._clock = clock
         self._one_long = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,7 +123,7 @@ class Prompts:
     async def _at_once_or_in_turn(self, size: int, num_bytes: int, work: Callable[[], T]) -> T:
         if size < _LONG_TEXT_CHARS:
             return work()
-        with self._waits():
+        with self.waiting.entered():
             return await self._in_turn(num_bytes, work, deadline_s=inf)
 
     async def _tokens_of(
@@ -134,7 +134,7 @@ class Prompts:
                 check_prompt_length(len(span.token_ids), limits)
             return span.token_ids
         if isinstance(span, Chat):
-            with self._waits():
+            with self.waiting.entered():
                 rendered = await self._render(span, deadline_s)
             span = Text(rendered, add_special_tokens=False)  # The template wrote them.
         text, special = span.text, span.add_special_tokens
@@ -143,7 +143,7 @@ class Prompts:
         if len(text) < _LONG_TEXT_CHARS and self._tokenizer.encodes_here:
             return self._tokenizer.encode(text, add_special_tokens=special)
         encode = partial(self._encode, text, add_special_tokens=special, limits=limits)
-        with self._waits():
+        with self.waiting.entered():
             return await self._in_turn(len(text) * (1 if text.isascii() else 4), encode, deadline_s)
 
     async def _check_length(self, text: str, limits: RequestLimits) -> None:
@@ -204,22 +204,6 @@ class Prompts:
                 return await waiting
         except TimeoutError:
             raise late() from None
-
-    @contextmanager
-    def _waits(self) -> Iterator[None]:
-        if self.num_waiting >= self._max_waiting:
-            self._refused()
-            raise Overloaded(
-                f"{self.num_waiting} prompts are being tokenized, --max-inflight is "
-                f"{self._max_waiting}: try again in 1 s",
-                reason="inflight",
-                retry_after_s=1.0,
-            )
-        self.num_waiting += 1
-        try:
-            yield
-        finally:
-            self.num_waiting -= 1
 
     def _encode(
         self, text: str, *, add_special_tokens: bool, limits: RequestLimits | None

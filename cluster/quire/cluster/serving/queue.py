@@ -27,7 +27,6 @@ from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket
 from quire.cluster.telemetry.metrics import refused_counter
 from quire.router.table import RoutingTable
-from quire.v1 import group_pb2 as pb
 
 _MIN_PATIENCE_S = 5.0
 """A request that was to begin within less may wait for this long."""
@@ -53,10 +52,10 @@ class AdmissionQueue:
         start_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.capacity = Capacity(num_to_compute=table.num_to_compute)
+        self._capacity = Capacity(block_size=table.block_size, num_to_compute=table.num_to_compute)
         self._config = config
         self._start_wait_s = start_wait_s
-        self._admission = Admission(config, self.capacity)
+        self._admission = Admission(config, self._capacity)
         self._groups = groups
         self._table = table
         self._clock = clock
@@ -68,7 +67,7 @@ class AdmissionQueue:
         self._changed_s = clock()  # When that became so.
         self._metrics = _Metrics(self, registry)
         groups.watch(self._on_members)
-        groups.watch_loads(self._on_load)
+        groups.watch_loads(self._pump_soon)
 
     @property
     def queued(self) -> Queued:
@@ -85,6 +84,8 @@ class AdmissionQueue:
 
     def check(self, priority: int) -> None:
         """Refuses a request that has no chance, before it is tokenized. Raises Overloaded."""
+        if not self._admission.queued:
+            return
         try:
             self._admission.check(priority, self._table.loads(), now_s=self._clock())
         except Overloaded as error:
@@ -137,7 +138,7 @@ class AdmissionQueue:
             yield
         finally:
             if ticket.stage is Stage.BEGUN:
-                self.capacity.ended(ticket.num_requests)
+                self._capacity.ended(ticket.num_requests)
             self._admission.leave(ticket)
             self._pump_soon()
 
@@ -148,13 +149,13 @@ class AdmissionQueue:
         request is in the routing table.
         """
         if ticket.max_tokens:
-            self.capacity.asked(ticket.max_tokens)
+            self._capacity.asked(ticket.max_tokens)
         loop = asyncio.get_running_loop()
         loop.call_soon(lambda: loop.call_soon(lambda: self._admission.routed(ticket)))
 
     def took(self, ticket: Ticket, *, num_tokens: int) -> None:
         """Counts further tokens; the first of them shows that a group has begun the request."""
-        self.capacity.generated(num_tokens)
+        self._capacity.generated(num_tokens)
         if ticket.stage is not Stage.BEGUN:
             self._admission.begun(ticket)
 
@@ -211,18 +212,12 @@ class AdmissionQueue:
         self.refused(reason)
         return Overloaded(f"{message}; try again in 1 s", reason=reason, retry_after_s=1.0)
 
-    def _on_load(self, description: pb.GroupDescription, load: pb.Load) -> None:
-        is_awaited = bool(self._admission.queued)
-        self.capacity.observe(description, load, now_s=self._clock(), is_awaited=is_awaited)
-        self._pump_soon()
-
     def _on_members(self) -> None:
         has_groups = self._groups.num_ready > 0
         if has_groups != self._has_groups:
             self._has_groups, self._changed_s = has_groups, self._clock()
         for ticket in self._waiters:
             self._set_timeout(ticket)
-        self.capacity.keep(self._table.loads().names)
         self._pump_soon()
 
     def _pump_soon(self) -> None:
@@ -267,7 +262,7 @@ class _Metrics:
         gauge = Gauge(
             "quire_gateways", "Gateways that send to the groups, as these say.", registry=registry
         )
-        gauge.set_function(lambda: queue.capacity.num_gateways)
+        gauge.set_function(lambda: queue._table.loads().most_gateways)
 
 
 def _queued(queue: AdmissionQueue, index: int) -> float:

@@ -4,30 +4,30 @@ Knows neither HTTP nor gRPC; both find it in the gateway's `Models`. Imports no 
 come from the groups.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from typing import Any, TypeVar
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion, Take
-from quire.cluster.failover.config import CompletionConfig
 from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
-from quire.cluster.serving.inflight import Inflight
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
-from quire.cluster.serving.together import together
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
@@ -41,6 +41,8 @@ from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
+MAX_COMPLETIONS = 1024
+"""Prompts × n of one HTTP request."""
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one prompt, or in one call to detokenize."""
 
@@ -49,8 +51,6 @@ MAX_TOKEN_IDS = 2**20
 class GatewayConfig:
     """One model's limits at one gateway; those of its waiting requests are in ``admission``."""
 
-    max_completions: int = 1024
-    """Prompts × n of one HTTP request."""
     max_tokenizing_bytes: int = 2**20
     """Bytes of text that are tokenized at a time, each of which takes 150 to 200 bytes of memory.
     One longer text goes beside them."""
@@ -66,6 +66,9 @@ class GatewayConfig:
     requests."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+
+
+T = TypeVar("T")
 
 
 class ModelService:
@@ -105,14 +108,16 @@ class ModelService:
         )
         """How the model writes calls and reasoning."""
         self._clock = clock
-        self._resumes = Resumes(self.config.completion.resume, clock=clock)
+        self._resumes = Resumes(self.config.completion, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
         self._inflight = Inflight(
-            limit=self.config.admission.max_inflight,
-            gauge=self.telemetry.inflight,
+            self.config.admission.max_inflight,
+            "{num} completions are under way, {more} more exceed the gateway's --max-inflight "
+            "{limit}: try again in 1 s",
             refused=partial(self.admission.refused, "inflight"),
         )
+        self.telemetry.inflight.set_function(lambda: self.num_inflight)
         self.prompts = Prompts(
             tokenizer,
             max_tokenizing_bytes=self.config.max_tokenizing_bytes,
@@ -190,7 +195,7 @@ class ModelService:
             max_tokens = 1
         else:
             max_tokens = check_request(token_ids, sampling, limits)
-        if tool_use is not None:
+        if tool_use is not None and (tool_use.has_form or sampling.constraint is not None):
             reasons = self.dialect.reasons(self.tokenizer, token_ids)
             form = constrain(self.dialect, tool_use, sampling.constraint, reasons=reasons)
             sampling = sampling.changed(structured_outputs=form)
@@ -247,9 +252,9 @@ class ModelService:
 
     def check_num_completions(self, num_completions: int) -> None:
         """Raises InvalidRequest: one request must not ask for that many."""
-        if num_completions > self.config.max_completions:
+        if num_completions > MAX_COMPLETIONS:
             raise InvalidRequest(
-                f"prompts × n is {num_completions}, at most {self.config.max_completions} are "
+                f"prompts × n is {num_completions}, at most {MAX_COMPLETIONS} are "
                 "allowed in one request: send several",
                 param="n",
             )
@@ -343,3 +348,34 @@ class ModelService:
                 for index, each in enumerate(prompt.completions(), len(completions))
             ]
         return completions
+
+
+async def together(
+    sources: Sequence[Callable[[Callable[[T], Awaitable[None]]], Coroutine[Any, Any, None]]],
+    take: Callable[[T], Awaitable[None]],
+) -> None:
+    """Runs each of ``sources`` until all have ended; each hands its items to ``take``, which gets
+    them one at a time.
+
+    The first exception of one cancels the others and is raised here. All have ended when this
+    returns, also where it is cancelled.
+    """
+    if len(sources) == 1:
+        await sources[0](take)
+        return
+    turn = asyncio.Lock()
+
+    async def in_turn(item: T) -> None:
+        async with turn:
+            await take(item)
+
+    tasks = [asyncio.ensure_future(source(in_turn)) for source in sources]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The groups' loads: `GroupState`, each number of which is an array over the groups.
+"""The groups' loads and speeds: `GroupState`, each number of which is an array over the groups.
 
 With arrays, the costs of five hundred groups take as long as those of sixteen one by one.
 `RoutingTable` updates them as groups change, so that a decision does not visit every group.
@@ -10,21 +10,34 @@ from math import inf
 import numpy as np
 
 from quire.router.policies.policy import Column, GroupState
+from quire.router.policies.speeds import (
+    MIN_PER_S,
+    PRIOR_OUTPUT_PER_S,
+    PRIOR_PREFILL_PER_S,
+    Rates,
+    Speeds,
+)
 
 LATE_STEPS = 2.0
 """A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
 frame went to other gateways only, or the group hangs."""
+_NUM_ROWS = 12
+"""Those of a `GroupState`; the terms of the rates follow them."""
 
 
 class Loads:
     """The numbers of each group in ``states`` as arrays; arrays and states always agree."""
 
-    def __init__(self, states: Sequence[GroupState]) -> None:
+    _from_frames: tuple[int, Column] | None = None
+    """`most_gateways` and `speeds`, until the next frame."""
+
+    def __init__(self, states: Sequence[GroupState], *, common: Rates | None = None) -> None:
+        """``common``: the rates of all groups, assumed for a group with few observations."""
         self.names = tuple(state.group for state in states)
-        """One object for as long as the groups are the same."""
-        self._set(list(states), np.empty((10, len(states))))
+        self._set(list(states), np.empty((_NUM_ROWS + 9, len(states))), common or Rates.new())
         # A number is written through one of these in half the time that the array takes.
-        self._rows = [row.data for row in self._table]
+        self._rows = [row.data for row in self._table[:_NUM_ROWS]]
+        self._terms[:] = _terms(Rates.new())
         for position, state in enumerate(states):
             self.put(position, state)
 
@@ -35,7 +48,7 @@ class Loads:
         """The group at ``position`` is in this state now."""
         self.states[position] = state
         running, waiting, pending, requests, tokens, step_tokens = self._rows[:6]
-        available, blocks, began_s, step_s = self._rows[6:]
+        available, blocks, began_s, step_s, slots, gateways = self._rows[6:]
         running[position] = state.num_running
         waiting[position] = state.num_waiting
         pending[position] = state.num_pending_prefill_tokens
@@ -48,6 +61,13 @@ class Loads:
         began_s[position] = state.step_began_s
         # An unknown step counts as just begun.
         step_s[position] = state.step_s or inf
+        slots[position] = state.max_num_seqs or inf
+        gateways[position] = state.num_gateways
+
+    def put_speeds(self, position: int, speeds: Speeds) -> None:
+        """The group at ``position`` is as fast as this now."""
+        self._terms[:, :, position] = _terms(speeds.own)[:, :, 0]
+        self._from_frames = None
 
     @property
     def num_queued_tokens(self) -> Column:
@@ -56,6 +76,26 @@ class Loads:
     @property
     def num_requests(self) -> Column:
         return self.num_running + self.num_waiting + self.num_reserved_requests
+
+    @property
+    def most_gateways(self) -> int:
+        """Gateways, this one included: as many as the group says that knows of most, because all
+        gateways attach within a moment to a group that has just started or lost some."""
+        return self._of_frames()[0]
+
+    @property
+    def speeds(self) -> Column:
+        """Each group's rates in tokens per second, in the order of `Rates`."""
+        return self._of_frames()[1]
+
+    def _of_frames(self) -> tuple[int, Column]:
+        if self._from_frames is None:
+            slots = np.where(np.isinf(self.max_num_seqs), 1.0, self.max_num_seqs)
+            prior = PRIOR_OUTPUT_PER_S * np.broadcast_to(slots, (3, len(self)))
+            prior[0] = PRIOR_PREFILL_PER_S
+            speeds = _per_s(self._terms, _per_s(_terms(self._common), prior))
+            self._from_frames = int(max(self.num_gateways.max(initial=0), 1)), speeds
+        return self._from_frames
 
     def step_over(self, now_s: float) -> Column:
         """Which share of each group's present step is over; 0 where nothing is known."""
@@ -67,19 +107,23 @@ class Loads:
         """The groups at these positions, as they are now; nothing is put into it."""
         few = Loads.__new__(Loads)
         few.names = tuple(self.names[position] for position in positions)
-        few._set([self.states[position] for position in positions], self._table[:, positions])
+        states = [self.states[position] for position in positions]
+        few._set(states, self._table[:, positions], self._common)
         return few
 
     def copy(self) -> "Loads":
         """All groups, as they are now; nothing is put into it."""
         same = Loads.__new__(Loads)
         same.names = self.names
-        same._set(self.states.copy(), self._table.copy())
+        same._set(self.states.copy(), self._table.copy(), self._common)
+        same._from_frames = self._of_frames()
         return same
 
-    def _set(self, states: list[GroupState], table: Column) -> None:
+    def _set(self, states: list[GroupState], table: Column, common: Rates) -> None:
         self.states = states
         self._table = table
+        self._terms = table[_NUM_ROWS:].reshape(3, 3, len(states))
+        self._common = common
         self.num_running: Column
         self.num_waiting: Column
         self.num_pending_prefill_tokens: Column
@@ -88,6 +132,8 @@ class Loads:
         self.num_step_tokens: Column
         self.num_available_blocks: Column  # Infinite where it is not known.
         self.num_blocks: Column
+        self.max_num_seqs: Column  # Infinite where the group does not say.
+        self.num_gateways: Column
         (
             self.num_running,
             self.num_waiting,
@@ -99,4 +145,19 @@ class Loads:
             self.num_blocks,
             self._step_began_s,
             self._step_s,
-        ) = table
+            self.max_num_seqs,
+            self.num_gateways,
+        ) = table[:_NUM_ROWS]
+
+
+def _terms(rates: Rates) -> Column:
+    """`Rate.terms`, by term and rate."""
+    prefill, full, short = rates
+    return np.array((prefill.terms, full.terms, short.terms)).T[:, :, np.newaxis]
+
+
+def _per_s(terms: Column, prior: Column) -> Column:
+    """`Rate.per_s` of many."""
+    amount, prior_s, time_s = terms
+    per_s: Column = np.maximum((amount + prior * prior_s) / time_s, MIN_PER_S)
+    return per_s

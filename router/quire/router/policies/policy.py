@@ -51,6 +51,32 @@ class RouteRequest:
     now_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """A group's load in its frame (``quire.v1.Load``)."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_prefill_tokens: int
+    num_available_blocks: int = 0
+    """Free and cached blocks."""
+    num_prompt_tokens: int = 0
+    """Counter, as are the next two: of requests that began to run."""
+    num_hit_tokens: int = 0
+    num_output_tokens: int = 0
+    max_num_seqs: int | None = None
+    """Sequences that it runs at a time; where the group does not say, the number of slots bounds
+    nothing."""
+    num_gateways: int = 0
+    """Those that may send requests to it; 0: it does not say."""
+    num_shown: int | None = None
+    """How many of the requests that this gateway submitted there, in order, are in these numbers;
+    where the frame does not say, it is guessed from the number of frames."""
+    num_steps: int | None = None
+    """Steps that the group had ended; where the frame does not say, nothing is known of the one
+    under way."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupState:
     """A group's load: the numbers of its last frame, and the requests sent to it since."""
@@ -68,6 +94,8 @@ class GroupState:
     """Requests sent to it that the numbers above do not count yet."""
     num_reserved_tokens: int = 0
     """Tokens that those have to prefill."""
+    max_num_seqs: int | None = None
+    num_gateways: int = 0
     step_began_s: float = 0.0
     """When its present step began, as `StepClock` estimates."""
     step_s: float = 0.0
@@ -102,11 +130,11 @@ class GroupState:
 
 
 class Policy(Protocol):
-    """Chooses groups for one gateway, and may remember what it chose."""
+    """Chooses groups for one gateway, and may remember what it chose. By default it does not."""
 
     reason: Reason
     """Why a group was chosen if not for its prefix."""
-    pressure: float | None
+    pressure: float | None = None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
 
@@ -126,16 +154,20 @@ class Policy(Protocol):
         Asked right after `costs`, of the same. The cache of ``home`` still lacks the last
         ``num_coming`` tokens of its hit.
         """
+        return home
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
         """The request goes to ``group``."""
+        return
 
     def finished(self, request: RouteRequest, group: GroupId) -> None:
         """The request ended there, however it did, or is about to be routed again."""
+        return
 
     def left(self, group: GroupId) -> None:
         """The group is gone; one that comes under its name knows nothing of what was sent to it.
         What is under way there may still end."""
+        return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

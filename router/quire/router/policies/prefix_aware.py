@@ -35,9 +35,8 @@ import numpy as np
 
 from quire.router.policies.decide import TIE_TOKENS, nearest, tied
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
+from quire.router.policies.policy import Column, GroupState, Policy, Reason, RouteRequest
 from quire.router.policies.replication import Regrets
-from quire.router.policies.simple import Forgetful
 from quire.worker.api.hashing import BlockHash
 
 
@@ -64,7 +63,7 @@ class PrefixAwareConfig:
     """Requests per group after which a regret counts for a third (1/e)."""
 
 
-class PrefixAware(Forgetful):
+class PrefixAware(Policy):
     """See the module's docstring. Each call of `costs` is taken for a request."""
 
     reason: Reason = "least_loaded"

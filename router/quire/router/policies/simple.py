@@ -1,6 +1,6 @@
 """Policies that know nothing of caches."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import inf
 from random import Random
@@ -8,8 +8,7 @@ from random import Random
 import numpy as np
 
 from quire.router.policies.loads import Loads
-from quire.router.policies.policy import Column, GroupState, Reason, RouteRequest
-from quire.router.prefix_index.directory import GroupId
+from quire.router.policies.policy import Column, GroupState, Policy, Reason, RouteRequest
 
 RUNNING_TOKENS = 64.0
 """Delay that a running sequence causes to others, in tokens of prefill. In simulations of five
@@ -18,27 +17,7 @@ policies that rank a block of running context at about a twentieth of a block of
 lowest times to first token: 64 tokens is a context of some 1,300."""
 
 
-class Forgetful:
-    """A policy that keeps nothing from one request to the next."""
-
-    pressure: float | None = None
-
-    def second_home(
-        self, request: RouteRequest, groups: Loads, hits: Column, home: int, num_coming: int
-    ) -> int:
-        return home
-
-    def routed(self, request: RouteRequest, group: GroupId) -> None:
-        pass
-
-    def finished(self, request: RouteRequest, group: GroupId) -> None:
-        pass
-
-    def left(self, group: GroupId) -> None:
-        pass
-
-
-class OneByOne(Forgetful, ABC):
+class OneByOne(Policy):
     """A policy that looks at one group after the other."""
 
     def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
@@ -64,7 +43,7 @@ class RoundRobin(OneByOne):
         return [0.0 if state.group == turn else inf for state in groups]
 
 
-class LeastLoaded(Forgetful):
+class LeastLoaded(Policy):
     """The group with the least work queued and running, regardless of its cache."""
 
     reason: Reason = "least_loaded"

@@ -1,8 +1,43 @@
-"""A bound on the bytes that a gateway holds at a time, first come, first served."""
+"""Bounds on what a gateway has at a time: bytes, which wait in order of arrival, and requests."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire.cluster.errors import Overloaded
+
+
+class Inflight:
+    """``num`` requests are under way, at most ``limit``."""
+
+    def __init__(self, limit: int, message: str, *, refused: Callable[[], object]) -> None:
+        """``message`` is that of a refusal, with fields for ``num``, ``more`` and ``limit``;
+        ``refused`` is called before each."""
+        self.num = 0
+        self._limit = limit
+        self._message = message
+        self._refused = refused
+
+    def enter(self, more: int = 1) -> None:
+        """Counts them until `leave`. Raises Overloaded: they are too many."""
+        if self.num + more > self._limit:
+            self._refused()
+            message = self._message.format(num=self.num, more=more, limit=self._limit)
+            raise Overloaded(message, reason="inflight", retry_after_s=1.0)
+        self.num += more
+
+    def leave(self, number: int = 1) -> None:
+        self.num -= number
+
+    @contextmanager
+    def entered(self, more: int = 1) -> Iterator[None]:
+        """The same while the block runs."""
+        self.enter(more)
+        try:
+            yield
+        finally:
+            self.leave(more)
 
 
 class Hold:

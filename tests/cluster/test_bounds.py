@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from quire.cluster.serving.byte_budget import ByteBudget, Hold
+from quire.cluster.serving.bounds import ByteBudget, Hold
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,239 @@
+"""How fast a replica group is, learned from its frames.
+
+    Speeds     tokens per second while the group is busy, for admission
+    StepClock  how much of its present step is over, for routing
+    Line       seconds by tokens, for the step clock and for forecasts of waits
+
+A speed is measured only while a group has more work than it can do at once; at other times its rate
+shows the demand and not the speed. If a step computed all pending prompt tokens, only the time
+beyond that of a step without prompts counts, and only if it is the greater part. While requests
+wait at the gateway, though the group has a free slot, its prompts are sent a few at a time, and
+steps without any lie between: then the whole time counts, of these steps too.
+"""
+
+from math import exp, inf
+from typing import NamedTuple
+
+from quire.router.policies.policy import GroupLoad
+
+_MEMORY_S = 10.0
+"""Busy seconds after which an observation counts for a third (1/e) of a new one."""
+_PRIOR_S = 0.1
+"""The initial speed counts as this many seconds of observation."""
+_PRIOR_MEMORY_S = 1.0
+"""Busy seconds after which the initial speed counts for a third."""
+PRIOR_PREFILL_PER_S = 16_384.0
+PRIOR_OUTPUT_PER_S = 20.0
+"""Per slot."""
+MIN_PER_S = 1e-3
+MIN_OBSERVATIONS = 8
+"""Before that, a `Line` says nothing."""
+_STEPS_KEPT = 30
+
+
+class Rate:
+    """Exponentially decayed amount per second."""
+
+    __slots__ = ("_amount", "_prior_s", "_time_s", "terms")
+
+    def __init__(self) -> None:
+        self._amount = self._time_s = 0.0
+        self._prior_s = _PRIOR_S
+        self.terms = (0.0, _PRIOR_S, _PRIOR_S)
+        """Three numbers, of which `per_s` is the first and the prior times the second, together
+        over the third, and `MIN_PER_S` at least."""
+
+    def add(self, amount: float, time_s: float) -> None:
+        self._prior_s *= exp(-time_s / _PRIOR_MEMORY_S)
+        kept = exp(-time_s / _MEMORY_S)
+        self._amount = self._amount * kept + amount
+        self._time_s = self._time_s * kept + time_s
+        seen_s = self._time_s + self._prior_s
+        self.terms = (self._amount, self._prior_s, seen_s) if seen_s else (0.0, 1.0, 1.0)
+
+    def per_s(self, prior: float) -> float:
+        amount, prior_s, time_s = self.terms
+        return max((amount + prior * prior_s) / time_s, MIN_PER_S)
+
+
+class Rates(NamedTuple):
+    """Tokens per second, each over the time in which it was the limit."""
+
+    prefill: Rate
+    output_when_full: Rate
+    """Every slot is taken."""
+    output_when_short: Rate
+    """Slots are left, and yet requests wait."""
+
+    @classmethod
+    def new(cls) -> "Rates":
+        return cls(Rate(), Rate(), Rate())
+
+
+class Speeds:
+    """One group's rates, and its part in those of all groups."""
+
+    def __init__(self, common: Rates) -> None:
+        self.own = Rates.new()
+        self._common = common
+        self._decodes = Rate()  # Steps per second that compute no prompt.
+        self._gap_s = 0.0  # How long the last step took, if it computed none that were awaited.
+        self._last: tuple[float, GroupLoad] | None = None
+
+    def observe(self, load: GroupLoad, *, at_s: float, is_awaited: bool) -> None:
+        """Takes in the group's load after a step. ``is_awaited``: requests wait at the gateway."""
+        last, self._last = self._last, (at_s, load)
+        if last is None:
+            return
+        before_s, before = last
+        time_s = max(0.0, at_s - before_s)
+        num_prompt = load.num_prompt_tokens - before.num_prompt_tokens
+        num_hits = load.num_hit_tokens - before.num_hit_tokens
+        num_output = load.num_output_tokens - before.num_output_tokens
+        num_slots = load.max_num_seqs or inf
+        # A prompt counts as begun as a whole; what of it is still to come is known exactly
+        # where nothing else waits, and evens out over time where something does.
+        num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
+        is_fed = is_awaited and 0 < before.num_running < num_slots
+        if before.num_pending_prefill_tokens or (is_fed and num_computed > 0):
+            if num_computed >= before.num_pending_prefill_tokens:
+                time_s = self._prefill_s(num_computed, time_s, is_fed=is_fed)
+            self._add("prefill", num_computed, time_s)
+            self._gap_s = 0.0
+        elif before.num_running and not num_prompt:
+            self._decodes.add(1, time_s)
+            self._gap_s = time_s if is_fed else 0.0
+        if before.num_running >= num_slots:
+            self._add("output_when_full", num_output, time_s)
+        elif before.num_waiting:
+            self._add("output_when_short", num_output, time_s)
+
+    def _prefill_s(self, num_tokens: int, step_s: float, *, is_fed: bool) -> float:
+        """Seconds that a step spent on prompts, if it computed all pending ones. If most of it is
+        the time beyond that of a decode-only step: that time, or all of it and of the decodes
+        before it while more wait to be sent. Else the expected time.
+
+        Such a step had spare room, so its whole time would make a short prompt alone look like a
+        slow group.
+        """
+        decode_s = 1 / self._decodes.per_s(prior=MIN_PER_S)
+        if step_s < 2 * decode_s:
+            prior = self._common.prefill.per_s(PRIOR_PREFILL_PER_S)
+            return min(step_s, num_tokens / self.own.prefill.per_s(prior))
+        return step_s + self._gap_s if is_fed else step_s - decode_s
+
+    def _add(self, name: str, amount: float, time_s: float) -> None:
+        for rates in (self.own, self._common):
+            getattr(rates, name).add(amount, time_s)
+
+
+def _begun(load: GroupLoad) -> int:
+    """Tokens yet to compute of prompts that were begun."""
+    return 0 if load.num_waiting else load.num_pending_prefill_tokens
+
+
+class StepClock:
+    """Estimates a group's progress in its present step, from the arrival times of its frames.
+
+    The length of a step is predicted from its prompt tokens by a `Line` through earlier steps. A
+    step computes the tokens queued at its beginning, but at most as many as any step before. A step
+    takes a hundredth of a second to several tenths, so on average half of it is over when the next
+    request arrives, and much more in one group than in another.
+
+    Nothing is known before `MIN_OBSERVATIONS` steps were seen, nor of the step that an idle group
+    begins: its beginning brought no frame, and a heartbeat may come during it.
+    """
+
+    __slots__ = (
+        "_is_known",
+        "_line",
+        "_most",
+        "_queued",
+        "_step",
+        "began_s",
+        "length_s",
+        "num_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        """When the last frame of a new step came: about the beginning of the present one."""
+        self.length_s = 0.0
+        """How long the present one is expected to take; 0 where nothing is known."""
+        self.num_tokens = 0
+        """Prompt tokens that the present one computes."""
+        self._most = 0  # Prompt tokens by which a step has shortened the queue.
+        self._step: int | None = None  # Steps that have ended; None before the first frame.
+        self._is_known = False  # Whether the present one began when `began_s` says.
+        self._queued = 0
+        self._line = Line(window=_STEPS_KEPT)
+
+    def frame(self, *, step: int, at_s: float, num_queued: int, is_idle: bool) -> None:
+        """A frame came: ``step`` steps have ended, ``num_queued`` prompt tokens are left.
+
+        A frame of no new step, such as a heartbeat, says nothing new, and of several steps at once
+        nothing is learned where they had prompts to compute: it is not known how many each.
+        """
+        num_steps = 1 if self._step is None else step - self._step
+        if num_steps <= 0:
+            if is_idle:  # All was aborted.
+                self._is_known, self.length_s = False, 0.0
+            return
+        if self._is_known and (num_steps == 1 or not self._queued):
+            self._most = max(self._most, self._queued - num_queued)
+            self.num_tokens = min(self._queued, self._most)
+            self._line.add(self.num_tokens, (at_s - self.began_s) / num_steps)
+        self._step = step
+        self._is_known = not is_idle
+        self._queued = num_queued
+        self.num_tokens = min(num_queued, self._most)
+        self.began_s = at_s
+        self.length_s = 0.0 if is_idle else self._expected_s()
+
+    def _expected_s(self) -> float:
+        parts = self._line.parts
+        return parts[0] + parts[1] * self.num_tokens if parts else 0.0
+
+
+class Line:
+    """A line through what was seen lately: how long work takes, by its tokens.
+
+        seconds = fixed + per_token * tokens
+
+    fitted by least squares to about the last ``window`` observations, neither part negative. Memory
+    does not grow with what was seen.
+    """
+
+    __slots__ = ("_kept", "_moments", "_num_seen")
+
+    def __init__(self, *, window: int) -> None:
+        """``window``: observations after which one counts for a third (1/e) of a new one."""
+        self._kept = 1 - 1 / window
+        self._num_seen = 0
+        self._moments = (0.0, 0.0, 0.0, 0.0, 0.0)  # Of 1, x, y, x * x, x * y.
+
+    def add(self, num_tokens: float, seconds: float, *, weight: float = 1.0) -> None:
+        if not 0 < seconds < inf:
+            return  # A clock that went back teaches nothing.
+        n, x, y, xx, xy = [self._kept * moment for moment in self._moments]
+        x_w, y_w = weight * num_tokens, weight * seconds
+        self._moments = (
+            n + weight,
+            x + x_w,
+            y + y_w,
+            xx + x_w * num_tokens,
+            xy + x_w * seconds,
+        )
+        self._num_seen += 1
+
+    @property
+    def parts(self) -> tuple[float, float] | None:
+        """``fixed`` and ``per_token``; None where too little was seen."""
+        if self._num_seen < MIN_OBSERVATIONS:
+            return None
+        n, x, y, xx, xy = self._moments
+        spread = n * xx - x * x
+        slope = max((n * xy - x * y) / spread, 0.0) if spread > 1e-6 * n * xx else 0.0
+        fixed = (y - slope * x) / n
+        # Both parts at 0 or above: the line goes through the origin.
+        return (fixed, slope) if fixed >= 0 else (0.0, xy / xx)
