@@ -10,8 +10,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from bench.provenance import PARTS
 
 from quire.llm import LLM
 
@@ -138,6 +140,20 @@ def install(name: str, folder: Path) -> Engine:
     )
 
 
+def another(checkout: Path) -> Engine:
+    """Quire as in another checkout.
+
+    Raises:
+        SystemExit: It is no checkout of Quire.
+    """
+    there = checkout.resolve()
+    if not (there / "worker").is_dir():
+        raise SystemExit(f"{there} is no checkout of Quire: it has no folder worker")
+    ours = install(OURS, there)
+    paths = ":".join(str(there / part) for part in PARTS)
+    return replace(ours, name="there", environment={"PYTHONPATH": paths})
+
+
 def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
     """The files that the engine loads: the checkpoint, or an export beside it, made when missing.
 
@@ -161,7 +177,7 @@ def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
 def environment_of(engine: Engine, *, num_threads: int) -> dict[str, str]:
     """This process's environment, less what would lead a peer to our packages."""
     environment = dict(os.environ)
-    if engine.name != OURS:
+    if engine.command[0] != sys.executable:
         environment.pop("PYTHONPATH", None)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(num_threads)
