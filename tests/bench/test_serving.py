@@ -238,4 +238,7 @@ def test_others_work_is_what_is_not_of_this_process_and_its_descendants(
     assert after is not None
     assert after.busy_s - before.busy_s == pytest.approx(300 * tick_s)
     assert after.ours_s - before.ours_s == pytest.approx(200 * tick_s)
+    alone = machine.Machine.now(8, proc=tmp_path)
+    assert alone is not None
+    assert alone.ours_s == pytest.approx(98 * tick_s), "of one process, and of what it started"
     assert machine.Machine.now(proc=tmp_path / "none") is None
