@@ -90,10 +90,8 @@ def check_one(scale: Scale) -> None:
         dtype=scale.dtype,
         device=scale.device,
     )
-    expected = batch.expected()
-    if scale.device.type == "cpu":
-        batch = batch.stored_by(backend)
-    assert_near_twin(batch.attend(backend, num_decodes=2), expected)
+    stored = batch.stored_by(backend) if scale.device.type == "cpu" else batch
+    assert_near_twin(stored.attend(backend, num_decodes=2), batch.expected())
 
 
 def _fault(check: Callable[[], None]) -> str:
