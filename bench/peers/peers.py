@@ -57,7 +57,7 @@ def _name_the_cpu_build(venv: Path) -> None:
 def _to_openvino(venv: Path, checkpoint: Path, dtype: str, target: Path) -> None:
     """It knows float16 beside float32; a CPU computes in bfloat16 on either."""
     weights = {"float32": "fp32", "bfloat16": "fp16", "int8": "int8"}[dtype]
-    command = [venv / "bin" / "optimum-cli", "export", "openvino"]
+    command: list[str | Path] = [venv / "bin" / "optimum-cli", "export", "openvino"]
     command += ["--task", "text-generation-with-past", "--weight-format", weights]
     environment = {**os.environ, "PYTHONPATH": ""}
     command += ["--model", checkpoint, target]
@@ -66,7 +66,8 @@ def _to_openvino(venv: Path, checkpoint: Path, dtype: str, target: Path) -> None
 
 def _to_gguf(venv: Path, checkpoint: Path, dtype: str, target: Path) -> None:
     """Written here, as the tests write theirs, with a vocabulary of its own."""
-    from tests.gguf_files import Kind, write_model
+    from gguf import GGMLQuantizationType as Kind
+    from tests.gguf_files import write_model
     from transformers import AutoModelForCausalLM
 
     kinds = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.Q8_0, "w4": Kind.Q4_0}
