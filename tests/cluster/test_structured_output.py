@@ -102,10 +102,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"guided_json": {"type": "integer", "multipleOf": 62_615_533}},
         "guided_json=json_schema: compiling it takes more than 1 s or 2 GiB",
     ),
-    ({"guided_json": TOGETHER}, "guided_json=json_schema at /allOf/0/allOf/0: Unable to determine"),
+    (
+        {"guided_json": TOGETHER},
+        "guided_json=json_schema: compiling it takes more than 1 s or 2 GiB",
+    ),
     (
         {"guided_grammar": "start: A\nA: " + " & ".join(f"/{each}/" for each in PATTERNS)},
-        "guided_grammar=grammar: compiling it takes more than 1 s or 2 GiB, or it is nested too",
+        "guided_grammar=grammar: ",
     ),
     (
         {"guided_json": {"properties": {"a": {"const": 0.9452706955539223}}}},
