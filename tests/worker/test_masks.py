@@ -30,7 +30,6 @@ class Gate:
 
     is_open: threading.Event = field(default_factory=threading.Event)
     filled: list[tuple[int, ...]] = field(default_factory=list)
-    are_slow: set[bool] = field(default_factory=set)
     cost_s: float = 0.0
 
     def open(self) -> None:
@@ -47,7 +46,6 @@ class SlowMatcher(Matcher):
     def fill(self, *, is_slow: bool = False) -> float:
         assert self._gate.is_open.wait(WAIT_S)
         self._gate.filled.append(tuple(self._unread))
-        self._gate.are_slow.add(is_slow)
         self.place.mask_W[:] = -1
         self.place.is_ready = True
         return self._gate.cost_s
@@ -232,16 +230,3 @@ def test_no_row_sits_out_where_masks_are_computed_in_time(
         engine.add_request(slow(str(number), seed=number, min_tokens=9, max_tokens=9))
     drain(engine)
     assert len(executor.steps) == 9
-
-
-def test_only_a_grammar_that_is_known_to_take_little_holds_pythons_lock(
-    make_slow: MakeEngine, gate: Gate
-) -> None:
-    gate.open()
-    engine, _ = make_slow()
-    engine.add_request(slow("first", min_tokens=16, max_tokens=16))
-    drain(engine)
-    assert gate.are_slow == {True}
-    engine.add_request(slow("later", seed=5, min_tokens=9, max_tokens=9))
-    drain(engine)
-    assert gate.are_slow == {True, False}

@@ -166,7 +166,7 @@ class Masks:
     def _run(self, job: Job) -> None:
         num_tokens, cost_s = job.matcher.num_unread, 0.0
         try:
-            cost_s = job.matcher.fill(is_slow=job.lane is not Lane.TRUSTED)
+            cost_s = job.matcher.fill(is_slow=job.lane is Lane.SLOW)
         finally:
             with self._done:
                 self._queue.finished(job, cost_s, num_tokens=num_tokens, now_s=self._clock())

@@ -90,8 +90,8 @@ class Matcher:
     def fill(self, *, is_slow: bool = False) -> float:
         """Makes its place ready; returns the CPU time that took, in seconds.
 
-        ``is_slow``: its grammar takes long, or may, so that no other thread is to wait while it
-        takes in tokens; without, that is 50 µs quicker.
+        ``is_slow``: its grammar takes long, so that no other thread is to wait while it takes in
+        tokens; without, that is 50 µs quicker.
         """
         place = self.place
         if place.is_ready:
