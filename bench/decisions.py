@@ -23,11 +23,13 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from bench.provenance import PARTS, ROOT
+from bench.report import command, markdown
 
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
@@ -42,18 +44,13 @@ NUM_PROMPTS = 200
 NUM_FRAMES = 3
 MAX_IN_FLIGHT = 100
 PROMPT_TOKENS = (16_384, 131_072)
-CASES = ("mixed", "begun", "idle", "tokens_16384", "tokens_131072")
-PARTS = ("cluster", "worker", "kernels", "proto", "router")
-"""Folders of a checkout from which it is imported."""
 
 Times = dict[str, float]
 """Microseconds, by case and quantile."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command("bench.decisions", __doc__)
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 512, 2048, 10_000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--decisions", type=int, default=600, help="fewer where groups are many")
@@ -190,9 +187,10 @@ def _in_process(num_groups: int, num_decisions: int, checkout: Path | None) -> T
     environment = dict(os.environ)
     if checkout is not None:
         environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in PARTS)
-    command = [sys.executable, __file__, "--groups", str(num_groups), "--measure"]
+    flags = ["--measure", "--groups", str(num_groups), "--decisions", str(num_decisions)]
     done = subprocess.run(
-        [*command, "--decisions", str(num_decisions)],
+        [sys.executable, "-m", "bench.decisions", *flags],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         env=environment,
         check=True,
@@ -203,21 +201,16 @@ def _in_process(num_groups: int, num_decisions: int, checkout: Path | None) -> T
 
 def report(rows: Mapping[int, Mapping[str, Times]]) -> str:
     """By number of groups and way."""
-    lines = [
-        "µs, p50 / p99.",
-        "",
-        "| groups | | mixed | begun | idle | 16,384 tokens | hashing | 131,072 tokens | hashing |",
-        "|---|---|---|---|---|---|---|---|---|",
+    shown = {"mixed": "mixed", "begun": "begun", "idle": "idle"}
+    for n in PROMPT_TOKENS:
+        shown |= {f"tokens_{n}": f"{n:,} tokens", f"hashing_{n}": "hashing"}
+    cells = [
+        [f"{num_groups:,}", way]
+        + [f"{times[f'{n}_p50']:,.1f} / {times[f'{n}_p99']:,.1f}" for n in shown]
+        for num_groups, ways in rows.items()
+        for way, times in ways.items()
     ]
-    names = [*CASES[:3], *(f"{what}_{n}" for n in PROMPT_TOKENS for what in ("tokens", "hashing"))]
-    for num_groups, ways in rows.items():
-        for way, times in ways.items():
-            lines.append(f"| {num_groups:,} | {way} | {_cells(times, names)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cells(times: Times, names: Sequence[str]) -> str:
-    return " | ".join(f"{times[f'{n}_p50']:,.1f} / {times[f'{n}_p99']:,.1f}" for n in names)
+    return f"µs, p50 / p99.\n\n{markdown(['groups', '', *shown.values()], cells, num_left=9)}\n"
 
 
 def _load(draw: random.Random) -> GroupLoad:

@@ -24,59 +24,30 @@ class Machine:
     busy_s: float
     """CPU time of all cores, what the host took of them included."""
     ours_s: float
-    """CPU time of this process and its descendants."""
+    """CPU time of a process and its descendants."""
 
     @classmethod
-    def now(cls, *, proc: Path = _PROC) -> Self | None:
+    def now(cls, pid: int | None = None, *, proc: Path = _PROC) -> Self | None:
+        """``pid`` is that of the process; ours unless told otherwise."""
         try:
-            busy, ours = _busy(proc), sum(tree(os.getpid(), proc=proc).values())
+            busy, ours = _busy(proc), sum(tree(pid or os.getpid(), proc=proc).values())
         except (OSError, ValueError):
             return None
         tick_s = 1 / os.sysconf("SC_CLK_TCK")
         return cls(time_s=time.monotonic(), busy_s=busy * tick_s, ours_s=ours * tick_s)
 
     def since(self, before: Self) -> dict[str, float]:
-        """In cores: how many were busy, and how many of these with others' work."""
+        """In cores: how many were busy, and how many of these with others' work.
+
+        A figure made beside others' work is low, and not equally so for all engines: one that
+        waits for its threads at barriers loses most.
+        """
         duration_s = self.time_s - before.time_s
         busy, ours = self.busy_s - before.busy_s, self.ours_s - before.ours_s
         return {
             "busy_cores": round(busy / duration_s, 3),
-            "others_cores": round(max(busy - ours, 0.0) / duration_s, 3),
+            "others_cores": round(max(busy - ours - _CLOCK_ERROR_S, 0.0) / duration_s, 3),
         }
-
-
-class Bystanders:
-    """How much of the machine other processes take, from now on, while process ``pid`` is measured.
-
-    A figure made beside others' work is low, and not equally so for all engines: one that waits for
-    its threads at barriers loses most.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._begin = time.perf_counter()
-        self._before = others_s(pid)
-
-    def share(self) -> float | None:
-        """CPU time of other processes since the beginning, of all cores' time."""
-        after = others_s(self._pid)
-        if self._before is None or after is None:
-            return None
-        elapsed_s = time.perf_counter() - self._begin
-        spent_s = after - self._before - _CLOCK_ERROR_S
-        return max(0.0, spent_s / (elapsed_s * (os.cpu_count() or 1)))
-
-
-def others_s(pid: int) -> float | None:
-    """CPU seconds so far that were neither idle nor spent by ``pid``; see proc(5)."""
-    try:
-        busy = _busy(_PROC)
-        # The name, in parentheses, may have spaces in it.
-        process = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    own = int(process[11]) + int(process[12])
-    return (busy - own) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy(proc: Path) -> int:

@@ -15,10 +15,11 @@ outside.
 When the block ends, however it ends, every process in the namespaces is killed and they are
 deleted. What a killed run left behind is deleted by the next one, which knows by the namespaces'
 names, of process id and start time, that their owner is gone. Needs root, ``ip`` and ``nft``
-(Debian: iproute2, nftables) and ``nsenter``.
+(Debian: iproute2, nftables).
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -34,7 +35,7 @@ SUBNET = IPv4Network("10.213.0.0/24")
 """The same for all: networks do not see each other."""
 
 _PREFIX = "quire-"
-_TOOLS = {"ip": "iproute2", "nft": "nftables", "nsenter": "util-linux"}
+_TOOLS = {"ip": "iproute2", "nft": "nftables"}
 _SWITCH = "switch"
 _KILL_S = 10.0
 
@@ -76,22 +77,32 @@ class Host:
         self.address = address
         self._started: list[subprocess.Popen[Any]] = []
 
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on this host. The process id is that of the program
-        itself.
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Sockets and processes that this thread opens and starts in the block are on this host.
 
         Not ``ip netns exec``: it also mounts another /sys, where cgroups are missing.
         """
-        return ["nsenter", f"--net=/run/netns/{self.namespace}", "--", *argv]
+        with (
+            Path("/proc/thread-self/ns/net").open() as home,
+            Path(f"/run/netns/{self.namespace}").open() as there,
+        ):
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(home.fileno())
 
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end; ``options`` are those of `subprocess.run`."""
-        return subprocess.run(self.command(argv), **{"check": True, "text": True} | options)
+        with self.inside():
+            return subprocess.run(argv, **{"check": True, "text": True} | options)
 
     def start(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Starts a process; ``options`` are those of `subprocess.Popen`. The end of the network is
         the end of the process and of this side of its pipes."""
-        process: subprocess.Popen[Any] = subprocess.Popen(self.command(argv), **options)
+        with self.inside():
+            process: subprocess.Popen[Any] = subprocess.Popen(argv, **options)
         self._started.append(process)
         return process
 
@@ -166,8 +177,8 @@ class Network:
     def _firewall(self, verb: str, one: str, other: str) -> None:
         for at, peer in ((one, other), (other, one)):
             host, address = self.hosts[at], self.hosts[peer].address
-            element = f"{verb} element ip quire cut {{ {address} }}"
-            _run(host.command(["nft", element]))
+            with host.inside():
+                _run(["nft", f"{verb} element ip quire cut {{ {address} }}"])
 
     def _build(self) -> None:
         _run(["ip", "netns", "add", self._switch])
@@ -183,7 +194,8 @@ class Network:
             _run([*at_switch, "set", f"port{port}", "master", "bridge", "up"])
             _run([*inside, "addr", "add", f"{host.address}/{SUBNET.prefixlen}", "dev", "eth0"])
             _run([*inside, "link", "set", "eth0", "up"])
-            _run(host.command(["nft", "-f", "-"]), stdin=_FIREWALL)
+            with host.inside():
+                _run(["nft", "-f", "-"], stdin=_FIREWALL)
 
     def _remove(self) -> None:
         _delete([*(host.namespace for host in self.hosts.values()), self._switch])
@@ -238,6 +250,12 @@ def _start_time(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def _enter(namespace: int) -> None:
+    """Moves this thread to the namespace of an open file."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise NoNamespaces(f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def _run(argv: Sequence[str], *, stdin: str | None = None) -> str:

@@ -23,45 +23,32 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.report import command, percentile
 from bench.serving.gateways import Gateways
-from bench.serving.load import Request, Stream
+from bench.serving.load import Request, Stream, run
 
-_WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "harbor",
-    "sea",
-    "light",
-    "stone",
-    "river",
-    "old",
-    "new",
-    "sees",
-]
+_WORDS = ["the", "a", "cat", "dog", "harbor", "sea", "light", "stone", "river", "old", "new"]
 _REST_S = 3.0
 """Between phases: what was sent in one ends before the next begins anyhow."""
 _LOOK_S = 0.02
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The streams of one phase, each with the time at which it was due."""
-
     name: str
     offered_per_s: float
-    begin_s: float = field(default_factory=time.monotonic)
-    span_s: float = 0.0
+    begin_s: float
+    """Of `time.monotonic`; each stream's ``at_s`` counts from it."""
+    span_s: float
     """Until the last one ended."""
-    streams: list[tuple[float, Stream]] = field(default_factory=list)
-    lag_s: list[float] = field(default_factory=list)
+    streams: list[Stream]
+    lag_s: list[float]
     """By how much the client itself was late."""
 
     @property
@@ -69,8 +56,8 @@ class Phase:
         """When each was due, from the begin of the phase, and its time to first token. It counts
         from when it was due, so that a client that lags is no excuse."""
         return [
-            (due_s - self.begin_s, stream.times[0] - due_s)
-            for due_s, stream in self.streams
+            (stream.request.at_s, stream.times[0] - self._due_s(stream))
+            for stream in self.streams
             if is_whole(stream)
         ]
 
@@ -79,12 +66,13 @@ class Phase:
         return [ttft_s for _, ttft_s in self.completed]
 
     def summary(self) -> dict[str, Any]:
-        refusal_s = [stream.ended_s - due_s for due_s, stream in self.streams if is_refusal(stream)]
+        refusal_s = [each.ended_s - self._due_s(each) for each in self.streams if is_refusal(each)]
         lost = [
-            f"due at {due_s - self.begin_s:.2f} s, lost {stream.ended_s - due_s:.2f} s later with "
+            f"due at {stream.request.at_s:.2f} s, lost "
+            f"{stream.ended_s - self._due_s(stream):.2f} s later with "
             f"{len(stream.tokens)} of {stream.request.max_tokens} tokens: {stream.error}"
-            for due_s, stream in self.streams
-            if not (is_whole(stream) or is_refusal(stream))
+            for stream in self.streams
+            if is_lost(stream)
         ]
         return {
             "name": self.name,
@@ -102,6 +90,9 @@ class Phase:
             "errors": lost[:5],
         }
 
+    def _due_s(self, stream: Stream) -> float:
+        return self.begin_s + stream.request.at_s
+
 
 def is_whole(stream: Stream) -> bool:
     return stream.is_complete and len(stream.tokens) == stream.request.max_tokens
@@ -109,6 +100,10 @@ def is_whole(stream: Stream) -> bool:
 
 def is_refusal(stream: Stream) -> bool:
     return f"{stream.error}".startswith("RESOURCE_EXHAUSTED") and not stream.tokens
+
+
+def is_lost(stream: Stream) -> bool:
+    return not (is_whole(stream) or is_refusal(stream))
 
 
 class Bench:
@@ -135,12 +130,13 @@ class Bench:
 
         async def client() -> None:
             while time.monotonic() < end_s:
-                streams.append(await self._send())
-                if not is_whole(streams[-1]):
+                streams.append(stream := Stream(request=self._request()))
+                await self._gateways.send(stream)
+                if not is_whole(stream):
                     await asyncio.sleep(0.05)
 
         await asyncio.gather(*(client() for _ in range(self._options.concurrency)))
-        lost = [each.error for each in streams if not (is_whole(each) or is_refusal(each))]
+        lost = [each.error for each in streams if is_lost(each)]
         ends_s = [stream.ended_s for stream in streams if is_whole(stream)]
         if lost or not ends_s:
             raise SystemExit(f"no capacity was measured: {lost[:3]}")
@@ -151,38 +147,38 @@ class Bench:
 
     async def _open_loop(self, factor: float, capacity_per_s: float) -> Phase:
         """Sends requests for the phase's time and waits for all of them."""
-        per_s = factor * capacity_per_s
-        phase = Phase(name=f"{factor:g} x capacity", offered_per_s=per_s)
-        due_s, end_s = phase.begin_s, phase.begin_s + self._options.duration_s
-
-        async def one(due_s: float) -> None:
-            phase.streams.append((due_s, await self._send()))
-
-        lag = asyncio.create_task(_watch_lag(phase))
-        async with asyncio.TaskGroup() as tasks:
-            while (due_s := due_s + self._rng.expovariate(per_s)) < end_s:
-                await asyncio.sleep(due_s - time.monotonic())
-                tasks.create_task(one(due_s))
+        per_s, at_s = factor * capacity_per_s, 0.0
+        requests = []
+        while (at_s := at_s + self._rng.expovariate(per_s)) < self._options.duration_s:
+            requests.append(self._request(at_s))
+        lag_s: list[float] = []
+        lag = asyncio.create_task(_watch_lag(lag_s))
+        begin_s = time.monotonic()
+        streams = await run(requests, self._gateways, limit_s=inf)
+        span_s = time.monotonic() - begin_s
         lag.cancel()
-        phase.span_s = time.monotonic() - phase.begin_s
         await asyncio.sleep(_REST_S)
-        return phase
+        return Phase(
+            name=f"{factor:g} x capacity",
+            offered_per_s=per_s,
+            begin_s=begin_s,
+            span_s=span_s,
+            streams=streams,
+            lag_s=lag_s,
+        )
 
-    async def _send(self) -> Stream:
+    def _request(self, at_s: float = 0.0) -> Request:
         mean = self._options.mean_tokens
         words = self._rng.choices(_WORDS, k=self._options.prompt_words)
         max_tokens = mean if self._options.same_length else self._rng.randint(1, 2 * mean - 1)
-        request = Request(name="", text=" ".join(words), max_tokens=max_tokens, seed=1)
-        stream = Stream(request=request)
-        await self._gateways.send(stream)
-        return stream
+        return Request(name="", text=" ".join(words), max_tokens=max_tokens, seed=1, at_s=at_s)
 
 
-async def _watch_lag(phase: Phase) -> None:
+async def _watch_lag(lag_s: list[float]) -> None:
     while True:
         due_s = time.monotonic() + _LOOK_S
         await asyncio.sleep(_LOOK_S)
-        phase.lag_s.append(time.monotonic() - due_s)
+        lag_s.append(time.monotonic() - due_s)
 
 
 def main() -> None:

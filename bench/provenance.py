@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("cluster", "worker", "kernels", "proto", "router")
+"""Folders of a checkout from which Quire is imported."""
 
 
 def commit() -> str:

@@ -11,21 +11,24 @@ docs/chaos.md.
 """
 
 import argparse
+import importlib
 import os
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.chaos.catalog import FAULTS, Fault
-from bench.chaos.cluster import NotReady, cluster_under_fire
-from bench.chaos.stage import Stage, constrained, make_requests, offline, prefill_rate
-from bench.chaos.verdicts import Outcome, Row, matrix
+from bench.chaos.cluster import cluster_under_fire
+from bench.chaos.stage import FAULTS, Stage, constrained, make_requests, offline, prefill_rate
+from bench.chaos.verdicts import Row, matrix
 from bench.namespaces import why_not
 from bench.provenance import commit
 from bench.report import command
 
 from quire.cluster.deploy.signals import ended_by_signal
+
+for _name in ("losses", "ends", "rollouts", "outages"):
+    importlib.import_module(f"bench.chaos.{_name}")  # Its faults happen in this order.
 
 
 def main() -> None:
@@ -91,17 +94,9 @@ def _run(arguments: argparse.Namespace, rows: list[Row]) -> None:
         _say(f"the cluster is ready and computes {rate:.0f} prompt tokens a second")
         stage = Stage(cluster=cluster, requests=requests, reference=reference, prefill_rate=rate)
         for name in arguments.fault:
-            rows.append(_row(stage, FAULTS[name]))
-            outcome = rows[-1].outcome
+            outcome = FAULTS[name].run(stage)
+            rows.append(Row(FAULTS[name].what, FAULTS[name].promise, outcome))
             _say(f"{name}: {'; '.join(outcome.seen)} | broken: {outcome.broken or 'nothing'}")
-
-
-def _row(stage: Stage, fault: Fault) -> Row:
-    try:
-        outcome = fault.run(stage)
-    except NotReady as error:
-        outcome = Outcome(broken=[f"the cluster is not whole: {error}"])
-    return Row(fault=fault.what, promised=fault.promise, outcome=outcome)
 
 
 def _head(arguments: argparse.Namespace) -> list[str]:

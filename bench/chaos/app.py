@@ -26,7 +26,7 @@ from quire.cluster.deploy.local import ray_session
 from quire.cluster.settings import config_from
 from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
-from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.ranks.lockstep import LockstepExecutor
 
 APP_NAME = "quire"
 """Its processes' titles have it."""
@@ -46,7 +46,7 @@ class ReplicaGroup(deployments.ReplicaGroup):
         life = {
             "group": self._group_id,
             "pid": os.getpid(),
-            "ranks": executor.pids if isinstance(executor, ProcessExecutor) else [],
+            "ranks": executor.pids if isinstance(executor, LockstepExecutor) else [],
             "address": ray.util.get_node_ip_address(),
         }
         path = Path(os.environ[LIVES]) / f"{self._group_id}.json"

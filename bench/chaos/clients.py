@@ -1,99 +1,112 @@
-"""The other end of `bench.chaos.client`: starts it, tells it what to do, hears what came of it."""
+"""The clients: a process on a host of their own, whose streams are started from here."""
 
-import itertools
-import json
+import asyncio
+import contextlib
 import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.managers import BaseManager
 
 from bench.namespaces import Host
-from bench.serving.load import Request, Stream
+from bench.serving.gateways import Gateways
+from bench.serving.load import Request, Stream, run
 
 _LIMIT_S = 180.0
-"""A stream that is still not done then is broken, and a client that says nothing is too."""
+"""A stream that is still not done then is broken."""
+_BEGUN_TOKENS = 3
+_PAUSE_S = 0.2  # After a stream that failed, before it is asked for again.
 
 
 class Load:
-    """Streams under way."""
+    """Streams under way. It lives in the clients' process; here it is a proxy."""
 
-    def __init__(self, clients: "Clients", load_id: int) -> None:
-        self._clients = clients
-        self._id = load_id
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, requests: list[Request], gateways: list[str], again: bool) -> None:
+        self._requests = requests
+        self._addresses = gateways
+        self._again = again
+        self._begun, self._stopped = threading.Event(), threading.Event()
+        self._num_left = len(requests)
+        self._streams = asyncio.run_coroutine_threadsafe(self._run(), self.loop)
 
     def wait_begun(self) -> None:
-        """Until each stream has some tokens, or has ended."""
-        assert self._clients.hear(self._id).get("begun"), "the load ended before it had begun"
+        """Until each of the first streams has some tokens, or has ended."""
+        assert self._begun.wait(_LIMIT_S + 30), "the load did not begin"
 
     def stop(self) -> None:
-        """Stops repeating streams."""
-        self._clients.tell("stop", load=self._id)
+        """Stops repeating streams: each ends with this turn."""
+        self._stopped.set()
 
     def wait(self) -> list[Stream]:
-        """To be called behind `wait_begun`."""
-        answer = self._clients.hear(self._id)
-        return [
-            Stream(**{**values, "request": Request(**values["request"])})
-            for values in answer["streams"]
-        ]
+        return self._streams.result(_LIMIT_S + 30)
+
+    def kill(self) -> None:
+        """Ends the process that all connections belong to, without a word to anybody."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def send(self, stream: Stream) -> None:
+        watch = asyncio.create_task(self._watch(stream))
+        try:
+            await self._gateways.send(stream)
+        finally:
+            await watch
+
+    async def _run(self) -> list[Stream]:
+        async with Gateways(self._addresses) as self._gateways:
+            if not self._again:
+                return await run(self._requests, self, limit_s=_LIMIT_S)
+            streams = await asyncio.gather(*map(self._repeat, self._requests))
+            return [stream for some in streams for stream in some]
+
+    async def _repeat(self, request: Request) -> list[Stream]:
+        streams: list[Stream] = []
+        while not self._stopped.is_set():
+            streams += await run([request], self, limit_s=_LIMIT_S)
+            if not streams[-1].is_complete:
+                await asyncio.sleep(_PAUSE_S)
+        return streams
+
+    async def _watch(self, stream: Stream) -> None:
+        while len(stream.times) < _BEGUN_TOKENS and not stream.ended_s:
+            await asyncio.sleep(0.01)
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._begun.set()
+
+
+class _Process(BaseManager):
+    load: Callable[[list[Request], list[str], bool], Load]
+
+
+_Process.register("load", Load)
 
 
 class Clients:
     """A client process on ``host``."""
 
-    def __init__(self, host: Host, *, environment: dict[str, str], log: IO[str]) -> None:
-        self._ids = itertools.count(1)
-        self._heard: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self.process: subprocess.Popen[str] = host.start(
-            [sys.executable, "-m", "bench.chaos.client"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
+    def __init__(self, host: Host) -> None:
+        resource_tracker.ensure_running()  # Else it began on the host, and ended with it.
+        self._process = _Process(ctx=get_context("spawn"))
+        with host.inside():
+            self._process.start(_start_loop)
 
     def load(
         self, requests: Sequence[Request], gateways: Sequence[str], *, again: bool = False
     ) -> Load:
         """Sends all at once; with ``again``, each one is repeated when it ends, until stopped."""
-        load_id = self.tell(
-            "load",
-            requests=[asdict(request) for request in requests],
-            gateways=list(gateways),
-            again=again,
-            limit_s=_LIMIT_S,
-        )
-        return Load(self, load_id)
+        return self._process.load(list(requests), list(gateways), again)
 
-    def get(self, url: str, *, timeout_s: float = 5.0) -> str | None:
-        """The body at ``url``, or ``None``."""
-        text: str | None = self.hear(self.tell("get", url=url, timeout_s=timeout_s))["text"]
-        return text
+    @staticmethod
+    def kill(load: Load) -> None:
+        """Kills the process of a load, connections and all."""
+        with contextlib.suppress(EOFError, OSError):
+            load.kill()
 
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
-    def tell(self, what: str, **values: Any) -> int:
-        command_id = next(self._ids)
-        self._heard[command_id] = queue.SimpleQueue()
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"id": command_id, "do": what, **values}) + "\n")
-        self.process.stdin.flush()
-        return command_id
-
-    def hear(self, command_id: int) -> dict[str, Any]:
-        return self._heard[command_id].get(timeout=_LIMIT_S + 30)
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            answer = json.loads(line)
-            self._heard[answer["id"]].put(answer)
+def _start_loop() -> None:
+    """All loads of the process share one event loop."""
+    Load.loop = asyncio.new_event_loop()
+    threading.Thread(target=Load.loop.run_forever, daemon=True).start()

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,6 @@ class Cluster:
         self.ray = ray
         self.folder = folder
         self.settings = dict(settings)
-        self._log = (folder / "clients.log").open("a")
         self.clients = self.new_clients()
 
     @property
@@ -71,8 +71,7 @@ class Cluster:
         return [f"{self.network.hosts[name].address}:{GRPC_PORT}" for name in FRONTS]
 
     def new_clients(self) -> Clients:
-        client = self.network.hosts["client"]
-        return Clients(client, environment=self.ray.environment, log=self._log)
+        return Clients(self.network.hosts["client"])
 
     def start_node(self, name: str) -> None:
         kind = "quire_gateway" if name in FRONTS else "quire_group"
@@ -113,8 +112,14 @@ class Cluster:
 
     def metrics(self, front: str) -> dict[str, dict[str, float]] | None:
         """A gateway's, by name and by their labels' values; ``None`` where none answers."""
-        text = self.clients.get(f"http://{self.network.hosts[front].address}:{HTTP_PORT}/metrics")
-        if text is None:
+        url = f"http://{self.network.hosts[front].address}:{HTTP_PORT}/metrics"
+        try:
+            with (
+                self.network.hosts["client"].inside(),
+                urllib.request.urlopen(url, timeout=5) as page,
+            ):
+                text = page.read().decode()
+        except OSError:
             return None
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(text):
@@ -164,9 +169,6 @@ class Cluster:
             if time.monotonic() > limit_s:
                 raise NotReady(what)
             time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        self._log.close()
 
     def _unknown(self) -> str:
         """Why the cluster is not whole yet; "" if it is."""
@@ -219,12 +221,11 @@ def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Itera
             RayHosts(network, folder, environment=environment) as ray,
         ):
             cluster = Cluster(network, ray, folder=folder, settings=settings)
-            with contextlib.closing(cluster):
-                ray.start_head("head")
-                for name in (*FRONTS, *GROUPS):
-                    cluster.start_node(name)
-                cluster.deploy()
-                yield cluster
+            ray.start_head("head")
+            for name in (*FRONTS, *GROUPS):
+                cluster.start_node(name)
+            cluster.deploy()
+            yield cluster
     finally:
         if keep_logs:
             print(f"logs: {folder}")

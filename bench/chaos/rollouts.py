@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.chaos.cluster import GROUPS, Cluster
-from bench.chaos.stage import Stage, make_requests, now_s, offline
-from bench.chaos.verdicts import Outcome, check_exact
+from bench.chaos.stage import Stage, fault, make_requests, now_s, offline
+from bench.chaos.verdicts import check_exact
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.serving.load import Stream
 
 NUM_USERS = 24
 """Streams at a time while the application is deployed again, which takes the same two cores."""
+BLOCK_SIZE = 16
 SMALL_CACHE = 64
 """Blocks of a group: one prompt of the longest kind and no more."""
 LONG_PROMPT_TOKENS = (176, 224)
@@ -39,88 +40,90 @@ _RECOVERED = 0.8
 cached then that the gateways must have known to be."""
 
 
-def upgraded(stage: Stage) -> Outcome:
+@fault("upgrade", "rolling upgrade of every group and gateway under load", "no stream fails")
+def upgraded(stage: Stage) -> None:
     """Every group and gateway is replaced, since the engine's settings change."""
     cluster = stage.cluster
     engine = {**cluster.settings["engine"], "max_num_batched_tokens": 256}
-    return _rolled(stage, lambda: cluster.deploy(engine=engine))
+    _roll(stage, lambda: cluster.deploy(engine=engine))
 
 
-def scaled_down(stage: Stage) -> Outcome:
-    cluster = stage.cluster
-    outcome = _rolled(stage, lambda: cluster.scale(1))
-    cluster.scale(len(GROUPS))
-    cluster.wait_ready()
-    return outcome
+@fault("scale-down", "from two groups to one, under load", "no stream fails")
+def scaled_down(stage: Stage) -> None:
+    _roll(stage, lambda: stage.cluster.scale(1))
+    stage.settle()
+    stage.cluster.scale(len(GROUPS))
+    stage.cluster.wait_ready()
 
 
-def overloaded(stage: Stage) -> Outcome:
+@fault(
+    "overload",
+    "three times the load that can be served, open loop",
+    "p99 TTFT of what is accepted within 2 × that at capacity; the rest refused at once; "
+    "nothing lost",
+)
+def overloaded(stage: Stage) -> None:
     """Three times what the cluster can serve, by `bench.overload`, with a bound on the wait.
 
     The model makes the groups the limit, and not the gateway and the client beside them.
     """
-    outcome = Outcome()
     cluster = stage.cluster
-    engine = cluster.settings["engine"]
     model = make_checkpoint(SHAPES["M"], Path.home() / ".cache/quire/bench")
     slow = {"model": str(model), "dtype": "bfloat16", "num_blocks": 512, "max_num_seqs": 8}
-    cluster.deploy(engine={**engine, **slow}, max_queue_wait_s=_MAX_QUEUE_WAIT_S)
-    cluster.wait_ready()
-    at_s = now_s()
+    engine = {**cluster.settings["engine"], **slow}
     output = cluster.folder / "overload.json"
-    cluster.network.hosts["client"].run(
-        [
-            *(sys.executable, "-m", "bench.overload"),
-            *("--address", cluster.gateways[0], "--output", str(output)),
-            *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "60"),
-        ],
-        env=cluster.ray.environment,
-        stdout=subprocess.DEVNULL,
-    )
+    with stage.deployed(engine=engine, max_queue_wait_s=_MAX_QUEUE_WAIT_S):
+        stage.strike()
+        cluster.network.hosts["client"].run(
+            [
+                *(sys.executable, "-m", "bench.overload"),
+                *("--address", cluster.gateways[0], "--output", str(output)),
+                *("--prompt-words", "20", "--concurrency", "18", "--duration-s", "60"),
+            ],
+            env=cluster.ray.environment,
+            stdout=subprocess.DEVNULL,
+        )
     result = json.loads(output.read_text())
     calm, overload = result["phases"]
-    outcome.seen.append(
+    stage.see(
         f"{overload['offered_per_s'] / calm['offered_per_s']:.1f} × capacity: "
         f"{overload['completed']} of {overload['sent']} accepted, p99 TTFT "
         f"{overload['ttft_p99_s']:.2f} s, {result['p99_ratio']:.2f} × that at capacity; "
         f"{overload['refused']} refused, p99 {overload['refusal_p99_s']:.2f} s; "
         f"{overload['lost']} lost; the client lags by {overload['client_lag_p99_s']:.2f} s"
     )
-    outcome.check(result["p99_ratio"] <= _MAX_P99_RATIO, "those accepted waited longer")
-    outcome.check(not overload["lost"] and not calm["lost"], f"lost: {overload['errors']}")
-    outcome.check(overload["refused"] > 0, "nothing was refused")
-    outcome.check(overload["refusal_p99_s"] <= _AT_ONCE_S, "refused, but not at once")
-    stage.settle(outcome, since_s=at_s)
-    cluster.deploy(engine=engine, max_queue_wait_s=None)
-    cluster.wait_ready()
-    return outcome
+    stage.check(result["p99_ratio"] <= _MAX_P99_RATIO, "those accepted waited longer")
+    stage.check(not overload["lost"] and not calm["lost"], f"lost: {overload['errors']}")
+    stage.check(overload["refused"] > 0, "nothing was refused")
+    stage.check(overload["refusal_p99_s"] <= _AT_ONCE_S, "refused, but not at once")
 
 
-def cache_exhausted(stage: Stage) -> Outcome:
+@fault(
+    "kv-exhausted",
+    "a cache far smaller than what the requests need",
+    "all complete, all exact",
+)
+def cache_exhausted(stage: Stage) -> None:
     """All requests at once at groups that can hold a few of them."""
-    outcome = Outcome()
-    cluster = stage.cluster
-    engine = cluster.settings["engine"]
-    cluster.deploy(engine={**engine, "num_blocks": SMALL_CACHE})
-    cluster.wait_ready()
-    load = stage.begin("exhausted")
-    at_s = now_s()
-    streams = load.wait()
-    block_size = 16
-    needed = sum(
-        -(-(len(stream.request.token_ids) + len(stream.tokens)) // block_size) for stream in streams
-    )
-    preempted = cluster.total("quire_group_preemptions_total") / 2
-    outcome.seen.append(f"{needed} blocks needed, {2 * SMALL_CACHE} there")
-    outcome.seen.append(f"{preempted:.0f} preemptions")
-    check_exact(outcome, streams, stage.reference)
-    stage.settle(outcome, since_s=at_s)
-    cluster.deploy(engine=engine)
-    cluster.wait_ready()
-    return outcome
+    with stage.deployed(engine={**stage.cluster.settings["engine"], "num_blocks": SMALL_CACHE}):
+        load = stage.begin("exhausted")
+        stage.strike()
+        streams = load.wait()
+        preempted = stage.cluster.total("quire_group_preemptions_total") / 2
+    needed = sum(-(-(len(s.request.token_ids) + len(s.tokens)) // BLOCK_SIZE) for s in streams)
+    stage.see(f"{needed} blocks needed, {2 * SMALL_CACHE} there")
+    stage.see(f"{preempted:.0f} preemptions")
+    stage.check_exact(streams)
 
 
-def feed_lost(stage: Stage) -> Outcome:
+@fault(
+    "feed-lost",
+    "gateways miss a fifth of the groups' cache messages and of the events in the rest, "
+    "get a tenth twice and a tenth out of order; a group is killed",
+    "all exact; the hit rate recovers, and gateways know of what is found; idle, the directories "
+    "are exact 5 s later",
+)
+def feed_lost(stage: Stage) -> None:
     """Groups' cache events are lost, repeated and reordered, and a group is killed.
 
     The prompts are long: to find one of those in all other rows cached is worth less than one
@@ -134,77 +137,64 @@ def feed_lost(stage: Stage) -> Outcome:
         prompt_tokens=LONG_PROMPT_TOKENS,
     )
     reference = offline(requests)
-    outcome = Outcome()
     cluster = stage.cluster
-    cluster.deploy(loss=LOSS)
-    cluster.wait_ready()
-    load = cluster.clients.load(requests, cluster.gateways, again=True)
-    load.wait_begun()
-    time.sleep(_ROUNDS_S)
-    at_s = now_s()
-    os.kill(cluster.lives()["a"].pid, signal.SIGKILL)
-    cluster.wait_known()
-    back_s = now_s()
-    time.sleep(_ROUNDS_S)
-    found, wrong = _cached_tokens(cluster)
-    time.sleep(2 * _SETTLE_S)
-    load.stop()
-    streams = load.wait()
-    gaps, drifted = (
-        cluster.total(f"quire_directory_{name}_total") for name in ("gaps", "drifted_buckets")
-    )
-    outcome.seen.append(f"{gaps:.0f} gaps and {drifted:.0f} drifted buckets found")
-    outcome.check(gaps > 0 and drifted > 0, "nothing was lost")
-    outcome.seen.append("a restart under the same name is with tests/router")
-    before = _hit_rate(_last_of_each(streams, until_s=at_s))
-    sent_behind = [stream for stream in streams if at_s <= stream.sent_s < back_s]
-    after = _hit_rate(_last_of_each(streams, until_s=now_s()))
-    outcome.seen.append(
-        f"hit rate {before:.0%}, {_hit_rate(sent_behind):.0%} of {len(sent_behind)} prompts until "
-        f"the group was back, {after:.0%} at the end"
-    )
-    outcome.check(after >= _RECOVERED * before, "the hit rate did not recover")
-    all_found, all_wrong = _cached_tokens(cluster)
-    known = 1 - (all_wrong - wrong) / max(all_found - found, 1)
-    outcome.seen.append(f"{known:.0%} of that rightly predicted")
-    outcome.check(known >= _RECOVERED, "the gateways did not know what was cached")
-    check_exact(outcome, streams, reference)
-    # Events to the end: behind the last one nothing shows by chance that it led to nothing.
-    outcome.seen.append("new prompts at last")
-    last = cluster.clients.load(stage.salted("last")[: len(requests) // 2], cluster.gateways)
-    last.wait_begun()
-    check_exact(outcome, last.wait(), stage.reference)
-    stage.settle(outcome, since_s=at_s)
-    idle_s = now_s()
-    cluster.wait_exact_directories()
-    seconds = now_s() - idle_s
-    outcome.seen.append(f"both directories exact {seconds:.1f} s later")
-    outcome.check(seconds <= _EXACT_WITHIN_S, f"a directory was wrong for {seconds:.1f} s")
-    cluster.deploy()
-    cluster.wait_ready()
-    return outcome
+    with stage.deployed(loss=LOSS):
+        load = stage.send(requests, again=True)
+        time.sleep(_ROUNDS_S)
+        at_s = stage.strike()
+        os.kill(cluster.lives()["a"].pid, signal.SIGKILL)
+        cluster.wait_known()
+        back_s = now_s()
+        time.sleep(_ROUNDS_S)
+        found, wrong = _cached_tokens(cluster)
+        time.sleep(2 * _SETTLE_S)
+        load.stop()
+        streams = load.wait()
+        gaps, drifted = (
+            cluster.total(f"quire_directory_{name}_total") for name in ("gaps", "drifted_buckets")
+        )
+        stage.see(f"{gaps:.0f} gaps and {drifted:.0f} drifted buckets found")
+        stage.check(gaps > 0 and drifted > 0, "nothing was lost")
+        stage.see("a restart under the same name is with tests/router")
+        before = _hit_rate(_last_of_each(streams, until_s=at_s))
+        sent_behind = [stream for stream in streams if at_s <= stream.sent_s < back_s]
+        after = _hit_rate(_last_of_each(streams, until_s=now_s()))
+        stage.see(
+            f"hit rate {before:.0%}, {_hit_rate(sent_behind):.0%} of {len(sent_behind)} prompts "
+            f"until the group was back, {after:.0%} at the end"
+        )
+        stage.check(after >= _RECOVERED * before, "the hit rate did not recover")
+        all_found, all_wrong = _cached_tokens(cluster)
+        known = 1 - (all_wrong - wrong) / max(all_found - found, 1)
+        stage.see(f"{known:.0%} of that rightly predicted")
+        stage.check(known >= _RECOVERED, "the gateways did not know what was cached")
+        check_exact(stage.outcome, streams, reference)
+        # Events to the end: behind the last one nothing shows by chance that it led to nothing.
+        stage.see("new prompts at last")
+        stage.check_exact(stage.send(stage.salted("last")[: len(requests) // 2]).wait())
+        stage.settle()
+        idle_s = now_s()
+        cluster.wait_exact_directories()
+        seconds = now_s() - idle_s
+        stage.see(f"both directories exact {seconds:.1f} s later")
+        stage.check(seconds <= _EXACT_WITHIN_S, f"a directory was wrong for {seconds:.1f} s")
 
 
-def _rolled(stage: Stage, roll: Callable[[], None]) -> Outcome:
+def _roll(stage: Stage, roll: Callable[[], None]) -> None:
     """Does that under load. A client knows both gateways and takes the one that is there."""
-    outcome = Outcome()
-    cluster = stage.cluster
-    one, other = cluster.gateways
-    load = cluster.clients.load(
+    one, other = stage.cluster.gateways
+    load = stage.send(
         stage.salted("rolled")[:NUM_USERS],
         [f"ipv4:{one},{other}", f"ipv4:{other},{one}"],
         again=True,
     )
-    load.wait_begun()
     time.sleep(_SETTLE_S)
-    at_s = now_s()
+    at_s = stage.strike()
     roll()
-    outcome.seen.append(f"done in {now_s() - at_s:.0f} s")
+    stage.see(f"done in {now_s() - at_s:.0f} s")
     time.sleep(_SETTLE_S)
     load.stop()
-    check_exact(outcome, load.wait(), stage.reference)
-    stage.settle(outcome, since_s=at_s)
-    return outcome
+    stage.check_exact(load.wait())
 
 
 def _last_of_each(streams: Sequence[Stream], *, until_s: float) -> list[Stream]:

@@ -1,14 +1,15 @@
 """Where faults happen: the cluster, the requests that are sent at it, and what they must bring."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from bench.chaos.app import POISON
 from bench.chaos.clients import Load
-from bench.chaos.cluster import Cluster
-from bench.chaos.verdicts import Outcome, Reference, tokens_to_recompute
+from bench.chaos.cluster import Cluster, NotReady
+from bench.chaos.verdicts import Outcome, Reference, check_exact
 from bench.serving.load import Request, Stream
 
 from quire import demo_model
@@ -20,18 +21,19 @@ from quire.llm import LLM, SamplingParams
 from quire.worker.api.structured import Constraint, ConstraintKind, json_constraint
 
 PROMPT_TOKENS = (16, 64)
-MARGIN_S = 1.0
-"""How much longer than detection and recompute a gap may be."""
 _VOCAB = (3, 4000)  # Without the special tokens and the poison.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stage:
     cluster: Cluster
     requests: Sequence[Request]
     reference: Reference
     prefill_rate: float
     """Prompt tokens a second that the cluster computes with nothing beside, as measured before."""
+    outcome: Outcome = field(default_factory=Outcome)
+    """What was seen of the fault that happens now."""
+    _struck_s: float = 0.0
 
     def salted(self, salt: str) -> list[Request]:
         """The requests as another tenant's: nothing of their prompts is cached."""
@@ -39,18 +41,84 @@ class Stage:
 
     def begin(self, salt: str, *, again: bool = False) -> Load:
         """Sends the salted requests to both gateways; returns when all are under way."""
-        load = self.cluster.clients.load(self.salted(salt), self.cluster.gateways, again=again)
+        return self.send(self.salted(salt), again=again)
+
+    def send(
+        self, requests: Sequence[Request], gateways: Sequence[str] = (), *, again: bool = False
+    ) -> Load:
+        """Sends requests, to both gateways if not told to whom; returns when all are under way."""
+        load = self.cluster.clients.load(requests, gateways or self.cluster.gateways, again=again)
         load.wait_begun()
         return load
 
-    def recompute_s(self, streams: Sequence[Stream], *, group: str, at_s: float) -> float:
-        """The time to recompute the contexts of ``group``'s streams, one after the other."""
-        return tokens_to_recompute(streams, group=group, at_s=at_s) / self.prefill_rate
-
-    def settle(self, outcome: Outcome, *, since_s: float) -> None:
-        """Waits until the cluster is whole and idle again; ``since_s`` is when it was struck."""
+    @contextmanager
+    def deployed(self, *, loss: Mapping[str, float] = {}, **changes: Any) -> Iterator[None]:
+        """The cluster with other settings, for the block, and then as it was."""
+        before: dict[str, Any] = {name: self.cluster.settings.get(name) for name in changes}
+        self.cluster.deploy(loss=loss, **changes)
         self.cluster.wait_ready()
-        outcome.seen.append(f"whole and idle {now_s() - since_s:.1f} s after it")
+        yield
+        self.settle()
+        self.cluster.deploy(loss={}, **before)
+        self.cluster.wait_ready()
+
+    def strike(self) -> float:
+        """Notes that it happens now."""
+        self._struck_s = now_s()
+        return self._struck_s
+
+    def settle(self) -> None:
+        """Waits until the cluster is whole and idle again, if it was struck since the last time."""
+        if self._struck_s:
+            self.cluster.wait_ready()
+            self.outcome.seen.append(f"whole and idle {now_s() - self._struck_s:.1f} s after it")
+            self._struck_s = 0.0
+
+    def see(self, what: str) -> None:
+        self.outcome.seen.append(what)
+
+    def check(self, holds: bool, what: str) -> None:
+        self.outcome.check(holds, what)
+
+    def check_exact(self, streams: Sequence[Stream]) -> None:
+        check_exact(self.outcome, streams, self.reference)
+
+    def check_resumed(self, before: float) -> None:
+        """Streams were resumed since the gateways' count was ``before``."""
+        resumed = self.cluster.total("quire_resumes_total") - before
+        self.see(f"{resumed:.0f} resumed")
+        self.check(resumed > 0, "nothing was resumed: the fault hit nobody")
+
+
+Act: TypeAlias = Callable[[Stage], None]
+"""Returns when the cluster can become whole and idle again, for which `Fault.run` waits."""
+
+
+class Fault(NamedTuple):
+    what: str
+    promise: str
+    act: Act
+
+    def run(self, stage: Stage) -> Outcome:
+        stage = replace(stage, outcome=Outcome())
+        try:
+            self.act(stage)
+            stage.settle()
+        except NotReady as error:
+            return Outcome(broken=[f"the cluster is not whole: {error}"])
+        return stage.outcome
+
+
+FAULTS: dict[str, Fault] = {}
+"""In the order in which they happen, which is that of their modules and in these."""
+
+
+def fault(name: str, what: str, promise: str) -> Callable[[Act], Act]:
+    def add(act: Act) -> Act:
+        FAULTS[name] = Fault(what, promise, act)
+        return act
+
+    return add
 
 
 def make_requests(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bench.report import markdown_row
 from bench.serving.load import Stream, differences
@@ -81,8 +82,7 @@ def tokens_to_recompute(streams: Sequence[Stream], *, group: str, at_s: float) -
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     fault: str
     promised: str
     outcome: Outcome

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from bench.gpu.lines import Lines
 from bench.gpu.shapes import SHAPES, Scale
 from bench.gpu.streams import StreamCase, stream_cases
+from bench.gpu.timings import Timer
 from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
@@ -18,14 +18,31 @@ RAGGED = [(1, 1), (256, 1), (257, 1), (1500, 1), (5, 5), (300, 70), (333, 333)]
 NUM_DECODES = 4
 
 
-def check_kernels(
-    scale: Scale, lines: Lines, *, share: int = 0, num_shares: int = 1
-) -> Iterator[tuple[str, str]]:
+def warm(timer: Timer) -> None:
+    """Compiles what the later parts launch: Triton keeps it on the disk for their processes."""
+    if timer.scale.device.type == "cuda":
+        # Two combinations in each process, the common ones.
+        for _ in itertools.islice(check_kernels(timer), 8):
+            pass
+
+
+def check(timer: Timer) -> None:
+    """Every kernel against its twin, and a row's bits alone against its bits in a batch."""
+    num_checks = 0
+    for what, fault in check_kernels(timer):
+        num_checks += 1
+        if fault:
+            timer.lines.fault(what, fault)
+    timer.lines.fact(f"checks, share {timer.share + 1} of {timer.num_shares}", num_checks)
+
+
+def check_kernels(timer: Timer) -> Iterator[tuple[str, str]]:
     """Yields (what was checked, its fault or ""), for every kernel, dtype, head and block size.
 
     The common combinations come first. Compiling takes most of the time, so several processes
     each take one of ``num_shares`` equal shares.
     """
+    scale, lines, share = timer.scale, timer.lines, timer.share
     device = scale.device
     backend = backend_for(device)
     combinations = sorted(
@@ -34,7 +51,7 @@ def check_kernels(
     )
     if scale.is_dry:
         combinations = [(torch.float32, 16, 16)]
-    for dtype, head_size, block_size in combinations[share::num_shares]:
+    for dtype, head_size, block_size in combinations[share :: timer.num_shares]:
         what = f"{str(dtype).removeprefix('torch.')} head {head_size} block {block_size}"
         if not lines.begin(what):
             continue
@@ -73,10 +90,8 @@ def check_one(scale: Scale) -> None:
         dtype=scale.dtype,
         device=scale.device,
     )
-    expected = batch.expected()
-    if scale.device.type == "cpu":
-        batch = batch.stored_by(backend)
-    assert_near_twin(batch.attend(backend, num_decodes=2), expected)
+    stored = batch.stored_by(backend) if scale.device.type == "cpu" else batch
+    assert_near_twin(stored.attend(backend, num_decodes=2), batch.expected())
 
 
 def _fault(check: Callable[[], None]) -> str:

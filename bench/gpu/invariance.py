@@ -3,7 +3,8 @@
 import torch
 from bench.gpu.lines import Lines
 from bench.gpu.model import decode_step, engine_rank, prompt_step, ways
-from bench.gpu.shapes import Scale, linear_shapes
+from bench.gpu.shapes import linear_shapes
+from bench.gpu.timings import Timer
 from torch import Tensor
 
 from quire.kernels.backend import backend_for
@@ -14,8 +15,9 @@ ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 32, 33, 64, 100, 128, 200, 256, 512, 1024, 204
 REPEATS = 100
 
 
-def check_products(scale: Scale, lines: Lines) -> None:
+def check_products(timer: Timer) -> None:
     """The first row of each linear layer's product, at each number of rows, against alone."""
+    scale, lines = timer.scale, timer.lines
     backend = backend_for(scale.device)
     most = 8 if scale.is_dry else ROWS[-1]
     for name, outputs, inputs in linear_shapes(scale):
@@ -31,8 +33,9 @@ def check_products(scale: Scale, lines: Lines) -> None:
         lines.fact(f"rows at which {name}'s first row differs from alone", differ or "none")
 
 
-def check_model(scale: Scale, lines: Lines) -> None:
+def check_model(timer: Timer) -> None:
     """A row's logits alone, in batches, by graph and call by call; a prompt whole and in chunks."""
+    scale, lines = timer.scale, timer.lines
     with engine_rank(scale) as (executor, _):
         runner = executor._runner
         assert runner is not None

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bench.report import markdown
+
 Line = dict[str, Any]
 
 LINES_NAME = "gpu.jsonl"
@@ -25,7 +27,7 @@ class Lines:
     def __init__(self, folder: Path, part: str, *, only: str = "") -> None:
         """``only`` is the one case that is to be run; empty is all."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / LINES_NAME
+        self._folder = folder
         self.part_name = part
         self._only = only
 
@@ -67,10 +69,14 @@ class Lines:
     def part(self, *, seconds: float, outcome: str) -> None:
         self._append({"kind": "part", "seconds": round(seconds, 1), "outcome": outcome})
 
+    def read(self) -> list[Line]:
+        """Those of all parts so far."""
+        return read_lines(self._folder)
+
     def _append(self, line: Line) -> None:
         line = {"part": self.part_name, **line}
         print(json.dumps(line), flush=True)
-        with self._path.open("a") as file:
+        with (self._folder / LINES_NAME).open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -110,13 +116,15 @@ def write_table(folder: Path) -> Path:
         "copy, prefill the flops of visible tokens against a matrix product, a model's step the "
         "bytes of its weights and KV.",
         "",
-        "| part | seconds | outcome |",
-        "|---|---:|---|",
-    ]
-    page += [
-        f"| {line['part']} | {line['seconds']} | {line['outcome']} |"
-        for line in lines
-        if line["kind"] == "part"
+        markdown(
+            ["part", "seconds", "outcome"],
+            [
+                [line["part"], str(line["seconds"]), line["outcome"]]
+                for line in lines
+                if line["kind"] == "part"
+            ],
+            num_left=1,
+        ),
     ]
     faults = [line for line in lines if line["kind"] == "fault"]
     page += ["", f"Faults: {len(faults)}.", ""]
@@ -124,21 +132,23 @@ def write_table(folder: Path) -> Path:
         f"- {line['part']}: {line['what']}: {(line['fault'].splitlines() or [''])[0]}"
         for line in faults
     ]
-    page += ["", "| part | fact | value |", "|---|---|---|"]
-    page += [
-        f"| {line['part']} | {line['what']} | {_shown(line['value'])} |"
+    facts = [
+        [line["part"], line["what"], _shown(line["value"])]
         for line in lines
         if line["kind"] == "fact" and line["what"] != "about"
     ]
-    page += ["", "| shape | case | implementation | ms | rate | of limit |"]
-    page += ["|---|---|---|---:|---:|---:|"]
-    for line in lines:
-        if line["kind"] == "timing":
-            share = "" if line["share"] is None else f"{line['share']:.1%}"
-            page.append(
-                f"| {line['shape']} | {line['case']} | {line['implementation']} "
-                f"| {line['ms']:.4f} | {line['rate']} | {share} |"
-            )
+    page += ["", markdown(["part", "fact", "value"], facts, num_left=3)]
+    names = ("shape", "case", "implementation")
+    timings = [
+        [
+            *(line[name] for name in names),
+            *(f"{line['ms']:.4f}", line["rate"]),
+            "" if line["share"] is None else f"{line['share']:.1%}",
+        ]
+        for line in lines
+        if line["kind"] == "timing"
+    ]
+    page += ["", markdown([*names, "ms", "rate", "of limit"], timings, num_left=3)]
     path = folder / TABLE_NAME
     path.write_text("\n".join(page) + "\n")
     return path

@@ -6,8 +6,6 @@
 ``compute-sanitizer``.
 """
 
-import importlib
-import itertools
 import os
 import platform
 import sys
@@ -15,12 +13,11 @@ import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
-from bench.gpu.cases import Ceilings, measure_ceilings
-from bench.gpu.checks import check_kernels, check_one
-from bench.gpu.lines import Lines, fact, read_lines
+from bench.gpu.checks import check_one
+from bench.gpu.lines import Lines
+from bench.gpu.run import PARTS
 from bench.gpu.shapes import Scale, check_fits, dry_scale, full_scale, memory_plan
 from bench.gpu.timings import Timer
 from bench.provenance import commit, cpu
@@ -29,27 +26,11 @@ from bench.report import command
 from quire.kernels.products import make_batch_invariant
 
 _H100_BYTES = int(79.65 * 2**30)
-TIMED = {
-    "model": "model.model_timings",
-    "free_model": "model.model_timings",
-    "attention": "timings.attention_timings",
-    "linear": "timings.linear_timings",
-    "streams": "timings.stream_timings",
-    "shared": "timings.shared_timings",
-    "variants": "variants.variant_timings",
-    "peers": "peers.peer_timings",
-}
-OTHERS = {
-    "products": "invariance.check_products",
-    "free_products": "invariance.check_products",
-    "invariance": "invariance.check_model",
-    "profile": "profiling.profile_steps",
-}
-"""Their functions are imported late, since one of these modules may not import."""
 
 
-def probe(scale: Scale, lines: Lines) -> None:
+def probe(timer: Timer) -> None:
     """The device, what is installed, the memory that the model will take, one kernel's launch."""
+    scale, lines = timer.scale, timer.lines
     lines.fact("about", _about(scale))
     if scale.device.type == "cuda":
         properties = torch.cuda.get_device_properties(scale.device)
@@ -67,65 +48,12 @@ def probe(scale: Scale, lines: Lines) -> None:
     lines.fact("a decode kernel against its twin", "agrees")
 
 
-def ceilings(scale: Scale, lines: Lines) -> None:
-    measured = measure_ceilings(
-        scale.device, dtype=scale.dtype, is_small=scale.is_dry, budget_s=scale.budget_s
-    )
-    lines.fact("ceilings", asdict(measured))
-    lines.fact("copy, GB/s", measured.copy_bytes_per_s / 1e9)
-    lines.fact("read, GB/s", measured.read_bytes_per_s / 1e9)
-    lines.fact("matrix product, TFLOP/s", measured.matmul_flops / 1e12)
-
-
-def warm(scale: Scale, lines: Lines, *, share: int, num_shares: int) -> None:
-    """Compiles what the later parts launch: Triton keeps it on the disk for their processes."""
-    if scale.device.type == "cpu":
-        return
-    checks = check_kernels(scale, lines, share=share, num_shares=num_shares)
-    for _ in itertools.islice(checks, 8):  # Two combinations in each process, the common ones.
-        pass
-
-
-def check(scale: Scale, lines: Lines, *, share: int, num_shares: int) -> None:
-    """Every kernel against its twin, and a row's bits alone against its bits in a batch."""
-    num_checks = 0
-    for what, fault in check_kernels(scale, lines, share=share, num_shares=num_shares):
-        num_checks += 1
-        if fault:
-            lines.fault(what, fault)
-    lines.fact(f"checks, share {share + 1} of {num_shares}", num_checks)
-
-
-def run_part(
-    name: str, scale: Scale, folder: Path, *, only: str = "", share: int = 0, num_shares: int = 1
-) -> None:
-    """Runs one part; what it finds is appended to the lines in ``folder``."""
-    lines = Lines(folder, name, only=only)
-    if not (name.startswith("free_") or scale.is_dry):
-        make_batch_invariant()  # As an engine does, and what the others are compared with.
-    if name in TIMED:
-        _function(TIMED[name])(Timer(scale, _known_ceilings(folder, scale), lines))
-    elif name in OTHERS:
-        _function(OTHERS[name])(scale, lines)
-    elif name in ("warm", "check"):
-        {"warm": warm, "check": check}[name](scale, lines, share=share, num_shares=num_shares)
-    else:
-        {"probe": probe, "ceilings": ceilings}[name](scale, lines)
-
-
-def _function(name: str) -> Any:
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(f"bench.gpu.{module}"), function)
-
-
-def _known_ceilings(folder: Path, scale: Scale) -> Ceilings:
-    """Those of this run; without them, as where one part is run by hand, measured now."""
-    known: dict[str, Any] | None = fact(read_lines(folder), "ceilings")
-    if known is not None:
-        return Ceilings(**known)
-    return measure_ceilings(
-        scale.device, dtype=scale.dtype, is_small=scale.is_dry, budget_s=scale.budget_s
-    )
+def ceilings(timer: Timer) -> None:
+    measured = timer.measured_ceilings()
+    timer.lines.fact("ceilings", asdict(measured))
+    timer.lines.fact("copy, GB/s", measured.copy_bytes_per_s / 1e9)
+    timer.lines.fact("read, GB/s", measured.read_bytes_per_s / 1e9)
+    timer.lines.fact("matrix product, TFLOP/s", measured.matmul_flops / 1e12)
 
 
 def _about(scale: Scale) -> dict[str, str]:
@@ -149,7 +77,8 @@ def _about(scale: Scale) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command("bench.gpu.part", __doc__)
-    parser.add_argument("name")
+    parts = {part.name: part for part in PARTS}
+    parser.add_argument("name", choices=parts)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", help="on a CPU, small")
     parser.add_argument("--only", default="", help="one case, as a `begin` line names it")
@@ -159,9 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     share, num_shares = (int(value) for value in options.share.split("/"))
     scale = dry_scale() if options.dry else full_scale()
+    if not (options.name.startswith("free_") or scale.is_dry):
+        make_batch_invariant()  # As an engine does, and what the others are compared with.
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere) if str(options.out) == os.devnull else options.out
-        run_part(options.name, scale, folder, only=options.only, share=share, num_shares=num_shares)
+        lines = Lines(folder, options.name, only=options.only)
+        parts[options.name].function()(Timer(scale, lines, share=share, num_shares=num_shares))
     return 0
 
 

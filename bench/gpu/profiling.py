@@ -3,15 +3,15 @@
 import time
 from collections import defaultdict
 
-from bench.gpu.lines import Lines
 from bench.gpu.model import decode_step, engine_rank, ways
-from bench.gpu.shapes import Scale
+from bench.gpu.timings import Timer
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
-def profile_steps(scale: Scale, lines: Lines) -> None:
+def profile_steps(timer: Timer) -> None:
     """Time by kernel of a decode step, eager and as a graph, and the device's idle share."""
+    scale, lines = timer.scale, timer.lines
     with engine_rank(scale) as (executor, _):
         runner = executor._runner
         assert runner is not None

@@ -17,48 +17,60 @@ these scripts and of the memory that the full run will need, and of nothing else
 The exit status is 1 where a part failed or a kernel was wrong.
 """
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.gpu.lines import Lines, read_lines, write_table
+from bench.provenance import ROOT
 from bench.report import command, names
 
-ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 1500
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """One process, or several that share the part."""
 
     name: str
+    work: str
+    """The function, which takes a `bench.gpu.timings.Timer`; its module is in `bench.gpu`."""
     limit_s: float
     num_processes: int = 1
 
+    def function(self) -> Callable[[Any], None]:
+        """Imported late, since one of these modules may not import."""
+        module, _, function = self.work.partition(".")
+        work: Callable[[Any], None]
+        work = getattr(importlib.import_module(f"bench.gpu.{module}"), function)
+        return work
+
 
 PARTS = (
-    Part(name="probe", limit_s=120),
-    Part(name="ceilings", limit_s=60),
-    Part(name="warm", limit_s=240, num_processes=12),
-    Part(name="model", limit_s=420),
-    Part(name="products", limit_s=90),
-    Part(name="free_products", limit_s=90),
-    Part(name="invariance", limit_s=240),
-    Part(name="free_model", limit_s=300),
-    Part(name="attention", limit_s=240),
-    Part(name="linear", limit_s=120),
-    Part(name="streams", limit_s=120),
-    Part(name="shared", limit_s=120),
-    Part(name="profile", limit_s=180),
-    Part(name="variants", limit_s=420),
-    Part(name="check", limit_s=540, num_processes=12),
-    Part(name="peers", limit_s=300),
+    Part("probe", "part.probe", 120),
+    Part("ceilings", "part.ceilings", 60),
+    Part("warm", "checks.warm", 240, num_processes=12),
+    Part("model", "model.model_timings", 420),
+    Part("products", "invariance.check_products", 90),
+    Part("free_products", "invariance.check_products", 90),
+    Part("invariance", "invariance.check_model", 240),
+    Part("free_model", "model.model_timings", 300),
+    Part("attention", "timings.attention_timings", 240),
+    Part("linear", "timings.linear_timings", 120),
+    Part("streams", "timings.stream_timings", 120),
+    Part("shared", "timings.shared_timings", 120),
+    Part("profile", "profiling.profile_steps", 180),
+    Part("variants", "variants.variant_timings", 420),
+    Part("check", "checks.check", 540, num_processes=12),
+    Part("peers", "peers.peer_timings", 300),
 )
 
 
@@ -108,8 +120,10 @@ def _run_part(part: Part, lines: Lines, folder: Path, *, limit_s: float, is_dry:
                 continue
             if status:
                 words = (Path(logs) / str(number)).read_text()[-_LAST_WORDS:].strip()
-                case = _last_case(folder, part.name)
-                where = case or "its start"
+                where = "its start"
+                for line in lines.read():
+                    if line["part"] == part.name and line["kind"] == "begin":
+                        where = str(line["case"])
                 last_line = words.splitlines()[-1] if words else ""
                 lines.fault(f"the part, in {where}", f"status {status}: {last_line}\n{words}")
                 outcomes.append(f"failed in {where}")
@@ -127,21 +141,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _last_case(folder: Path, part: str) -> str:
-    cases = [
-        str(line["case"])
-        for line in read_lines(folder)
-        if line["part"] == part and line["kind"] == "begin"
-    ]
-    return cases[-1] if cases else ""
-
-
-def _has_device() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = command("bench.gpu.run", __doc__)
     parser.add_argument("--out", type=Path, default=Path("quire-bench-gpu"))
@@ -151,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="a dry run on a CPU")
     options = parser.parse_args(arguments)
     parts = tuple(part for part in PARTS if part.name in options.parts)
-    if not options.check and not _has_device():
+    if not options.check and not importlib.import_module("torch").cuda.is_available():
         print("bench.gpu.run: torch finds no CUDA device; `--check` runs on a CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as nowhere:

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
-from bench.gpu.cases import Case, Ceilings, Shape, make_batch, seconds
-from bench.gpu.lines import Lines
+from bench.gpu.cases import Case, Ceilings, Shape, make_batch, measure_ceilings, seconds
+from bench.gpu.lines import Lines, fact
 from bench.gpu.shapes import Scale, linear_shapes
 from bench.gpu.streams import stream_cases
 from tools.kernels.testing import shared_splits
@@ -17,12 +18,26 @@ from quire.kernels.backend import backend_for
 
 
 class Timer:
-    """Times calls; each time is a line at once."""
+    """One part of a run: times calls; each time is a line at once."""
 
-    def __init__(self, scale: Scale, ceilings: Ceilings, lines: Lines) -> None:
+    def __init__(self, scale: Scale, lines: Lines, *, share: int = 0, num_shares: int = 1) -> None:
         self.scale = scale
-        self.ceilings = ceilings
         self.lines = lines
+        self.share = share
+        """Which of ``num_shares`` equal parts of the work this process has."""
+        self.num_shares = num_shares
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Those of this run; without them, as where one part is run by hand, measured now."""
+        known: dict[str, Any] | None = fact(self.lines.read(), "ceilings")
+        return self.measured_ceilings() if known is None else Ceilings(**known)
+
+    def measured_ceilings(self) -> Ceilings:
+        scale = self.scale
+        return measure_ceilings(
+            scale.device, dtype=scale.dtype, is_small=scale.is_dry, budget_s=scale.budget_s
+        )
 
     def seconds(self, call: Callable[[], object]) -> float:
         return seconds(call, device=self.scale.device, budget_s=self.scale.budget_s)

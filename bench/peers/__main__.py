@@ -2,11 +2,14 @@
 
     python -m bench.peers [--quick] [--peers vllm,transformers] [--models S,M] [--workloads ...]
     while python -m bench.peers --resume --budget 150; [ $? = 3 ]; do sleep 1; done  # in pieces
+    python -m bench.peers --against CHECKOUT --models S --workloads decode,cached,cold
 
 Installs each peer in a virtual environment of its own and makes checkpoints of random weights, both
 under the cache folder. First checks on the small model that all engines answer the same tokens in
 fp32, then measures (`bench.peers.measure`), and writes the table to bench/results/peers.md and
 all figures beside it in JSON, which --resume reads.
+
+With --against, the other engine is Quire as in another checkout of itself; nothing is written.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from bench.peers.measure import (
     TokensDiffer,
     check_tokens,
 )
-from bench.peers.peers import OURS, PEERS, Engine, install
+from bench.peers.peers import OURS, PEERS, Engine, another, install
 from bench.peers.process import EngineFailed
 from bench.peers.report import (
     RESULTS,
@@ -62,7 +65,10 @@ def main() -> int:
         deadline=time.monotonic() + options.budget,
     )
     settings.logs.mkdir(parents=True, exist_ok=True)
-    engines = [install(name, cache) for name in (OURS, *options.peers)]
+    if options.against:
+        engines = [install(OURS, cache), another(options.against)]
+    else:
+        engines = [install(name, cache) for name in (OURS, *options.peers)]
     checkpoints = {shape.name: make_checkpoint(shape, cache / "checkpoints") for shape in shapes}
 
     limits = measure_limits(num_threads=settings.num_threads)
@@ -78,14 +84,13 @@ def main() -> int:
     status = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` loses no figures.
     try:
-        small = SHAPES["S"]
-        check_tokens(
-            engines, small, make_checkpoint(small, cache / "checkpoints"), settings, measured
-        )
-        print(f"the same tokens in fp32: {', '.join(measured.agreed)}", file=sys.stderr, flush=True)
+        if not options.against:
+            small = SHAPES["S"]
+            checkpoint = make_checkpoint(small, cache / "checkpoints")
+            check_tokens(engines, small, checkpoint, settings, measured)
+            print(f"the same tokens in fp32: {', '.join(measured.agreed)}", file=sys.stderr)
         for shape in shapes:
-            checkpoint = checkpoints[shape.name]
-            _measure(engines, shape, checkpoint, workloads, limits, settings, measured)
+            _measure(engines, shape, checkpoints[shape.name], workloads, limits, settings, measured)
     except (TokensDiffer, EngineFailed) as error:
         print(f"bench.peers: {error}\nnothing was timed", file=sys.stderr)
         return 1
@@ -97,8 +102,9 @@ def main() -> int:
         print("not all was measured; --resume measures the rest", file=sys.stderr)
     text = table(measured, about)
     print(text)
-    print(path)
-    write_results(path, text, measured, about, settings)
+    if not options.against:
+        print(path)
+        write_results(path, text, measured, about, settings)
     return status
 
 
@@ -139,6 +145,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     shown = f"engines beside ours, of {','.join(PEERS)}; default: all"
     add("--peers", type=names(PEERS, or_none=True), default=list(PEERS), help=shown)
+    add("--against", type=Path, metavar="CHECKOUT", help="of Quire, instead of other engines")
     shown = f"of {','.join(SHAPES)}; default: {','.join(SIZES)}, with --quick {QUICK_MODELS[0]}"
     add("--models", type=names(SHAPES), help=shown)
     shown = f"of {','.join(WORKLOADS)}; default: all, with --quick {','.join(QUICK_WORKLOADS)}"

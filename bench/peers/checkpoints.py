@@ -185,10 +185,7 @@ def make_checkpoint(shape: Shape, folder: Path) -> Path:
         part = path.with_name(path.name + ".part")
         part.mkdir(parents=True, exist_ok=True)
         _write_tokenizer(part)
-        if shape.name in SIZES:
-            _write_weights(shape, part)
-        else:
-            _write_weights_by_names(shape, part)
+        _write_model(shape, part)
         (part / "config.json").write_text(json.dumps(config_entries(shape), indent=1) + "\n")
         part.rename(path)
     return path
@@ -218,43 +215,8 @@ def config_entries(shape: Shape) -> dict[str, object]:
     }
 
 
-def _write_weights(shape: Shape, path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(shape.num_parameters)
-
-    def random(*size: int, scale: float = 0.02) -> torch.Tensor:
-        return torch.randn(size, generator=generator).mul_(scale).bfloat16()
-
-    hidden, mlp = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    tensors = {
-        "model.embed_tokens.weight": random(VOCAB_SIZE, hidden),
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-    }
-    if not shape.tied:
-        tensors["lm_head.weight"] = random(VOCAB_SIZE, hidden)
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        for name, size in {
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (mlp, hidden),
-            "mlp.up_proj": (mlp, hidden),
-            "mlp.down_proj": (hidden, mlp),
-        }.items():
-            # So large beside the embedding that a tied head does not just repeat the last token.
-            tensors[f"{prefix}.{name}.weight"] = random(*size, scale=size[1] ** -0.5)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_weights_by_names(shape: Shape, path: Path) -> None:
-    """Writes random weights under the names that transformers gives them; norms do nothing."""
+def _write_model(shape: Shape, path: Path) -> None:
+    """Random weights under the names of transformers,; norms do nothing."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -270,6 +232,7 @@ def _write_weights_by_names(shape: Shape, path: Path) -> None:
         if weight.ndim == 1:
             weight.data.fill_(0 if "gemma" in model_config.model_type else 1)
         else:
+            # So large beside the embedding that a tied head does not just repeat the last token.
             scale = 0.02 if "embed" in name else weight.shape[-1] ** -0.5
             weight.data.normal_(std=scale, generator=generator)
     model.tie_weights()

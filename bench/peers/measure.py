@@ -233,7 +233,7 @@ class Contest:
                 prompts, _ = WORKLOADS["start"].prompts(self._shape, seed=0)
                 process.run(prompts, new_tokens=1)
                 seconds = time.perf_counter() - process.begun
-                share = process.bystanders.share()
+                share = process.disturbance_of_start()
                 for workload in starts:
                     if self._is_missing(engine, workload):
                         self._record(engine, workload, seconds, share)

@@ -10,8 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+
+import torch
+from bench.provenance import PARTS
 
 from quire.llm import LLM
 
@@ -34,11 +38,9 @@ class Peer:
     """Environment of pip, for packages that are compiled here."""
     finish: Callable[[Path], None] | None = None
     """Called with the environment's path, last."""
-    export: tuple[str, ...] = ()
-    """How to convert a checkpoint, where the engine does not read it as it is: a command of the
-    environment with places for ``{checkpoint}``, ``{dtype}`` and ``{target}``, a directory."""
-    export_dtypes: dict[str, str] = field(default_factory=dict)
-    """The export's names of types, where they differ from ours."""
+    export: Callable[[Path, Path, str, Path], None] | None = None
+    """How to convert a checkpoint, where the engine does not read it as it is: called with the
+    environment's path, the checkpoint, the type and a directory that is not there yet."""
     dtypes: tuple[str, ...] = DTYPES
     preload: tuple[str, ...] = ()
     """Libraries to preload, as its documentation advises; relative to the environment."""
@@ -50,6 +52,35 @@ def _name_the_cpu_build(venv: Path) -> None:
     metadata = packages / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+
+
+def _to_openvino(venv: Path, checkpoint: Path, dtype: str, target: Path) -> None:
+    """It knows float16 beside float32; a CPU computes in bfloat16 on either."""
+    weights = {"float32": "fp32", "bfloat16": "fp16", "int8": "int8"}[dtype]
+    command: list[str | Path] = [venv / "bin" / "optimum-cli", "export", "openvino"]
+    command += ["--task", "text-generation-with-past", "--weight-format", weights]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    command += ["--model", checkpoint, target]
+    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+
+
+def _to_gguf(venv: Path, checkpoint: Path, dtype: str, target: Path) -> None:
+    """Written here, as the tests write theirs, with a vocabulary of its own."""
+    from gguf import GGMLQuantizationType as Kind
+    from tests.gguf_files import write_model
+    from transformers import AutoModelForCausalLM
+
+    kinds = {"float32": Kind.F32, "bfloat16": Kind.BF16, "int8": Kind.Q8_0, "w4": Kind.Q4_0}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = model.config
+    fields = {
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        write_model(target / "model.gguf", model, "llama", kind=kinds[dtype], fields=fields)
 
 
 PEERS = {
@@ -67,20 +98,15 @@ PEERS = {
             name="openvino",
             requirements=(TORCH, "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf"),
             unwanted=("torchvision",),  # Built for another torch.
-            export=(
-                *("optimum-cli", "export", "openvino", "--task", "text-generation-with-past"),
-                *("--weight-format", "{dtype}", "--model", "{checkpoint}", "{target}"),
-            ),
-            # It knows float16 beside float32; a CPU computes in bfloat16 on either.
-            export_dtypes={"float32": "fp32", "bfloat16": "fp16", "int8": "int8"},
+            export=_to_openvino,
             dtypes=(*DTYPES, "int8"),
         ),
         Peer(
             name="llamacpp",
-            requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            requirements=("llama-cpp-python==0.3.36",),
             # There is no wheel for every Python; compiled here it uses all that this CPU has.
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON -DLLAVA_BUILD=OFF"},
-            export=("python", str(HERE / "to_gguf.py"), "{checkpoint}", "{dtype}", "{target}"),
+            export=_to_gguf,
             dtypes=(*DTYPES, "int8", "w4"),
         ),
     )
@@ -94,8 +120,8 @@ class Engine:
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]
-    export: tuple[str, ...] = ()
-    export_dtypes: dict[str, str] = field(default_factory=dict)
+    export: Callable[[Path, str, Path], None] | None = None
+    """From a checkpoint, in a type, to a directory."""
     dtypes: tuple[str, ...] = DTYPES
 
 
@@ -131,11 +157,24 @@ def install(name: str, folder: Path) -> Engine:
     return Engine(
         name=name,
         command=(python, *arguments),
-        export=(str(venv / "bin" / peer.export[0]), *peer.export[1:]) if peer.export else (),
-        export_dtypes=peer.export_dtypes,
+        export=partial(peer.export, venv) if peer.export else None,
         dtypes=peer.dtypes,
         environment={"LD_PRELOAD": preload} if preload else {},
     )
+
+
+def another(checkout: Path) -> Engine:
+    """Quire as in another checkout.
+
+    Raises:
+        SystemExit: It is no checkout of Quire.
+    """
+    there = checkout.resolve()
+    if not (there / "worker").is_dir():
+        raise SystemExit(f"{there} is no checkout of Quire: it has no folder worker")
+    ours = install(OURS, there)
+    paths = ":".join(str(there / part) for part in PARTS)
+    return replace(ours, name="there", environment={"PYTHONPATH": paths})
 
 
 def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
@@ -144,16 +183,12 @@ def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
     Raises:
         subprocess.CalledProcessError: The export failed; what it printed says why.
     """
-    if not engine.export:
+    if engine.export is None:
         return checkpoint
     target = checkpoint.with_name(f"{checkpoint.name}-{engine.name}-{dtype}")
     if not target.is_dir():
         part = target.with_name(target.name + ".part")
-        places: dict[str, str | Path] = {"checkpoint": checkpoint, "target": part}
-        places["dtype"] = engine.export_dtypes.get(dtype, dtype)
-        command = [argument.format(**places) for argument in engine.export]
-        environment = environment_of(engine, num_threads=1)
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+        engine.export(checkpoint, dtype, part)
         part.rename(target)
     return target
 
@@ -161,7 +196,7 @@ def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:
 def environment_of(engine: Engine, *, num_threads: int) -> dict[str, str]:
     """This process's environment, less what would lead a peer to our packages."""
     environment = dict(os.environ)
-    if engine.name != OURS:
+    if engine.command[0] != sys.executable:
         environment.pop("PYTHONPATH", None)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(num_threads)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.machine import Bystanders
+from bench.machine import Machine
 from bench.peers.peers import Engine, converted, environment_of
 from bench.peers.workloads import Prompt
 
@@ -25,7 +25,7 @@ class EngineFailed(Exception):
 class EngineProcess:
     """Loads ``checkpoint``. Paused whenever no call is under way.
 
-    ``begun`` is when it was started, and ``bystanders`` has watched the machine since.
+    ``begun`` is when it was started.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EngineProcess:
                 text=True,
                 start_new_session=True,
             )
-        self.bystanders = Bystanders(self._process.pid)
+        self._machine = Machine.now(self._process.pid)
         start = {"checkpoint": str(model), "dtype": dtype, "threads": num_threads}
         try:
             self.versions: dict[str, str] = self._ask(start)["versions"]
@@ -78,15 +78,26 @@ class EngineProcess:
             EngineFailed: It is of no more use, and still to be closed.
         """
         self._signal(signal.SIGCONT)
+        machine = Machine.now(self._process.pid)
         job = {"prompts": prompts, "before": before, "new_tokens": new_tokens, "forget": True}
-        bystanders = Bystanders(self._process.pid)
         answer = self._ask(job)
-        self.disturbance = bystanders.share()
+        self.disturbance = self._others_since(machine)
         self._signal(signal.SIGSTOP)
         lengths = {len(ids) for ids in answer["token_ids"]}
         if len(answer["token_ids"]) != len(prompts) or lengths != {new_tokens}:
             raise EngineFailed(f"asked for {new_tokens} tokens each, answered {sorted(lengths)}")
         return answer["seconds"], answer["token_ids"]
+
+    def disturbance_of_start(self) -> float | None:
+        """As `disturbance`, since the process began."""
+        return self._others_since(self._machine)
+
+    def _others_since(self, before: Machine | None) -> float | None:
+        """What others took of all cores' time."""
+        now = Machine.now(self._process.pid)
+        if before is None or now is None:
+            return None
+        return now.since(before)["others_cores"] / (os.cpu_count() or 1)
 
     def __enter__(self) -> "EngineProcess":
         return self

@@ -36,7 +36,7 @@ def main() -> None:
     add("--trace", nargs="+", choices=SOURCES, default=recorded)
     add("--groups", type=int, nargs="+", default=[16, 4, 64])
     add("--load", type=float, nargs="+", default=LOADS)
-    add("--policy", nargs="+", default=list(ROWS))
+    add("--policy", nargs="+", choices=ROWS, default=list(ROWS))
     parts = ("latency", "capacity", "robust")
     add("--part", nargs="+", choices=parts, default=parts)
     add("--seeds", type=int, default=5)

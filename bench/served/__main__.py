@@ -2,7 +2,6 @@
 
     python -m bench.served [--models S,M] [--clients 1,8,32,64] [--repeats 3] [--peers vllm]
     python -m bench.served --idle 30                      and what an idle server takes of a core
-    python -m bench.served --rate 2,4                     requests at random times instead
     python -m bench.served --address HOST:PORT --model NAME [--protocol grpc]    your own server
 
 Each request has 768 prompt tokens that all share, and are cached, 48 of its own, and 64 output
@@ -17,22 +16,22 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-from bench.clock_group import Child
-from bench.machine import Machine
 from bench.peers.checkpoints import SHAPES, Shape, make_checkpoint
 from bench.peers.peers import OURS, Engine, install
 from bench.peers.process import EngineFailed, EngineProcess
 from bench.peers.workloads import NEW_TOKENS, WORKLOADS, Prompt
 from bench.provenance import commit, cpu
 from bench.report import command, names
-from bench.served.client import Load, Result, run_client
+from bench.served.client import Load, Result, run_load
 from bench.served.report import IDLE, OFFLINE, Run, tables
 from bench.served.servers import Server, cpu_s, serving
 
@@ -48,13 +47,8 @@ _SEEDS = count()
 class Step:
     """The load of one line of the tables."""
 
-    num_clients: int = 1
-    rate: float | None = None
-    num_requests: int = 64
-
-    @property
-    def label(self) -> str:
-        return str(self.num_clients) if self.rate is None else f"{self.rate:g}/s"
+    num_clients: int
+    num_requests: int
 
     def prompts(self, shape: Shape) -> tuple[list[Prompt], Prompt | None]:
         workload = replace(WORKLOADS["cached"], fewer_requests={shape.name: self.num_requests})
@@ -65,18 +59,16 @@ def main() -> int:
     options = _options()
     steps = [
         Step(num_clients=n, num_requests=options.requests or max(32, 2 * n))
-        for n in options.clients
+        for n in map(int, options.clients.split(","))
     ]
-    if options.rate:
-        steps = [Step(rate=rate, num_requests=options.requests or 64) for rate in options.rate]
     runs: list[Run] = []
-    with Child(run_client) as client:
+    with ProcessPoolExecutor(1, get_context("spawn")) as client:
         bench = Bench(client, steps, options.threads, options.cache / "logs", idle_s=options.idle)
         try:
             if options.address:
-                server = Server(os.getpid(), options.model, {options.protocol: options.address})
+                server = Server(None, options.model, {options.protocol: options.address})
                 for _ in range(options.repeats):
-                    runs += bench.requests(server, SHAPES["S"], options.address, is_ours=False)
+                    runs += bench.requests(server, SHAPES["S"], options.address, options.model)
             else:
                 engines = [install(name, options.cache) for name in (OURS, *options.peers)]
                 for name in options.models:
@@ -100,7 +92,7 @@ class Bench:
     """One client, and what it is to send."""
 
     def __init__(
-        self, client: Child, steps: list[Step], num_threads: int, logs: Path, *, idle_s: float
+        self, client: Executor, steps: list[Step], num_threads: int, logs: Path, *, idle_s: float
     ) -> None:
         self._client = client
         self._idle_s = idle_s
@@ -115,8 +107,6 @@ class Bench:
         """Each engine served and offline, in the other order every other time."""
         subjects = [(engine, way) for engine in engines for way in ("served", OFFLINE)]
         for engine, way in subjects if repeat % 2 == 0 else subjects[::-1]:
-            if way == OFFLINE and self._steps[0].rate is not None:
-                continue
             log = self._logs / f"{way}-{engine.name}-{checkpoint.name}.log"
             if way == OFFLINE:
                 yield from self._offline(engine, shape, checkpoint, log)
@@ -124,33 +114,29 @@ class Bench:
             with serving(engine, checkpoint, num_threads=self._num_threads, log=log) as server:
                 # Kernels for the shapes to come are chosen and compiled outside the measurements.
                 most = max(step.num_clients for step in self._steps)
-                warm_up = Step(num_clients=most, num_requests=most)
+                warm_up = Step(most, most)
                 for protocol in server.addresses:
                     self._send(server, protocol, shape, warm_up, new_tokens=_WARM_UP_TOKENS)
                 if self._idle_s:
                     yield self._idle(server, shape, engine.name)
-                yield from self.requests(server, shape, engine.name, is_ours=True)
+                yield from self.requests(server, shape, engine.name, shape.name)
 
-    def requests(
-        self, server: Server, shape: Shape, engine: str, *, is_ours: bool
-    ) -> Iterator[Run]:
-        """All loads on a server over each of its protocols; ``is_ours``: its pid is known."""
-        model = shape.name if is_ours else server.model
+    def requests(self, server: Server, shape: Shape, engine: str, model: str) -> Iterator[Run]:
+        """All loads on a server over each of its protocols."""
         for step in self._steps:
             for protocol in server.addresses:
-                result, spent = self._send(server, protocol, shape, step, new_tokens=NEW_TOKENS)
+                result = self._send(server, protocol, shape, step, new_tokens=NEW_TOKENS)
                 num_tokens = max(1, result.num_tokens)
-                roles = spent if is_ours else {"client": result.cpu_s}
                 yield _told(
                     Run(
                         model=model,
-                        load=step.label,
+                        load=str(step.num_clients),
                         engine=engine,
                         way=protocol,
                         tokens_per_s=result.num_tokens / result.elapsed_s,
                         gap_s=median(result.gaps_s) if result.gaps_s else None,
                         ttft_s=result.ttft_s,
-                        cpu_s={role: cpu_s / num_tokens for role, cpu_s in roles.items()},
+                        cpu_s={role: cpu_s / num_tokens for role, cpu_s in result.cpu_s.items()},
                         num_failed=len(result.errors),
                     ),
                     result.errors,
@@ -169,30 +155,19 @@ class Bench:
 
     def _send(
         self, server: Server, protocol: str, shape: Shape, step: Step, *, new_tokens: int
-    ) -> tuple[Result, dict[str, float]]:
-        """The client's result, and CPU seconds by role."""
+    ) -> Result:
         prompts, before = step.prompts(shape)
-        answer = self._client.ask(
-            Load(
-                protocol=protocol,
-                address=server.addresses[protocol],
-                model=server.model,
-                prompts=prompts,
-                before=before,
-                new_tokens=new_tokens,
-                num_clients=step.num_clients,
-                rate=step.rate,
-            )
+        load = Load(
+            protocol=protocol,
+            address=server.addresses[protocol],
+            model=server.model,
+            prompts=prompts,
+            before=before,
+            new_tokens=new_tokens,
+            num_clients=step.num_clients,
+            server_pid=server.pid,
         )
-        if answer != "ready":
-            raise EngineFailed(f"{server.addresses[protocol]} refused the first request: {answer}")
-        machine, roles = Machine.now(), cpu_s(server.pid)
-        result: Result = self._client.ask("go")
-        spent = {role: now_s - roles[role] for role, now_s in cpu_s(server.pid).items()}
-        spent["client"] = result.cpu_s
-        if machine is not None and (now := Machine.now()) is not None:
-            spent["others"] = max(0.0, now.busy_s - machine.busy_s - sum(spent.values()))
-        return result, spent
+        return self._client.submit(run_load, load).result()
 
     def _offline(self, engine: Engine, shape: Shape, checkpoint: Path, log: Path) -> Iterator[Run]:
         process = EngineProcess(
@@ -205,7 +180,7 @@ class Bench:
         )
         with process:
             most = max(step.num_clients for step in self._steps)
-            process.run(Step(num_requests=most).prompts(shape)[0], new_tokens=_WARM_UP_TOKENS)
+            process.run(Step(most, most).prompts(shape)[0], new_tokens=_WARM_UP_TOKENS)
             for step in self._steps:
                 prompts, before = step.prompts(shape)
                 size = step.num_clients
@@ -224,7 +199,7 @@ class Bench:
                 yield _told(
                     Run(
                         model=shape.name,
-                        load=step.label,
+                        load=str(step.num_clients),
                         engine=engine.name,
                         way=OFFLINE,
                         tokens_per_s=tokens_per_s,
@@ -250,8 +225,7 @@ def _options() -> argparse.Namespace:
     parser = command("bench.served", __doc__)
     add = parser.add_argument
     add("--models", type=names(SHAPES), default=["S", "M"], help=f"of {','.join(SHAPES)}")
-    add("--clients", type=_numbers(int), default=[1, 8, 32, 64], help="of the closed loop")
-    add("--rate", type=_numbers(float), help="requests per second of an open loop, instead")
+    add("--clients", default="1,8,32,64", help="of the closed loop, with commas")
     add("--requests", type=int, help="of a measurement; default: 32, or twice the clients")
     add("--repeats", type=int, default=3)
     add(
@@ -272,16 +246,6 @@ def _options() -> argparse.Namespace:
     if options.address and not options.model:
         parser.error("--address needs --model, the name that the server gives its model")
     return options
-
-
-def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[float]]:
-    def parse(text: str) -> list[float]:
-        numbers = [kind(each) for each in text.split(",")]
-        if any(number <= 0 for number in numbers):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers above 0, such as 1,8")
-        return numbers
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -2,24 +2,23 @@
 
 So that it takes as little as possible of the CPU that it shares with the server. HTTP is read from
 plain sockets: events of the stream are counted by their first bytes. gRPC is `grpc.aio`.
-
-Messages of the pipe (`bench.clock_group.Child`): a `Load` is answered by "ready" once the prompt
-``before`` has filled the prefix cache, or by why it could not; then "go" by a `Result`.
 """
 
 import asyncio
 import json
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from itertools import pairwise
 from typing import Any, cast
 
 import grpc.aio
 import uvloop
+from bench.machine import Machine
+from bench.peers.process import EngineFailed
 from bench.peers.workloads import Prompt
+from bench.served.servers import cpu_s
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -42,9 +41,9 @@ class Load:
     before: Prompt | None
     new_tokens: int
     num_clients: int
-    """Requests under way at a time, unless there is a rate."""
-    rate: float | None = None
-    """Requests per second, at random times, whatever became of earlier ones."""
+    """Requests under way at a time."""
+    server_pid: int | None
+    """Known of a server of ours alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +51,11 @@ class Result:
     """Times in seconds."""
 
     elapsed_s: float
-    cpu_s: float
-    """Of the client."""
+    cpu_s: dict[str, float]
+    """By role: that of the server's processes, "client" and "others"."""
     num_tokens: int
     ttft_s: list[float]
-    """From when each request was due."""
+    """From when each request was sent."""
     gaps_s: list[float]
     """Between events of the same stream."""
     errors: list[str]
@@ -92,65 +91,52 @@ class Answer:
 Ask = Callable[[Prompt, int], Awaitable[Answer]]
 
 
-def run_client(pipe: Connection) -> None:
-    pipe.send("ready")
-    while isinstance(load := pipe.recv(), Load):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_answer(pipe, load))
+def run_load(load: Load) -> Result:
+    """
+    Raises:
+        EngineFailed: The server refused the prompt ``before``, which fills its prefix cache.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(load))
 
 
-async def _answer(pipe: Connection, load: Load) -> None:
+async def _run(load: Load) -> Result:
     if load.protocol == "grpc":
         async with grpc.aio.insecure_channel(load.address) as channel:
-            await _prepare_and_measure(pipe, load, _over_grpc(InferenceStub(channel)))
-    else:
-        await _prepare_and_measure(pipe, load, _over_http(load.address, load.model))
-
-
-async def _prepare_and_measure(pipe: Connection, load: Load, ask: Ask) -> None:
-    if load.before is not None:
-        answer = await ask(load.before, 1)
-        if answer.error:
-            pipe.send(answer.error)
-            return
-    pipe.send("ready")
-    if pipe.recv() == "go":
-        pipe.send(await _measure(load, ask))
+            return await _measure(load, _over_grpc(InferenceStub(channel)))
+    return await _measure(load, _over_http(load.address, load.model))
 
 
 async def _measure(load: Load, ask: Ask) -> Result:
+    if load.before is not None and (error := (await ask(load.before, 1)).error):
+        raise EngineFailed(f"{load.address} refused the first request: {error}")
+    machine, roles = Machine.now(), cpu_s(load.server_pid)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     answers: list[tuple[float, Answer]] = []
-
-    async def one(prompt: Prompt, due_s: float) -> None:
-        answers.append((due_s, await ask(prompt, load.new_tokens)))
-
     left = iter(load.prompts)
 
     async def client() -> None:
         for prompt in left:
-            await one(prompt, time.perf_counter())
+            sent_s = time.perf_counter()
+            answers.append((sent_s, await ask(prompt, load.new_tokens)))
 
     async with asyncio.TaskGroup() as tasks:
-        if load.rate is None:
-            for _ in range(load.num_clients):
-                tasks.create_task(client())
-        else:
-            rng, due_s = random.Random(0), begin_s
-            for prompt in left:
-                await asyncio.sleep(due_s - time.perf_counter())
-                tasks.create_task(one(prompt, due_s))
-                due_s += rng.expovariate(load.rate)
+        for _ in range(load.num_clients):
+            tasks.create_task(client())
+    elapsed_s = time.perf_counter() - begin_s
+    client_cpu_s = time.process_time() - begin_cpu_s
+    spent = {role: now_s - roles[role] for role, now_s in cpu_s(load.server_pid).items()}
+    spent["client"] = client_cpu_s
+    if load.server_pid and machine is not None and (now := Machine.now()) is not None:
+        spent["others"] = max(0.0, now.busy_s - machine.busy_s - sum(spent.values()))
     errors = [a.error or f"{a.num_tokens} tokens" for _, a in answers]
     return Result(
-        elapsed_s=time.perf_counter() - begin_s,
-        cpu_s=time.process_time() - begin_cpu_s,
+        elapsed_s=elapsed_s,
+        cpu_s=spent,
         num_tokens=sum(answer.num_tokens for _, answer in answers),
-        ttft_s=[answer.times[0] - due_s for due_s, answer in answers if answer.times],
+        ttft_s=[answer.times[0] - sent_s for sent_s, answer in answers if answer.times],
         gaps_s=[
-            later - earlier
-            for _, answer in answers
-            for earlier, later in zip(answer.times, answer.times[1:], strict=False)
+            later - earlier for _, answer in answers for earlier, later in pairwise(answer.times)
         ],
         errors=[error for error in errors if error != f"{load.new_tokens} tokens"],
     )

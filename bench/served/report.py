@@ -17,7 +17,7 @@ class Run:
 
     model: str
     load: str
-    """Clients or a rate, as the first columns say it."""
+    """Clients, as the second column says it."""
     engine: str
     way: str
     """`OFFLINE`, `IDLE`, or the protocol."""

@@ -56,7 +56,8 @@ ROLES = ("gateway", _LOOP, _ENGINE, "controller", "raylet, GCS", _REST)
 class Server(NamedTuple):
     """A server that answers."""
 
-    pid: int
+    pid: int | None
+    """Known of one that was started here alone."""
     model: str
     addresses: dict[str, str]
     """By protocol: "http" and perhaps "grpc"."""
@@ -99,9 +100,11 @@ def serving(engine: Engine, checkpoint: Path, *, num_threads: int, log: Path) ->
         _end(process)
 
 
-def cpu_s(pid: int) -> dict[str, float]:
+def cpu_s(pid: int | None) -> dict[str, float]:
     """CPU seconds so far of the server ``pid``, by role."""
     spent: Counter[str] = Counter()
+    if pid is None:
+        return {}
     for number, ticks in tree(pid).items():
         folder = Path("/proc") / str(number)
         with contextlib.suppress(OSError):  # It has ended.

@@ -23,10 +23,9 @@ from pathlib import Path
 
 from bench.peers.checkpoints import SHAPES
 from bench.report import command
-from bench.serving.case import Load, cases, in_turn
+from bench.serving.case import LOOPS, cases, in_turn
 from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
-from bench.serving.workloads import Tenants
 
 from quire.router.config import POLICY_NAMES
 from quire.worker.api.errors import QuireError
@@ -68,18 +67,14 @@ def _run(arguments: argparse.Namespace, runs: Runs) -> int:
         num_gateways=arguments.gateways,
         model=arguments.model,
         num_blocks=arguments.num_blocks,
-        load=Load(
-            loop=arguments.loop,
-            num_users=arguments.users,
-            chats_per_s=arguments.rate,
-            limit_s=arguments.limit_s,
-            tenants=Tenants(
-                num_tenants=arguments.tenants,
-                num_chats=arguments.chats,
-                think_s=arguments.think_s,
-                seed=arguments.seed,
-            ),
-        ),
+        loop=arguments.loop,
+        num_users=arguments.users,
+        chats_per_s=arguments.rate,
+        limit_s=arguments.limit_s,
+        num_tenants=arguments.tenants,
+        num_chats=arguments.chats,
+        think_s=arguments.think_s,
+        seed=arguments.seed,
     )
     rounds = range(arguments.first_round, arguments.first_round + arguments.rounds)
     left = [(r, case) for r, case in in_turn(rounds, wanted) if not runs.has(case, r)]
@@ -118,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="S", help=f"{', '.join(SHAPES)}: random weights; or a path")
 
     add = parser.add_argument_group("load").add_argument
-    add("--loop", choices=("closed", "open"), default="closed")
+    add("--loop", choices=LOOPS, default="closed")
     add("--users", type=int, default=16, help="of the closed loop")
     add("--rate", type=float, default=10.0, help="chats per second of the open loop")
     add("--tenants", type=int, default=40)

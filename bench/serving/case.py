@@ -1,58 +1,23 @@
 """One run: a cluster to start, and a load to put on it. It is stored with its figures."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
-
-from bench.serving.load import Chat, Request
-from bench.serving.workloads import Tenants, laid_out, tenant_chats
+from dataclasses import dataclass
+from typing import Any
 
 from quire.router.config import POLICY_NAMES
 from quire.worker.api.errors import ConfigError
 
-Loop = Literal["closed", "open"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """The load: requests and their times.
-
-    Raises:
-        ConfigError: A value cannot work; the message names it and what would be right.
-    """
-
-    loop: Loop = "closed"
-    """Chats that go on when an answer is there, or requests at times fixed before."""
-    num_users: int = 16
-    """Users of a closed loop."""
-    chats_per_s: float = 10.0
-    """Arrival rate of an open loop."""
-    tenants: Tenants = field(default_factory=Tenants)
-    limit_s: float = 60.0
-    """After which what has not ended is cancelled."""
-
-    def __post_init__(self) -> None:
-        if self.loop not in get_args(Loop):
-            raise ConfigError(f"loop={self.loop!r}: must be one of {', '.join(get_args(Loop))}")
-        for name in ("num_users", "chats_per_s", "limit_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
-
-    def chats(self) -> list[Chat]:
-        return tenant_chats(self.tenants)
-
-    def requests(self, *, vocab_size: int) -> list[Request]:
-        """The requests of an open loop."""
-        seed = self.tenants.seed
-        return laid_out(
-            self.chats(), chats_per_s=self.chats_per_s, seed=seed, vocab_size=vocab_size
-        )
+LOOPS = ("closed", "open")
+"""Chats that go on when an answer is there, or requests at times fixed before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the table, of which there is one run in each round."""
+    """One row of the table, of which there is one run in each round.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
 
     policy: str
     num_groups: int = 2
@@ -63,9 +28,19 @@ class Case:
     model: str = "S"
     num_blocks: int = 1500
     """Blocks in each group's cache."""
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 32
-    load: Load
+    loop: str = "closed"
+    """One of `LOOPS`."""
+    num_users: int = 16
+    """Users of a closed loop."""
+    chats_per_s: float = 10.0
+    """Arrival rate of an open loop."""
+    limit_s: float = 60.0
+    """After which what has not ended is cancelled."""
+    num_tenants: int = 40
+    num_chats: int = 120
+    think_s: float = 0.3
+    """On average, before each turn."""
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:
@@ -74,10 +49,9 @@ class Case:
         for name in ("lose_batches", "lose_events"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be from 0 to 1")
-
-    @property
-    def key(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        for name in ("num_users", "chats_per_s", "limit_s", "num_tenants", "num_chats"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
 
     @property
     def label(self) -> str:
@@ -96,27 +70,15 @@ class Case:
     @property
     def title(self) -> str:
         """Settings that cases must share to be compared."""
-        load = self.load
         users, rate = (
-            f"closed loop of {load.num_users} users",
-            f"open loop at {load.chats_per_s:g}/s",
+            f"closed loop of {self.num_users} users",
+            f"open loop at {self.chats_per_s:g}/s",
         )
         return (
-            f"{load.tenants.num_chats} chats of {load.tenants.num_tenants} tenants, "
-            f"{users if load.loop == 'closed' else rate}; {self.num_groups} groups of "
+            f"{self.num_chats} chats of {self.num_tenants} tenants, "
+            f"{users if self.loop == 'closed' else rate}; {self.num_groups} groups of "
             f"{self.num_blocks} blocks, model {self.model}"
         )
-
-
-def case_of(data: dict[str, Any]) -> Case:
-    """The case of a `Case.key`, read back."""
-    load = dict(data["load"])
-    tenants: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in load["tenants"].items()
-    }
-    load["tenants"] = Tenants(**tenants)
-    return Case(**{**data, "load": Load(**load)})
 
 
 def cases(specs: Sequence[str], **common: Any) -> list[Case]:

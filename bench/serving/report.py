@@ -5,7 +5,7 @@ from itertools import groupby
 from statistics import median
 
 from bench.report import markdown
-from bench.serving.case import Case, case_of
+from bench.serving.case import Case
 from bench.serving.figures import num_unlike
 from bench.serving.runs import Record
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 def tables(records: Sequence[Record], *, reference: str) -> Iterator[str]:
     """``mean ÷`` is the ``reference`` line's mean TTFT over the line's, in the same rounds."""
-    cases = [case_of(record["case"]) for record in records]
+    cases = [Case(**record["case"]) for record in records]
     pairs = sorted(zip(cases, records, strict=True), key=lambda pair: pair[0].title)
     for title, group in groupby(pairs, key=lambda pair: pair[0].title):
         here = list(group)

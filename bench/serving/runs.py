@@ -18,6 +18,7 @@ from bench.serving.figures import figures, rows_of
 from bench.serving.gateways import Gateways
 from bench.serving.load import Request, Stream, run, run_chats
 from bench.serving.lossy import Loss, lossy_gateway
+from bench.serving.workloads import laid_out, tenant_chats
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import running_app
@@ -45,8 +46,7 @@ class Runs:
 
     def has(self, case: Case, round_: int) -> bool:
         return any(
-            record["case"] == json.loads(case.key) and record["round"] == round_
-            for record in self.records
+            record["case"] == asdict(case) and record["round"] == round_ for record in self.records
         )
 
     def run(self, case: Case, round_: int, *, folder: Path) -> Record:
@@ -64,7 +64,7 @@ class Runs:
         }
         with self._state.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self.records.append(json.loads(json.dumps(record)))  # Tuples are lists when read back.
+        self.records.append(record)
         return record
 
 
@@ -85,15 +85,15 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
         engine=EngineConfig(
             model=model,
             num_blocks=case.num_blocks,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=512,
+            max_num_seqs=32,
             num_threads=1,
         ),
         routing=RoutingConfig(policy=case.policy, use_directory=case.use_directory),
         num_groups=case.num_groups,
         num_gateways=case.num_gateways,
         # All are to be served: what is refused would make its policy look fast.
-        max_queue_wait_s=case.load.limit_s,
+        max_queue_wait_s=case.limit_s,
         # Several gateways share a port, which "any free one" would not let them.
         grpc_port=free_port(),
         http_port=free_port(),
@@ -104,20 +104,27 @@ def cluster_config(case: Case, *, folder: Path) -> ClusterConfig:
 async def _apply_load(
     case: Case, address: str, config: ClusterConfig
 ) -> tuple[list[Stream], dict[str, float]]:
-    load = case.load
+    chats = tenant_chats(
+        num_tenants=case.num_tenants,
+        num_chats=case.num_chats,
+        think_s=case.think_s,
+        seed=case.seed,
+    )
     async with Gateways([address], num_channels=_CHANNELS * case.num_gateways) as gateways:
         await asyncio.sleep(_SETTLE_S)
         await run(_warm_up(case), gateways, limit_s=20)
         before = Machine.now()
-        if load.loop == "closed":
+        if case.loop == "closed":
             streams = await run_chats(
-                load.chats(), gateways, num_users=load.num_users, limit_s=load.limit_s
+                chats, gateways, num_users=case.num_users, limit_s=case.limit_s
             )
         else:
             model = read_model_spec(config.engine.model, model_impl=config.engine.model_impl)
             vocab_size = VOCAB_SIZE if case.model in SHAPES else model.vocab_size
-            requests = load.requests(vocab_size=vocab_size)
-            streams = await run(requests, gateways, limit_s=load.limit_s)
+            requests = laid_out(
+                chats, chats_per_s=case.chats_per_s, seed=case.seed, vocab_size=vocab_size
+            )
+            streams = await run(requests, gateways, limit_s=case.limit_s)
         after = Machine.now()
     return streams, {} if before is None or after is None else after.since(before)
 

@@ -7,74 +7,41 @@ time with answers made up, so that arrivals do not depend on how quickly the clu
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from bench.peers.checkpoints import VOCAB_SIZE
+from bench.peers.workloads import FIRST_TOKEN_ID
 from bench.serving.load import Chat, Request, Turn
 
-from quire.worker.api.errors import ConfigError
+# From, to; all are drawn evenly.
+SYSTEM_TOKENS = (500, 1500)
+TURNS = (1, 4)
+OWN_TOKENS = (20, 80)
+ANSWER_TOKENS = (8, 24)
 
-_FIRST_TOKEN_ID = 3  # Below are the specials of bench/peers' checkpoints.
 
+def tenant_chats(*, num_tenants: int, num_chats: int, think_s: float, seed: int) -> list[Chat]:
+    """Chats of tenants, each with a system prompt; the i-th tenant has a share of them as 1 / i.
 
-@dataclass(frozen=True, kw_only=True)
-class Tenants:
-    """Chats of tenants, of whom each has a system prompt; few have most of the chats.
-
-    Raises:
-        ConfigError: A value cannot work; the message names it and what would be right.
+    ``think_s`` is the mean time before a turn.
     """
-
-    num_tenants: int = 40
-    num_chats: int = 120
-    system_tokens: tuple[int, int] = (500, 1500)
-    """From, to; as are the next ones."""
-    turns: tuple[int, int] = (1, 4)
-    own_tokens: tuple[int, int] = (20, 80)
-    answer_tokens: tuple[int, int] = (8, 24)
-    think_s: float = 0.3
-    """On average, before each turn."""
-    skew: float = 1.0
-    """The i-th tenant has a share of the chats as 1 / i ** skew."""
-    vocab_size: int = 32_000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_tenants", "num_chats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be 1 or more")
-        for name in ("system_tokens", "turns", "own_tokens", "answer_tokens"):
-            least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise ConfigError(f"{name}={least, most}: must be 1 or more, and in order")
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request there may be, output included."""
-        turn = self.own_tokens[1] + self.answer_tokens[1]
-        return self.system_tokens[1] + self.turns[1] * turn
-
-
-def tenant_chats(tenants: Tenants) -> list[Chat]:
-    rng = random.Random(tenants.seed)
+    rng = random.Random(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
-        return tuple(
-            rng.randrange(_FIRST_TOKEN_ID, tenants.vocab_size) for _ in range(rng.randint(*bounds))
-        )
+        return tuple(rng.randrange(FIRST_TOKEN_ID, VOCAB_SIZE) for _ in range(rng.randint(*bounds)))
 
-    systems = [tokens(tenants.system_tokens) for _ in range(tenants.num_tenants)]
-    weights = [1 / (i + 1) ** tenants.skew for i in range(tenants.num_tenants)]
+    systems = [tokens(SYSTEM_TOKENS) for _ in range(num_tenants)]
+    weights = [1 / (i + 1) for i in range(num_tenants)]
     chats = []
-    for number in range(tenants.num_chats):
-        (tenant,) = rng.choices(range(tenants.num_tenants), weights)
+    for number in range(num_chats):
+        (tenant,) = rng.choices(range(num_tenants), weights)
         turns = [
             Turn(
-                token_ids=(systems[tenant] if not i else ()) + tokens(tenants.own_tokens),
-                max_tokens=rng.randint(*tenants.answer_tokens),
-                think_s=rng.expovariate(1 / tenants.think_s) if tenants.think_s else 0.0,
+                token_ids=(systems[tenant] if not i else ()) + tokens(OWN_TOKENS),
+                max_tokens=rng.randint(*ANSWER_TOKENS),
+                think_s=rng.expovariate(1 / think_s) if think_s else 0.0,
             )
-            for i in range(rng.randint(*tenants.turns))
+            for i in range(rng.randint(*TURNS))
         ]
         chats.append(Chat(name=f"chat-{number}", turns=turns, cache_salt=f"tenant-{tenant}"))
     return chats
@@ -102,8 +69,6 @@ def laid_out(
                     cache_salt=chat.cache_salt,
                 )
             )
-            said += tuple(
-                rng.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(turn.max_tokens)
-            )
+            said += tuple(rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(turn.max_tokens))
             at_s += answer_s
     return sorted(requests, key=lambda request: request.at_s)

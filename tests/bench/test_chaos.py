@@ -104,9 +104,9 @@ def test_the_matrix_says_what_was_broken(verdicts: ModuleType) -> None:
     lines = list(
         verdicts.matrix(
             [
-                verdicts.Row(fault="kill", promised="exact", outcome=kept),
-                verdicts.Row(fault="stop", promised="exact", outcome=broken),
-                verdicts.Row(fault="cut", promised="exact", outcome=absent),
+                verdicts.Row("kill", "exact", kept),
+                verdicts.Row("stop", "exact", broken),
+                verdicts.Row("cut", "exact", absent),
             ]
         )
     )

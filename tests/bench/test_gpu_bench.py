@@ -63,7 +63,7 @@ def test_a_part_beyond_its_limit_is_stopped_with_what_it_started(
     run = bench_module("gpu.run")
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(run, "_command", lambda *_: command)
-    part = run.Part(name="attention", limit_s=0.5)
+    part = run.Part("attention", "", 0.5)
     run.run((part,), tmp_path, budget_s=600, is_dry=True)
     assert "| stopped after 0 s |" in (tmp_path / "gpu.md").read_text()
 

@@ -1,17 +1,12 @@
 """The comparison with peers: floors, prompts, and the protocol with an engine's process."""
 
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 
 ENGINE = """
@@ -238,26 +233,3 @@ def test_weights_that_the_cache_holds_are_read_at_its_rate(peers: Any) -> None:
     )
     assert limits.read_s(100) == 0.5
     assert limits.read_s(150) == 3.0
-
-
-def test_q_and_k_change_from_halves_to_neighbours(peers: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", MagicMock())
-    rows = np.arange(8, dtype=np.uint16).reshape(8, 1)  # Two heads of four channels.
-    interleaved = peers.to_gguf._interleaved(rows, head_size=4)
-    assert interleaved[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_a_process_is_no_bystander_of_itself(bench_module: Import) -> None:
-    machine = bench_module("machine")
-    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        # What others do between two readings is in the second alone: the middle one is within.
-        before = machine.others_s(idle.pid)
-        beside_us = machine.others_s(os.getpid())
-        after = machine.others_s(idle.pid)
-        if beside_us is None:
-            pytest.skip("this machine has no /proc/stat")
-        assert before - beside_us <= time.process_time() + 0.5
-        assert after - beside_us >= time.process_time() - 0.5
-    finally:
-        idle.communicate(b"\n")

@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,8 @@ from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash
 
 BenchModule = Callable[[str], ModuleType]
+MAX_POSITIONS = 2048
+"""Of the checkpoints."""
 A = GroupId("a")
 
 
@@ -27,14 +31,14 @@ def block(name: int) -> BlockHash:
 
 def test_chats_follow_from_the_seed_and_fit_the_model(bench_module: BenchModule) -> None:
     workloads = bench_module("serving.workloads")
-    tenants = workloads.Tenants(num_chats=50, seed=3)
-    chats = workloads.tenant_chats(tenants)
-    assert chats == workloads.tenant_chats(tenants)
-    assert chats != workloads.tenant_chats(workloads.Tenants(num_chats=50, seed=4))
+    make = partial(workloads.tenant_chats, num_tenants=40, num_chats=50, think_s=0.3)
+    chats = make(seed=3)
+    assert chats == make(seed=3)
+    assert chats != make(seed=4)
     assert all(1 <= len(chat.turns) <= 4 for chat in chats)
     for chat in chats:
         whole = sum(len(turn.token_ids) + turn.max_tokens for turn in chat.turns)
-        assert whole <= tenants.longest
+        assert whole <= MAX_POSITIONS
     # A tenant's chats begin with its system prompt.
     firsts: dict[str, set[tuple[int, ...]]] = {}
     for chat in chats:
@@ -45,7 +49,7 @@ def test_chats_follow_from_the_seed_and_fit_the_model(bench_module: BenchModule)
 
 def test_laid_out_turns_contain_those_before_them(bench_module: BenchModule) -> None:
     workloads = bench_module("serving.workloads")
-    chats = workloads.tenant_chats(workloads.Tenants(num_chats=200))
+    chats = workloads.tenant_chats(num_tenants=40, num_chats=200, think_s=0.3, seed=0)
     requests = workloads.laid_out(chats, chats_per_s=10, seed=0, vocab_size=32_000)
     assert len(requests) == sum(len(chat.turns) for chat in chats)
     times = [request.at_s for request in requests]
@@ -64,35 +68,33 @@ def test_laid_out_turns_contain_those_before_them(bench_module: BenchModule) -> 
 
 def test_a_policy_may_differ_from_the_flags(bench_module: BenchModule) -> None:
     module = bench_module("serving.case")
-    load = module.Load()
     plain, lossy, blind = module.cases(
         [
             "round_robin",
             "prefix_aware:lose_events=0.1,num_gateways=4",
             "power_of_two:use_directory=0",
         ],
-        load=load,
         lose_batches=0.0,
     )
     assert (plain.label, plain.num_gateways) == ("round_robin", 1)
     assert lossy.label == "prefix_aware, 10% of events lost, 4 gateways"
     assert blind.label == "power_of_two, no directory"
     assert plain.title == lossy.title
-    assert module.case_of(json.loads(lossy.key)) == lossy
+    assert module.Case(**json.loads(json.dumps(asdict(lossy)))) == lossy
     for spec, message in (
         ("fastest", "policy='fastest': must be one of prefix_aware"),
         ("power_of_two:lose=1", "'lose=1' is none of num_gateways"),
         ("power_of_two:lose_events=2", "lose_events=2.0: must be from 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            module.cases([spec], load=load)
+            module.cases([spec])
 
 
 def test_each_case_runs_before_each_other_one_in_every_second_round(
     bench_module: BenchModule,
 ) -> None:
     module = bench_module("serving.case")
-    some = module.cases(["prefix_aware", "power_of_two", "round_robin"], load=module.Load())
+    some = module.cases(["prefix_aware", "power_of_two", "round_robin"])
     order = [(number, case.policy) for number, case in module.in_turn(range(1, 3), some)]
     forth = ["prefix_aware", "power_of_two", "round_robin"]
     back = forth[::-1]
@@ -196,10 +198,10 @@ def test_a_run_is_tabled(bench_module: BenchModule, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     with state.open("w") as file:
         for policy in ("round_robin", "prefix_aware"):
-            case = case_module.Case(policy=policy, num_groups=1, load=case_module.Load())
+            case = case_module.Case(policy=policy, num_groups=1)
             rows = figures.rows_of(sent)
             record = {
-                **{"case": json.loads(case.key), "round": 0},
+                **{"case": asdict(case), "round": 0},
                 **{"rows": rows, "values": figures.figures(rows, num_groups=1)},
             }
             file.write(json.dumps(record) + "\n")
@@ -236,4 +238,7 @@ def test_others_work_is_what_is_not_of_this_process_and_its_descendants(
     assert after is not None
     assert after.busy_s - before.busy_s == pytest.approx(300 * tick_s)
     assert after.ours_s - before.ours_s == pytest.approx(200 * tick_s)
+    alone = machine.Machine.now(8, proc=tmp_path)
+    assert alone is not None
+    assert alone.ours_s == pytest.approx(98 * tick_s), "of one process, and of what it started"
     assert machine.Machine.now(proc=tmp_path / "none") is None

@@ -1,4 +1,4 @@
-"""The requests of lm-eval's ``local-completions``, replayed: `python -m bench.lm_eval` installs it.
+"""The requests of lm-eval's ``local-completions``, replayed.
 
 What is done with the answers is what version 0.4.13 does in ``parse_logprobs``.
 """

@@ -17,7 +17,7 @@ NUM_GROUPS = 3
 NUM_TOKENS = 60
 ROOM = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_blocks": 2000}
 HOWS = ("killed", "failed in turn", "silent")
-SLOW_S = 0.1  # A step, so that no stream has had the eight tokens that acquit it.
+SLOW_S = 0.1  # A step, so that no stream has had the eight tokens that clear it.
 
 
 def prompt_of(number: int) -> list[int]:

@@ -20,7 +20,7 @@ class Wire:
         self,
         *,
         num_resumed: int = 0,
-        probation_tokens: int = 0,
+        isolated_tokens: int = 0,
         attempt: int = 1,
         turns: Turns | None = None,
     ) -> None:
@@ -28,21 +28,21 @@ class Wire:
             request_id="r",
             attempt=attempt,
             resumed_token_ids=tokens_to_bytes([5] * num_resumed),
-            probation_tokens=probation_tokens,
+            isolated_tokens=isolated_tokens,
         )
         self.credits: list[int] = []
-        self.num_proven = 0
+        self.num_cleared = 0
         self.stream = GroupStream(
             self.submit,
             window=WINDOW,
             on_abort=lambda stream: None,
             on_credit=lambda stream, limit: self.credits.append(limit),
-            on_proven=self._prove,
+            on_cleared=self._clear,
             turns=turns,
         )
 
-    def _prove(self) -> None:
-        self.num_proven += 1
+    def _clear(self) -> None:
+        self.num_cleared += 1
 
     def push(self, offset: int, *token_ids: int, **fields: Any) -> bool:
         return self.stream.push(pb.TokenDelta(token_offset=offset, token_ids=token_ids, **fields))
@@ -107,25 +107,25 @@ async def test_a_steady_reader_gives_credit_twice_a_window() -> None:
 
 
 @pytest.mark.parametrize("how", ["tokens", "end"])
-async def test_a_suspect_is_proven_by_tokens_or_its_end_read_or_not(how: str) -> None:
-    wire = Wire(num_resumed=2, probation_tokens=3)
+async def test_an_isolated_request_is_cleared_by_tokens_or_its_end_read_or_not(how: str) -> None:
+    wire = Wire(num_resumed=2, isolated_tokens=3)
     wire.push(2, 1, 1)
-    assert wire.num_proven == 0
+    assert wire.num_cleared == 0
     if how == "tokens":
         wire.push(4, 1)
         wire.push(5, 1)
     else:
         wire.push(4, finish_reason=inference_pb2.FINISH_REASON_STOP)
-    assert wire.num_proven == 1
+    assert wire.num_cleared == 1
 
 
 async def test_a_later_attempt_may_have_begun_once_it_is_acknowledged() -> None:
     assert Wire().stream.may_have_begun, "a first attempt is begun without further ado"
-    wire = Wire(num_resumed=2, probation_tokens=1, attempt=2)
+    wire = Wire(num_resumed=2, isolated_tokens=1, attempt=2)
     assert not wire.stream.may_have_begun
     assert wire.push(2)
     assert wire.stream.may_have_begun
-    assert wire.num_proven == 0
+    assert wire.num_cleared == 0
     assert wire.push(2, 7)
     assert [len(delta.token_ids) for delta in await wire.stream.next()] == [1], "it is no output"
 

@@ -209,7 +209,7 @@ def isolated(name: str) -> group_pb2.GroupCommand:
             request_id=name,
             attempt=3,
             work=work_of(prepared("", prompt_of(0), seed=1, max_tokens=300, ignore_eos=True)),
-            probation_tokens=8,
+            isolated_tokens=8,
         )
     )
 
@@ -245,11 +245,11 @@ def steps_of(group: Any, num_steps: int) -> Iterator[None]:
         allowed.release()
 
 
-@pytest.mark.parametrize("end", ["proven", "aborted", "gateway gone"])
+@pytest.mark.parametrize("end", ["cleared", "aborted", "gateway gone"])
 async def test_a_group_runs_one_isolated_request_at_a_time_of_all_gateways(
     start_group: Any, end: str
 ) -> None:
-    refused, taken = group_pb2.GroupError.PROBATION, group_pb2.GroupError.CODE_UNSPECIFIED
+    refused, taken = group_pb2.GroupError.OTHER_ISOLATED, group_pb2.GroupError.CODE_UNSPECIFIED
     async with start_group() as group, grpc.aio.insecure_channel(group.address) as channel:
         stub = group_pb2_grpc.ReplicaGroupStub(channel)
         first, second = stub.Attach(), stub.Attach()
@@ -258,7 +258,7 @@ async def test_a_group_runs_one_isolated_request_at_a_time_of_all_gateways(
             assert await read_tokens(first, "a", num_tokens=1) == taken
             await second.write(isolated("b"))
             assert await read_tokens(second, "b", num_tokens=1) == refused
-        if end == "proven":
+        if end == "cleared":
             assert await read_tokens(first, "a", num_tokens=7) == taken
         elif end == "aborted":
             abort = group_pb2.Abort(request_id="a", attempt=3)

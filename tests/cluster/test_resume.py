@@ -9,7 +9,7 @@ from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 
-CONFIG = CompletionConfig(max_attempts=5, max_group_deaths=3, probation_tokens=8)
+CONFIG = CompletionConfig(max_attempts=5, max_group_deaths=3, isolated_tokens=8)
 
 
 EPOCHS = itertools.count(1)
@@ -20,7 +20,7 @@ def died(*, is_refuted: bool = False) -> GroupDied:
 
 
 def add(losses: Losses, error: GroupLost, *, num_tokens: int = 0) -> None:
-    """As attempts do: a suspect's are on isolation."""
+    """As attempts do: those of a request that must be are isolated."""
     losses.add(error, num_tokens=num_tokens, is_isolated=losses.must_be_isolated)
 
 
@@ -134,7 +134,7 @@ def test_the_budget_is_a_burst_filled_by_traffic_and_time() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_group_deaths", 1), ("max_attempts", 0), ("probation_tokens", 0), ("retry_share", -1)],
+    [("max_group_deaths", 1), ("max_attempts", 0), ("isolated_tokens", 0), ("retry_share", -1)],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{field}={value}"):

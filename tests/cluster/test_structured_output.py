@@ -100,12 +100,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ebnf": "root ::= ("}, "grammar"),
     (
         {"guided_json": {"type": "integer", "multipleOf": 62_615_533}},
-        "guided_json=json_schema at /: multipleOf=62615533: compiling that takes too long",
+        "guided_json=json_schema: compiling it takes more than 1 s or 2 GiB",
     ),
-    ({"guided_json": TOGETHER}, "guided_json=json_schema at /: 22 patterns for one text"),
+    (
+        {"guided_json": TOGETHER},
+        "guided_json=json_schema: compiling it takes more than 1 s or 2 GiB",
+    ),
     (
         {"guided_grammar": "start: A\nA: " + " & ".join(f"/{each}/" for each in PATTERNS)},
-        "21 operators &: compiling that takes too long",
+        "guided_grammar=grammar: ",
     ),
     (
         {"guided_json": {"properties": {"a": {"const": 0.9452706955539223}}}},

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.kernels import native_abi, native_header
+from quire import native_header
+from quire.kernels import native_abi
 
 SOURCES = Path(native_abi.__file__).parent / "native"
 NAMES: dict[Any, str] = {
@@ -96,3 +97,17 @@ def test_what_is_outside_extern_c_does_not_count(tmp_path: Path) -> None:
         'extern "C" {\nenum E : int32_t { ONE = 1 };\n}  // extern "C"\nvoid other(int&);\n'
     )
     assert native_header.read(header) == native_header.Header(constants={"ONE": 1})
+
+
+def test_what_a_source_defines_is_declared(tmp_path: Path) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text(
+        'extern "C" {\n\nA* new_a() { return new A; }\n\n// Why.\n'
+        "void fill(A* a, uint32_t n) {\n  for (; n;) {\n\n    a->add(n--);\n  }\n}\n"
+        'int32_t get(const A* a) { return a->n; }\n}  // extern "C"\n'
+    )
+    assert native_header.read(source).functions == {
+        "new_a": (ctypes.c_void_p, []),
+        "fill": (None, [ctypes.c_void_p, ctypes.c_uint32]),
+        "get": (ctypes.c_int32, [ctypes.c_void_p]),
+    }

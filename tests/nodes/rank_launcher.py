@@ -7,24 +7,25 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
+from quire.cluster.group.remote_ranks import RemoteRanks
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.ranks.lockstep import LockstepExecutor
 from quire.worker.step.messages import Executor, StepInput
 from quire.worker.step.sampling_batch import SamplingBatch
 
 RANK = """
 import pickle, sys
-from quire.cluster.group.remote_rank import run_rank
-run_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
+from quire.cluster.group.remote_rank import become_rank
+become_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
 Wrap = Callable[[Sequence[str]], Sequence[str]]
 
 
-class ProcessLauncher:
-    """A `quire.cluster.group.remote_executor.RankLauncher`."""
+class NodeProcesses:
+    """A `quire.cluster.group.remote_ranks.ProcessStarter`."""
 
     def __init__(self, nodes: Sequence[tuple[str, Wrap]]) -> None:
         """``nodes`` have an address each, and what makes a command one that runs there."""
@@ -33,7 +34,7 @@ class ProcessLauncher:
 
     def start(self, tasks: Sequence[RemoteRankTask]) -> None:
         for task in tasks:
-            address, wrap = self._nodes[task.rank // task.ranks_per_node]
+            address, wrap = self._nodes[task.node]
             process = subprocess.Popen(
                 wrap([sys.executable, "-P", "-c", RANK, address]), stdin=subprocess.PIPE
             )
@@ -57,8 +58,8 @@ def make_executor(
 ) -> tuple[Executor, ModelFacts]:
     """In the place of `quire.worker.ranks.executor.make_executor`, with the first node as this
     one."""
-    launcher = ProcessLauncher(nodes)
-    executor = RemoteExecutor(config, launcher, num_nodes=len(nodes), host=nodes[0][0])
+    ranks = RemoteRanks(NodeProcesses(nodes), num_nodes=len(nodes), host=nodes[0][0])
+    executor = LockstepExecutor(config, ranks)
     return executor, model_facts(config)
 
 

@@ -22,13 +22,14 @@ from tests.nodes.rank_launcher import decode_step
 
 from quire import demo_model, llm
 from quire.cluster.group.rank_socket import Hello, Reception, connect
-from quire.cluster.group.remote_executor import RemoteExecutor
 from quire.cluster.group.remote_rank import RemoteRankTask
+from quire.cluster.group.remote_ranks import ProcessStarter, RemoteRanks
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError, RankFailure
 from quire.worker.ranks import lockstep
+from quire.worker.ranks.lockstep import LockstepExecutor
 from quire.worker.step.messages import StepInput
 
 pytestmark = pytest.mark.slow
@@ -81,29 +82,33 @@ def test_tokens_are_those_of_one_rank(
 
 
 @pytest.fixture
-def start(tiny_llama: Path) -> Iterator[Callable[..., RemoteExecutor]]:
+def start(tiny_llama: Path) -> Iterator[Callable[..., LockstepExecutor]]:
     """Starts groups of two ranks on two nodes and, at the end, sees to it that none is left."""
-    executors: list[RemoteExecutor] = []
-    launchers: list[LeavingLauncher] = []
+    executors: list[LockstepExecutor] = []
+    starters: list[LeavingProcesses] = []
 
-    def make(**fields: Any) -> RemoteExecutor:
+    def make(**fields: Any) -> LockstepExecutor:
         small: dict[str, Any] = {"num_blocks": 128, "step_timeout_s": 120.0, "num_threads": 1}
         config = EngineConfig(
             model=tiny_llama, tensor_parallel_size=2, device="cpu", **small | fields
         )
-        launchers.append(LeavingLauncher([HERE, HERE]))
-        executors.append(RemoteExecutor(config, launchers[-1], num_nodes=2, host=HERE[0]))
+        starters.append(LeavingProcesses([HERE, HERE]))
+        executors.append(executor_of(config, starters[-1]))
         return executors[-1]
 
     yield make
     for executor in executors:
         executor.close()
-    for launcher in launchers:
-        for process in launcher.processes:
+    for starter in starters:
+        for process in starter.processes:
             process.wait(timeout=120)
 
 
-class LeavingLauncher(rank_launcher.ProcessLauncher):
+def executor_of(config: EngineConfig, starter: ProcessStarter) -> LockstepExecutor:
+    return LockstepExecutor(config, RemoteRanks(starter, num_nodes=2, host=HERE[0]))
+
+
+class LeavingProcesses(rank_launcher.NodeProcesses):
     """Leaves the ranks to themselves: they have to end without its help."""
 
     def release(self) -> None:
@@ -115,7 +120,7 @@ def test_a_killed_rank_fails_the_group_by_name(start: Any, monkeypatch: pytest.M
     monkeypatch.setattr(lockstep, "_SETTLE_S", 60)  # On a slow machine a death may take its time.
     executor = start()
     step(executor)
-    pid = executor.ranks[1].hello.pid
+    pid = executor.pids[1]
     os.kill(pid, signal.SIGKILL)
     message = rf"rank 1 \(pid {pid} on 127\.0\.0\.1\) (hung up|was cut off)"
     with pytest.raises(RankFailure, match=message):
@@ -127,7 +132,7 @@ def test_a_killed_rank_fails_the_group_by_name(start: Any, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any) -> None:
     executor = start(step_timeout_s=0.5)
-    pid = executor.ranks[1].hello.pid
+    pid = executor.pids[1]
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankFailure, match=r"not answer within 0\.5 s; .* rank 1 acknowledges"):
         step(executor)
@@ -160,7 +165,7 @@ from quire.worker.api.config import EngineConfig
 config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
                       num_blocks=64, num_threads=1)
 executor, _ = rank_launcher.make_executor(config, 2 * [("127.0.0.1", list)])
-print(*(rank.hello.pid for rank in executor.ranks), flush=True)
+print(*executor.pids, flush=True)
 time.sleep(600)
 """
 
@@ -192,7 +197,7 @@ def runs(pid: int) -> bool:
 
 
 def test_a_rank_that_cannot_come_is_not_waited_for(tiny_llama: Path) -> None:
-    class NoLauncher:
+    class Nothing:
         released = False
 
         def start(self, tasks: Sequence[RemoteRankTask]) -> None:
@@ -204,11 +209,11 @@ def test_a_rank_that_cannot_come_is_not_waited_for(tiny_llama: Path) -> None:
         def release(self) -> None:
             self.released = True
 
-    launcher = NoLauncher()
+    starter = Nothing()
     config = EngineConfig(model=tiny_llama, tensor_parallel_size=2)
     with pytest.raises(RankFailure, match="rank 1 did not start: its node is gone"):
-        RemoteExecutor(config, launcher, num_nodes=2, host="127.0.0.1")
-    assert launcher.released
+        executor_of(config, starter)
+    assert starter.released
 
 
 class Bomb:
@@ -223,12 +228,12 @@ def test_who_has_no_key_is_turned_away_unread(caplog: pytest.LogCaptureFixture) 
     with socket.create_connection(reception.address) as stranger:
         connection = Connection(os.dup(stranger.fileno()))
         connection.send_bytes(pickle.dumps(Bomb()))
-        assert reception.accept(wait_s=60, timeout_s=60) is None
+        assert reception.accept(wait_s=60) is None
         connection.close()
     assert "turned away 127.0.0.1: AuthenticationError" in caplog.text
     with socket.create_connection(reception.address):
         pass  # One that leaves at once does no harm either.
-    assert reception.accept(wait_s=60, timeout_s=60) is None
+    assert reception.accept(wait_s=60) is None
     reception.close()
 
 
@@ -252,13 +257,13 @@ def test_a_rank_wants_to_see_the_key_too() -> None:
 
 def test_who_has_the_key_is_let_in() -> None:
     reception = Reception("127.0.0.1")
-    assert reception.accept(wait_s=0.01, timeout_s=5) is None
+    assert reception.accept(wait_s=0.01) is None
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(connect, reception.address, reception.key, HELLO)
-        rank = reception.accept(wait_s=60, timeout_s=60)
+        rank = reception.accept(wait_s=60)
         reception.close()
         assert rank is not None
-        assert rank.hello == HELLO
+        assert (rank.number, rank.pid, rank.host) == (HELLO.rank, HELLO.pid, HELLO.host)
         assert rank.how_it_died() is None
         with coming.result() as connection:
             connection.send_bytes(b"one")
@@ -272,7 +277,7 @@ def test_who_has_the_key_is_let_in() -> None:
         rank.connection.close()
 
 
-def step(executor: RemoteExecutor) -> None:
+def step(executor: LockstepExecutor) -> None:
     executor.submit(_step())
     executor.result()
 

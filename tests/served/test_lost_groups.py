@@ -34,7 +34,7 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.request import Request, Text
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.api.structured import json_constraint
-from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.ranks.lockstep import LockstepExecutor
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def run_group(config: ClusterConfig, name: str, step_s: float, pipe: Connection)
 
         server._engine.step = wait_and_step  # type: ignore[method-assign]
         executor = server._engine._executor
-        ranks = executor.pids if isinstance(executor, ProcessExecutor) else ()
+        ranks = executor.pids if isinstance(executor, LockstepExecutor) else ()
         pipe.send((server.contact, ranks))
         await asyncio.to_thread(pipe.recv)
         await server.stop(drain_timeout_s=0)

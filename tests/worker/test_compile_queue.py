@@ -114,4 +114,7 @@ def test_what_is_kept_for_a_tenant_no_other_one_finds_or_drives_out() -> None:
     for text in large:
         kept.put("C", text, "")
     assert sum(kept.get("C", text) is not None for text in large) == 16
+    for text in texts[:30]:
+        kept.put("C", text, "", took_s=1.0)
+    assert sum(kept.get("C", text) is not None for text in texts[:30]) == 8
     assert kept.get("A", texts[0]) == "refused"

@@ -4,46 +4,45 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.step.codec import (
-    StepSlots,
-    all_slots_bytes,
-    output_message,
-    output_of,
-    pack,
-    read_output,
-    read_step,
-    slot_bytes,
-    step_from_bytes,
-    step_to_bytes,
-    unpack,
-    write_output,
-    write_step,
-)
+from quire.worker.step.codec import StepSlots, all_slots_bytes, pack, slot_bytes, unpack
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 
 CONFIG = EngineConfig(model=Path("none"), max_num_seqs=5, max_num_batched_tokens=33, block_size=4)
 MAX_MODEL_LEN = 50
 OFFSET = 4096
+OUTPUT = StepOutput(np.array([6]))
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[StepSlots, StepSlots]]:
+Ends = tuple[StepSlots, StepSlots]
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "apart"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The engine's end and a rank's."""
     size = slot_bytes(CONFIG, max_model_len=MAX_MODEL_LEN)
+    if not request.param:
+        yield StepSlots(size), StepSlots(size)
+        return
     fd = os.memfd_create("test")
     os.ftruncate(fd, OFFSET + all_slots_bytes(size))
     yield (
-        StepSlots(fd, offset=OFFSET, slot_bytes=size),
-        StepSlots(fd, offset=OFFSET, slot_bytes=size),
+        StepSlots(size, shared_fd=fd, offset=OFFSET),
+        StepSlots(size, shared_fd=fd, offset=OFFSET),
     )
     os.close(fd)
+
+
+def sent(message: object | None) -> Any:
+    """The message as it arrives."""
+    return unpack(pack(message))
 
 
 def random_step(
@@ -96,7 +95,7 @@ def assert_equal(one: object, other: object) -> None:
 
 
 def test_two_steps_of_any_shape_lie_beside_each_other(
-    ends: tuple[StepSlots, StepSlots],
+    ends: Ends,
 ) -> None:
     engine, rank = ends
     largest = random_step(1, tokens=33, rows=5, sampled=5, late=5, blocks=13)
@@ -108,12 +107,22 @@ def test_two_steps_of_any_shape_lie_beside_each_other(
     ]
     for number in range(len(shapes) - 1):
         messages = [
-            write_step(step, engine.step(number + ahead))
+            sent(engine.write_step(number + ahead, step))
             for ahead, step in enumerate(shapes[number : number + 2])
         ]
-        assert messages == [None, None]
-        for ahead in (0, 1):
-            assert_equal(shapes[number + ahead], read_step(rank.step(number + ahead), None))
+        for ahead, message in enumerate(messages):
+            found = rank.read_step(number + ahead, message)
+            assert_equal(shapes[number + ahead], found)
+            assert found.token_ids_T.flags.writeable
+
+
+def test_a_message_is_empty_where_slots_are_shared_and_nothing_is_rare() -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, all_slots_bytes(4096))
+    slots = StepSlots(4096, shared_fd=fd)
+    os.close(fd)
+    step = random_step(5, tokens=7, rows=3, sampled=2, late=1, blocks=5)
+    assert pack(slots.write_step(0, step)) == pack(slots.write_output(0, OUTPUT)) == b""
 
 
 def with_adjustments(step: StepInput) -> StepInput:
@@ -133,7 +142,7 @@ def with_adjustments(step: StepInput) -> StepInput:
 @pytest.mark.parametrize("asked", [None, {1: (4, 9)}])
 @pytest.mark.parametrize("given", [None, [5, -1, 7]])
 def test_adjustments_and_known_and_named_tokens_go_with_the_message(
-    ends: tuple[StepSlots, StepSlots],
+    ends: Ends,
     given: list[int] | None,
     asked: dict[int, tuple[int, ...]] | None,
 ) -> None:
@@ -142,45 +151,30 @@ def test_adjustments_and_known_and_named_tokens_go_with_the_message(
     if given is not None:
         step = replace(step, sampling=replace(step.sampling, given_S=np.array(given)))
     step = replace(step, sampling=replace(step.sampling, asked=asked))
-    message = write_step(step, engine.step(0))
-    assert_equal(step, read_step(rank.step(0), message))
+    assert_equal(step, rank.read_step(0, sent(engine.write_step(0, step))))
 
 
-def test_hidden_states_and_copies_go_with_the_message(ends: tuple[StepSlots, StepSlots]) -> None:
+def test_hidden_states_and_copies_go_with_the_message(ends: Ends) -> None:
     engine, rank = ends
     step = replace(
         random_step(4, tokens=3, rows=3, sampled=3, late=0, blocks=2),
         hidden_rows_H=np.array([0, 2], np.int32),
         copies_X22=np.array([((0, 5), (1, 2))], np.int32),
     )
-    assert_equal(step, read_step(rank.step(0), write_step(step, engine.step(0))))
-    assert_equal(step, step_from_bytes(step_to_bytes(step, engine.step(0))))
+    assert_equal(step, rank.read_step(0, sent(engine.write_step(0, step))))
     output = StepOutput(np.arange(3), hidden_HC=np.ones((2, 4), np.float32))
-    message = unpack(pack(write_output(output, rank.output(0))))
-    assert_equal(output, read_output(engine.output(0), message))
-    assert_equal(output, output_of(unpack(pack(output_message(output)))))
+    assert_equal(output, engine.read_output(0, sent(rank.write_output(0, output))))
 
 
 def test_every_array_of_a_sampling_batch_has_a_type() -> None:
     assert {*SAMPLE_TYPES, "adjustments", "given_S", "asked"} == set(SamplingBatch.__slots__)
 
 
-def test_a_step_travels_as_one_message(ends: tuple[StepSlots, StepSlots]) -> None:
-    engine, _ = ends
-    plain = random_step(5, tokens=7, rows=3, sampled=2, late=1, blocks=5)
-    banning = with_adjustments(random_step(6, tokens=3, rows=3, sampled=3, late=0, blocks=2))
-    messages = [step_to_bytes(step, engine.step(0)) for step in (plain, banning)]
-    for step, message in zip((plain, banning), messages, strict=True):
-        found = step_from_bytes(message)
-        assert_equal(step, found)
-        assert found.token_ids_T.flags.writeable
-
-
-def test_an_output_outlives_its_slot(ends: tuple[StepSlots, StepSlots]) -> None:
+def test_an_output_outlives_its_slot(ends: Ends) -> None:
     engine, rank = ends
     logprobs = (None, TokenLogprobs(5, -0.5, 1, ()))
-    message = write_output(StepOutput(np.array([4, 5]), logprobs), rank.output(1))
-    output = read_output(engine.output(1), message)
-    assert write_output(StepOutput(np.array([6])), rank.output(3)) is None
+    message = sent(rank.write_output(1, StepOutput(np.array([4, 5]), logprobs)))
+    output = engine.read_output(1, message)
+    message = sent(rank.write_output(3, OUTPUT))
     assert (output.token_ids_S.tolist(), output.logprobs) == ([4, 5], logprobs)
-    assert read_output(engine.output(3), None).token_ids_S.tolist() == [6]
+    assert engine.read_output(3, message).token_ids_S.tolist() == [6]

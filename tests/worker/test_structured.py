@@ -398,6 +398,17 @@ def test_a_hostile_constraint_fails_its_request_alone(llm: LLM, hostile: dict[st
     assert llm.engine.stats().num_held_blocks == 0
 
 
+def test_an_engine_checks_what_came_through_no_gateway_and_takes_a_gateways_word(llm: LLM) -> None:
+    made = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(700)}
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    for is_checked in (False, True):
+        deep = {"title": f"{is_checked}", "$ref": "#/$defs/0", "$defs": {**made, "700": {}}}
+        params = SamplingParams(max_tokens=3, structured_outputs=json_constraint(deep))
+        llm.engine.add_request(prepared("a", prompt, sampling=params, is_checked=is_checked))
+        error = drain(llm.engine)["a"][-1].error
+        assert error is None if is_checked else "nested too deeply: make it simpler" in str(error)
+
+
 def test_one_that_takes_too_much_work_on_the_way_fails_its_request_alone(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"cannot go on behind \d+ tokens: lexer error: too"):
         one(llm, regex="(a?){500}a{500}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels import native_header
+from quire import native_header
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.ops import Clamped, GateActivation, NormKind, SharedExpert, Value
 

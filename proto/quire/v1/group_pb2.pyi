@@ -63,22 +63,22 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "probation_tokens")
+    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
-    PROBATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ISOLATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     work: bytes
     completion: int
     resumed_token_ids: bytes
     token_limit: int
-    probation_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., probation_tokens: _Optional[int] = ...) -> None: ...
+    isolated_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task")
@@ -181,7 +181,7 @@ class GroupError(_message.Message):
         QUEUE_FULL: _ClassVar[GroupError.Code]
         GROUP_FAILED: _ClassVar[GroupError.Code]
         DRAINING: _ClassVar[GroupError.Code]
-        PROBATION: _ClassVar[GroupError.Code]
+        OTHER_ISOLATED: _ClassVar[GroupError.Code]
         BROKEN_LOGITS: _ClassVar[GroupError.Code]
         CONSTRAINT_REFUSED: _ClassVar[GroupError.Code]
     CODE_UNSPECIFIED: GroupError.Code
@@ -189,7 +189,7 @@ class GroupError(_message.Message):
     QUEUE_FULL: GroupError.Code
     GROUP_FAILED: GroupError.Code
     DRAINING: GroupError.Code
-    PROBATION: GroupError.Code
+    OTHER_ISOLATED: GroupError.Code
     BROKEN_LOGITS: GroupError.Code
     CONSTRAINT_REFUSED: GroupError.Code
     CODE_FIELD_NUMBER: _ClassVar[int]

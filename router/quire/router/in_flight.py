@@ -9,20 +9,12 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from ctypes import c_char_p, c_uint64, c_void_p
+from ctypes import c_void_p
 from typing import Protocol
 
 from quire.router.prefix_index import native_index as native_holders
 from quire.worker.api.events import keys_of
 from quire.worker.api.hashing import HASH_BYTES
-
-_FUNCTIONS = {
-    "new": (c_void_p,),
-    "delete": (None, c_void_p),
-    "add": (None, c_void_p, c_uint64, c_char_p, c_uint64),
-    "remove": (None, c_void_p, c_uint64, c_char_p, c_uint64),
-    "extend": (None, c_void_p, c_void_p, c_void_p, c_uint64, c_char_p, c_uint64),
-}
 
 
 class PrefixCounts(Protocol):
@@ -48,14 +40,11 @@ class NativeCounts:
     """`native/prefix_counts.cpp`."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
-        functions = {}
-        for name, (restype, *argtypes) in _FUNCTIONS.items():
-            functions[name] = function = getattr(library, f"quire_prefix_counts_{name}")
-            function.restype, function.argtypes = restype, argtypes
-        self._add, self._remove = functions["add"], functions["remove"]
-        self._extend = functions["extend"]
-        self._counts = c_void_p(functions["new"]())
-        weakref.finalize(self, functions["delete"], self._counts)
+        self._add = library.quire_prefix_counts_add
+        self._remove = library.quire_prefix_counts_remove
+        self._extend = library.quire_prefix_counts_extend
+        self._counts = c_void_p(library.quire_prefix_counts_new())
+        weakref.finalize(self, library.quire_prefix_counts_delete, self._counts)
 
     def add(self, hashes: bytes, *, group: int) -> None:
         self._add(self._counts, group, hashes, len(hashes) // HASH_BYTES)

@@ -20,7 +20,7 @@ from quire.worker.ranks.executor import make_executor
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import head_rows, sample_beside
-from quire.worker.step.codec import read_output, write_output
+from quire.worker.step.codec import StepSlots
 from quire.worker.step.messages import StepOutput
 
 POISON = 7
@@ -142,9 +142,9 @@ def test_a_row_of_banned_tokens_is_not_broken(driver: Any) -> None:
 
 
 def test_broken_rows_cross_between_processes() -> None:
-    slot = np.zeros(256, np.uint8)
+    slots = StepSlots(256)
     for broken_rows in ((), (0, 2)):
         output = StepOutput(np.arange(3), broken_rows=broken_rows)
-        arrived = read_output(slot, write_output(output, slot))
+        arrived = slots.read_output(0, slots.write_output(0, output))
         assert arrived.broken_rows == broken_rows
         assert arrived.token_ids_S.tolist() == [0, 1, 2]

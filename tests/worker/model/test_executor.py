@@ -18,21 +18,21 @@ import torch
 from quire.worker.api.errors import ConfigError, RankFailure
 from quire.worker.ranks import lockstep
 from quire.worker.ranks.executor import InProcessExecutor, make_executor
-from quire.worker.ranks.process import RankProcess
-from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.ranks.lockstep import LockstepExecutor
+from quire.worker.ranks.process import RankProcess, RankProcesses
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
 
 
 @pytest.fixture
-def start(config_of: ConfigOf, tiny_llama: Path) -> Iterator[Callable[..., ProcessExecutor]]:
+def start(config_of: ConfigOf, tiny_llama: Path) -> Iterator[Callable[..., LockstepExecutor]]:
     """Starts groups of two ranks and, at the end, sees to it that nothing is left of them."""
-    started: list[ProcessExecutor] = []
+    started: list[LockstepExecutor] = []
 
-    def make(**fields: Any) -> ProcessExecutor:
+    def make(**fields: Any) -> LockstepExecutor:
         config = config_of(tiny_llama, tensor_parallel_size=2, **fields)
-        started.append(ProcessExecutor(config))
+        started.append(LockstepExecutor(config, RankProcesses()))
         return started[-1]
 
     yield make

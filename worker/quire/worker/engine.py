@@ -134,7 +134,9 @@ class Engine:
         """
         self._max_tokens(request)
         if request.sampling.constraint is not None:
-            self._compiling.grammars.compile(request.sampling.constraint, tenant=request.tenant)
+            self._compiling.grammars.compile(
+                request.sampling.constraint, tenant=request.tenant, is_checked=request.is_checked
+            )
 
     def add_request(self, request: Prepared) -> None:
         """Queues a request; its outputs come from later steps.

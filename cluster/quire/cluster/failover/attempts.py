@@ -172,7 +172,7 @@ class Attempts:
             return QueueFull(error.message)
         if error.code == pb.GroupError.DRAINING:
             return HandedOver(error.message)
-        if error.code == pb.GroupError.PROBATION:
+        if error.code == pb.GroupError.OTHER_ISOLATED:
             self._avoided.add(self.decision.group)
             return HandedOver(error.message)
         if error.code == pb.GroupError.GROUP_FAILED:
@@ -233,7 +233,7 @@ class Attempts:
                 self._stream = self._groups.submit(
                     self._decision.group,
                     self._submission(token_ids),
-                    on_proven=self._end_turn,
+                    on_cleared=self._end_turn,
                 )
             except NoGroupAvailable as error:
                 await self._wait(error, self._deadline_s)
@@ -269,14 +269,14 @@ class Attempts:
         self._avoided.clear()
 
     def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
-        probation_tokens = self._config.probation_tokens if self._is_isolated else 0
+        isolated_tokens = self._config.isolated_tokens if self._is_isolated else 0
         return pb.Submit(
             request_id=self._request.request_id,
             attempt=self.num_attempts,
             work=self._work,
             completion=self._request.completion,
             resumed_token_ids=tokens_to_bytes(token_ids),
-            probation_tokens=probation_tokens,
+            isolated_tokens=isolated_tokens,
         )
 
     def _quarantined(self) -> Quarantined:

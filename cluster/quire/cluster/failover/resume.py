@@ -4,7 +4,7 @@ No request is blamed for a group that drains, is full, is cut off briefly, or wa
 began the attempt. A group that *dies* may have been killed by one of its requests, the poison
 request. The first time, all its requests are resumed at once, so that a hundred streams survive one
 crash. A request under which ``max_group_deaths - 1`` groups died in a row, without
-``probation_tokens`` in between, is *isolated*: it runs once no group has died for a while, and on a
+``isolated_tokens`` in between, is *isolated*: it runs once no group has died for a while, and on a
 group without another isolated request. If that group dies too, and no other one at about the same
 time, the request is *convicted* and not run again. The completions of one prompt are one request.
 
@@ -39,7 +39,7 @@ class CompletionConfig:
     """Attempts of a completion that may be lost before it fails; attempts on draining groups do not
     count."""
     max_group_deaths: int = 3
-    probation_tokens: int = 8
+    isolated_tokens: int = 8
     """Tokens after which an attempt clears its request. A group's death may lose the tokens of one
     step, with steps ahead of two, and those in frames that a slow network held."""
     retry_burst: int = 4096
@@ -53,7 +53,7 @@ class CompletionConfig:
     """Resumes that each second adds, for gateways with little traffic and long streams."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("probation_tokens", 1)):
+        for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("isolated_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be {least} or more")
         for name in ("retry_burst", "retry_share", "retry_per_s"):
@@ -134,7 +134,7 @@ class Losses:
         Only a death while it was isolated can convict it: the completions of one prompt may be on
         several groups that die of something else.
         """
-        is_past = num_tokens >= self._config.probation_tokens
+        is_past = num_tokens >= self._config.isolated_tokens
         if is_past:
             # It got past the place where those groups died, so this attempt clears it.
             self._deaths.clear()

@@ -12,14 +12,14 @@ Key = tuple[str, int]
 class OutputBuffer:
     """One request, and those of its tokens that were not sent."""
 
-    __slots__ = ("_unsent", "engine_id", "is_proven", "proven_at", "token_limit")
+    __slots__ = ("_unsent", "cleared_at", "engine_id", "is_cleared", "token_limit")
 
     def __init__(self, engine_id: str, token_limit: int) -> None:
         self.engine_id = engine_id
         self.token_limit = token_limit
-        self.proven_at = 0
-        self.is_proven = False
-        """It has had the tokens of its probation, or has ended."""
+        self.cleared_at = 0
+        self.is_cleared = False
+        """It has had the tokens that clear an isolated request, or has ended."""
         self._unsent: pb.TokenDelta | None = None
 
     @property
@@ -57,7 +57,7 @@ class OutputBuffer:
         if output.finish_reason is not None:
             delta.finish_reason = FINISH_REASONS[output.finish_reason]
         num_output = output.token_offset + len(output.token_ids)
-        self.is_proven = num_output >= self.proven_at or output.finish_reason is not None
+        self.is_cleared = num_output >= self.cleared_at or output.finish_reason is not None
 
     def take(self) -> pb.TokenDelta:
         """The tokens that may be sent now. The finish reason comes with the last token."""

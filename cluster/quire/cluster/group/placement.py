@@ -19,6 +19,7 @@ from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.model.hub import fetch_checkpoint
 from quire.worker.ranks.executor import make_executor
+from quire.worker.ranks.lockstep import LockstepExecutor
 from quire.worker.step.messages import Executor
 
 OnStep = Callable[[str], object]
@@ -93,14 +94,16 @@ def _start_executor(config: ClusterConfig, engine: EngineConfig) -> Executor:
     # Here and not above: groups on one node need nothing of Ray.
     import ray
 
-    from quire.cluster.group.rank_actors import ActorLauncher
-    from quire.cluster.group.remote_executor import RemoteExecutor
+    from quire.cluster.group.rank_actors import ActorStarter
+    from quire.cluster.group.remote_ranks import RemoteRanks
 
     placement_group = ray.util.get_current_placement_group()
     assert placement_group is not None, "Serve places a replica in its placement group"
-    return RemoteExecutor(
+    return LockstepExecutor(
         config.engine,
-        ActorLauncher(placement_group, model=config.engine.model),
-        num_nodes=config.nodes_per_group,
-        host=ray.util.get_node_ip_address(),
+        RemoteRanks(
+            ActorStarter(placement_group, model=config.engine.model),
+            num_nodes=config.nodes_per_group,
+            host=ray.util.get_node_ip_address(),
+        ),
     )

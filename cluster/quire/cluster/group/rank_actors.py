@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from quire.cluster.group.remote_rank import RemoteRankTask, run_rank
+from quire.cluster.group.remote_rank import RemoteRankTask, become_rank
 from quire.worker.model.hub import fetch_checkpoint
 
 
@@ -25,10 +25,10 @@ class RankActor:
         fetch_checkpoint(model)
 
     def run(self, task: RemoteRankTask) -> None:
-        run_rank(task, host=ray.util.get_node_ip_address())
+        become_rank(task, host=ray.util.get_node_ip_address())
 
 
-class ActorLauncher:
+class ActorStarter:
     """One bundle for each node; a rank takes a GPU where its bundle has any."""
 
     def __init__(self, placement_group: PlacementGroup, *, model: Path) -> None:
@@ -40,12 +40,11 @@ class ActorLauncher:
     def start(self, tasks: Sequence[RemoteRankTask]) -> None:
         bundles = self._placement_group.bundle_specs
         for task in tasks:
-            bundle = task.rank // task.ranks_per_node
             actor_class = ray.remote(RankActor).options(
                 num_cpus=0,
-                num_gpus=1 if bundles[bundle].get("GPU") else 0,
+                num_gpus=1 if bundles[task.node].get("GPU") else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement_group, placement_group_bundle_index=bundle
+                    self._placement_group, placement_group_bundle_index=task.node
                 ),
             )
             actor: Any = actor_class.remote()

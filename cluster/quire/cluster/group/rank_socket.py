@@ -9,10 +9,11 @@ signed, like those of gloo and NCCL: the network between a group's nodes must be
 import logging
 import secrets
 import socket
-import struct
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from quire.worker.ranks.lockstep import Rank, bound_waits
 
 _log = logging.getLogger(__name__)
 
@@ -42,24 +43,15 @@ class Hello:
     """Set on rank 0: the port of the store through which ranks find each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteRank:
-    """A rank that has come, and this end of its socket."""
-
-    hello: Hello
-    connection: Connection
-
-    @property
-    def number(self) -> int:
-        return self.hello.rank
-
-    def describe(self) -> str:
-        return f"rank {self.hello.rank} (pid {self.hello.pid} on {self.hello.host})"
+@dataclass(frozen=True, kw_only=True)
+class RemoteRank(Rank):
+    host: str
+    store_port: int | None
 
     def state(self) -> str:
         """A hung rank's kernel goes on acknowledging; one that was cut off does not."""
         try:
-            with socket.socket(fileno=_duplicate(self.connection)) as raw:
+            with socket.socket(fileno=socket.dup(self.connection.fileno())) as raw:
                 info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
         except OSError:
             return "gone"
@@ -69,7 +61,7 @@ class RemoteRank:
     def how_it_died(self) -> str | None:
         """That it did, at least: its own node alone knows more."""
         try:
-            with socket.socket(fileno=_duplicate(self.connection)) as raw:
+            with socket.socket(fileno=socket.dup(self.connection.fileno())) as raw:
                 said = raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
@@ -86,11 +78,8 @@ class Reception:
         self._listener = listen(host)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
-    def accept(self, *, wait_s: float, timeout_s: float) -> RemoteRank | None:
-        """The next that comes and has the key; ``None`` if nobody has come within ``wait_s``.
-
-        To send to it or to receive a message that has begun then takes ``timeout_s`` at most.
-        """
+    def accept(self, *, wait_s: float) -> RemoteRank | None:
+        """The next that comes and has the key; ``None`` if nobody has come within ``wait_s``."""
         self._listener.settimeout(wait_s)
         try:
             accepted, peer = self._listener.accept()
@@ -106,12 +95,17 @@ class Reception:
             answer_challenge(connection, self.key)
             hello = connection.recv()
             assert isinstance(hello, Hello)
-            _bound_waits(connection, timeout_s)
         except (AuthenticationError, AssertionError, EOFError, OSError) as error:
             _log.warning("turned away %s: %s: %s", peer[0], type(error).__name__, error)
             connection.close()
             return None
-        return RemoteRank(hello, connection)
+        return RemoteRank(
+            number=hello.rank,
+            pid=hello.pid,
+            host=hello.host,
+            store_port=hello.store_port,
+            connection=connection,
+        )
 
     def close(self) -> None:
         self._listener.close()
@@ -134,7 +128,7 @@ def connect(address: tuple[str, int], key: bytes, hello: Hello) -> Connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         connection.send(hello)
-        _bound_waits(connection, 0)
+        bound_waits(connection, 0)
     except BaseException:
         connection.close()
         raise
@@ -146,18 +140,5 @@ def _wrap(raw: socket.socket, timeout_s: float) -> Connection:
     for level, option, value in _LIVENESS:
         raw.setsockopt(level, option, value)
     connection = Connection(raw.detach())
-    _bound_waits(connection, timeout_s)
+    bound_waits(connection, timeout_s)
     return connection
-
-
-def _bound_waits(connection: Connection, timeout_s: float) -> None:
-    """A longer operation raises `BlockingIOError`; 0 waits for ever."""
-    seconds, fraction = divmod(timeout_s, 1)
-    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
-    with socket.socket(fileno=_duplicate(connection)) as raw:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            raw.setsockopt(socket.SOL_SOCKET, option, value)
-
-
-def _duplicate(connection: Connection) -> int:
-    return socket.dup(connection.fileno())

@@ -40,8 +40,8 @@ class Door:
     phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
     on_drain: Callable[[bool], None] = lambda is_wanted: None
     """Called when a gateway asks the group to drain, or to take requests again."""
-    on_probation: OutputBuffer | None = None
-    """The one request on probation, of whichever gateway."""
+    isolated: OutputBuffer | None = None
+    """The one isolated request that is not cleared yet, of whichever gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class GatewaySession:
         self._turned_away = False  # A request, since the last frame, as the group drained.
         self._received: list[_Submitted] = []  # To be acknowledged in the next frame.
         self._acknowledged: list[_Submitted] = []  # In the last one.
-        self._proven: OutputBuffer | None = None
+        self._cleared: OutputBuffer | None = None
         self._changed = asyncio.Event()
         self._is_heard = True
         self._num_silent = 0  # Parts of its timeout, in a row.
@@ -137,11 +137,11 @@ class GatewaySession:
             self._begin(submitted)
         if self._acknowledged:
             self._changed.set()  # They begin with the next frame: once this one was written.
-        if self._proven is not None:
-            # Only after the proof was written: if the next suspect kills the group at once, the
-            # gateway must know that this one was past its probation.
-            self._acquit(self._proven)
-            self._proven = None
+        if self._cleared is not None:
+            # Only after its tokens were written: if the next isolated request kills the group at
+            # once, the gateway must know that this one was cleared.
+            self._clear(self._cleared)
+            self._cleared = None
         deltas = [_acknowledgement(submitted) for submitted in self._acknowledged]
         sendable, self._sendable = self._sendable, {}
         for key, work in sendable.items():
@@ -150,8 +150,8 @@ class GatewaySession:
             deltas.append(delta)
             if delta.finish_reason:
                 del self._works[key]
-            if work is self._door.on_probation and work.is_proven:
-                self._proven = work
+            if work is self._door.isolated and work.is_cleared:
+                self._cleared = work
                 self._changed.set()
         refusals, self._refusals = self._refusals, []
         phase = self._door.phase
@@ -193,9 +193,9 @@ class GatewaySession:
             return
         if key in self._works:
             return  # A duplicate of a running request. A refusal would look like the end of that.
-        if submit.probation_tokens and self._door.on_probation is not None:
-            message = "another request is on probation"
-            self._refuse(key, pb.GroupError(code=pb.GroupError.PROBATION, message=message))
+        if submit.isolated_tokens and self._door.isolated is not None:
+            message = "the group runs another isolated request"
+            self._refuse(key, pb.GroupError(code=pb.GroupError.OTHER_ISOLATED, message=message))
             return
         # Numbered, so that late outputs of an aborted request are not attributed to this one.
         engine_id = f"{self._name}/{key[0]}/{key[1]}/{next(self._numbers)}"
@@ -205,9 +205,9 @@ class GatewaySession:
             self._refuse(key, _group_error(error))
             return
         work = OutputBuffer(engine_id, submit.token_limit)
-        if submit.probation_tokens:
-            self._door.on_probation = work
-            work.proven_at = len(request.resumed_token_ids) + submit.probation_tokens
+        if submit.isolated_tokens:
+            self._door.isolated = work
+            work.cleared_at = len(request.resumed_token_ids) + submit.isolated_tokens
         self._works[key] = work
         submitted = _Submitted(key, work, request, self._num_submits)
         if submit.attempt > 1:
@@ -278,12 +278,12 @@ class GatewaySession:
             return
         self._sendable.pop(key, None)
         self.num_unsent_tokens -= work.num_unsent
-        self._acquit(work)
+        self._clear(work)
         self._engine_loop.abort(work.engine_id)
 
-    def _acquit(self, work: OutputBuffer) -> None:
-        if self._door.on_probation is work:
-            self._door.on_probation = None
+    def _clear(self, work: OutputBuffer) -> None:
+        if self._door.isolated is work:
+            self._door.isolated = None
 
     def _refuse(self, key: Key, error: pb.GroupError) -> None:
         self._refusals.append(pb.TokenDelta(request_id=key[0], attempt=key[1], error=error))

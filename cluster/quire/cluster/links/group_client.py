@@ -124,9 +124,9 @@ class GroupClient:
         return self._commands.qsize()
 
     def submit(
-        self, submit: pb.Submit, *, on_proven: Callable[[], None] | None = None
+        self, submit: pb.Submit, *, on_cleared: Callable[[], None] | None = None
     ) -> GroupStream:
-        """Sends a request on its way; ``on_proven`` as in `GroupStream`.
+        """Sends a request on its way; ``on_cleared`` as in `GroupStream`.
 
         Raises:
             GroupLost: The group is not attached.
@@ -138,7 +138,7 @@ class GroupClient:
             window=self._config.window_tokens,
             on_abort=self._abort,
             on_credit=self._give_credit,
-            on_proven=on_proven,
+            on_cleared=on_cleared,
             turns=self._turns,
             epoch=self.description.epoch,
         )

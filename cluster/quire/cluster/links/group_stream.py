@@ -53,7 +53,7 @@ class GroupStream:
     """The deltas of one attempt of one request.
 
     Sets ``submit.token_limit`` and raises it through ``on_credit`` as the reader goes on.
-    ``on_proven`` is called once ``submit.probation_tokens`` have come, read or not. ``turns`` are
+    ``on_cleared`` is called once ``submit.isolated_tokens`` have come, read or not. ``turns`` are
     those of all streams of the gateway.
     """
 
@@ -64,7 +64,7 @@ class GroupStream:
         window: int,
         on_abort: Callable[["GroupStream"], None],
         on_credit: Callable[["GroupStream", int], None],
-        on_proven: Callable[[], None] | None = None,
+        on_cleared: Callable[[], None] | None = None,
         turns: Turns | None = None,
         epoch: int = 0,
     ) -> None:
@@ -77,9 +77,9 @@ class GroupStream:
         self._window = window
         self._on_abort = on_abort
         self._on_credit = on_credit
-        self._on_proven = on_proven
+        self._on_cleared = on_cleared
         self._num_resumed = len(submit.resumed_token_ids) // _BYTES_PER_TOKEN
-        self._proven_at = self._num_resumed + submit.probation_tokens
+        self._cleared_at = self._num_resumed + submit.isolated_tokens
         self._num_received = self._num_taken = self._num_done = self._num_resumed
         self._token_limit = submit.token_limit = self._num_resumed + window
         self._deltas: list[pb.TokenDelta] = []
@@ -149,9 +149,9 @@ class GroupStream:
             if end == begin and not delta.finish_reason:
                 return True  # The group has it, and that is all.
             self._num_received = end
-            if self._on_proven is not None and (end >= self._proven_at or delta.finish_reason):
-                self._on_proven()
-                self._on_proven = None
+            if self._on_cleared is not None and (end >= self._cleared_at or delta.finish_reason):
+                self._on_cleared()
+                self._on_cleared = None
         self._deltas.append(delta)
         if not (self._is_turn or self._will_wake):
             self._will_wake = True

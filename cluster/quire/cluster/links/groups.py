@@ -160,13 +160,13 @@ class Groups:
         group_id: GroupId,
         submit: pb.Submit,
         *,
-        on_proven: Callable[[], None] | None = None,
+        on_cleared: Callable[[], None] | None = None,
     ) -> GroupStream:
         """As `GroupClient.submit`. Raises GroupLost: the group is not attached any longer."""
         client = self._attached.get(group_id)
         if client is None:
             raise GroupLost(f"group {group_id} is not attached")
-        return client.submit(submit, on_proven=on_proven)
+        return client.submit(submit, on_cleared=on_cleared)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""

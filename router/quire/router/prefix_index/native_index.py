@@ -8,12 +8,12 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from ctypes import c_char_p, c_uint32, c_uint64, c_void_p
+from ctypes import c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
 
-from quire import native_build
+from quire import native_build, native_header
 from quire.router.prefix_index.index import Lengths, Slot, T
 from quire.worker.api.events import NUM_BUCKETS
 from quire.worker.api.hashing import HASH_BYTES
@@ -23,24 +23,6 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC")
 
 _MAX_SLOTS = 1 << 24
 """Beyond any cluster. Each one admitted takes memory, 2 KiB."""
-
-# The index is a pointer, which ctypes must not take for an int of 32 bits.
-_FUNCTIONS = {
-    "new": (c_void_p, c_uint64),
-    "delete": (None, c_void_p),
-    "admit": (None, c_void_p, c_uint32),
-    "add": (None, c_void_p, c_uint32, c_char_p, c_uint64),
-    "remove": (None, c_void_p, c_uint32, c_char_p, c_uint64),
-    "clear": (None, c_void_p, c_uint32),
-    "replace": (None, c_void_p, c_uint32, c_char_p, c_uint64, c_char_p, c_uint64),
-    "look_up": (c_uint32, c_void_p, c_char_p, c_uint64, c_void_p, c_void_p),
-    "num_blocks": (c_uint64, c_void_p),
-    "num_refused": (c_uint64, c_void_p),
-    "num_sets": (c_uint64, c_void_p),
-    "num_bytes": (c_uint64, c_void_p),
-    "num_held": (c_uint64, c_void_p, c_uint32),
-    "digests": (None, c_void_p, c_uint32, c_void_p, c_void_p),
-}
 
 
 @functools.cache
@@ -55,9 +37,8 @@ def _load() -> ctypes.PyDLL:
     # With the GIL: giving it up and waiting for it again costs more than a look-up.
     loaded = ctypes.PyDLL(str(build()))
     _check_sizes(loaded)
-    for name, (restype, *argtypes) in _FUNCTIONS.items():
-        function = getattr(loaded, f"quire_holders_{name}")
-        function.restype, function.argtypes = restype, argtypes
+    for source in _SOURCES.glob("*.cpp"):
+        native_header.read(source).declare(loaded)
     return loaded
 
 

@@ -170,7 +170,7 @@ class HashChain:
 
     def _extend(self, tokens: TokenIds, block_bytes: int, num_blocks: int) -> bytes:
         if self._native is not None:
-            data = bytes(num_blocks * HASH_BYTES)
+            data = bytes(num_blocks * HASH_BYTES)  # That nobody else knows yet: it is written to.
             self._native.quire_chain_extend(
                 self._chain, tokens.ctypes.data, block_bytes, num_blocks, data
             )

@@ -6,10 +6,10 @@
 import ctypes
 import functools
 import logging
-from ctypes import c_char_p, c_int64, c_void_p
+from ctypes import c_int64
 from pathlib import Path
 
-from quire import native_build
+from quire import native_build, native_header
 
 CHAIN_BYTES = 8 * 4 + 8 + 64
 """Size of a ``Chain``."""
@@ -35,11 +35,7 @@ def _load() -> ctypes.PyDLL:
     num_bytes = c_int64.in_dll(loaded, "quire_chain_bytes").value
     if num_bytes != CHAIN_BYTES:
         raise RuntimeError(f"Chain has {num_bytes} bytes in chain.cpp, {CHAIN_BYTES} here")
-    loaded.quire_chain_begin.argtypes = (c_void_p, c_char_p)
-    loaded.quire_chain_begin.restype = None
-    # The digests go to a bytes object that nobody else knows yet.
-    loaded.quire_chain_extend.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_char_p)
-    loaded.quire_chain_extend.restype = None
+    native_header.read(_SOURCES / "chain.cpp").declare(loaded)
     return loaded
 
 

@@ -149,42 +149,36 @@ class DistributedTensorParallel(TensorParallel):
 
 
 def join(
-    *, rank: int, size: int, device: torch.device, rendezvous: Path, shared_fd: int
-) -> TensorParallel:
-    """This rank's end of a group on one node, over the fastest way there is between its ranks.
-
-    ``rendezvous`` is an empty file: nothing can take it between the choice and the use, as a port
-    could be. ``shared_fd`` is a file of
-    `quire.kernels.native_shared.shared_bytes` zeros.
-    """
-    library = native.library() if device.type == "cpu" else None
-    if library is not None:
-        return SharedMemoryTensorParallel(library, shared_fd, rank=rank, size=size)
-    store = FileStore(str(rendezvous), size)
-    return DistributedTensorParallel(
-        rank=rank, size=size, device=device, store=store, one_node=True
-    )
-
-
-def join_over_network(
     *,
     rank: int,
     size: int,
     device: torch.device,
-    store: tuple[str, int],
+    store: Path | tuple[str, int],
     listener: socket.socket | None,
+    shared_fd: int | None,
 ) -> TensorParallel:
-    """This rank's end of a group on several nodes, which meet at the address ``store``.
-    ``listener`` is rank 0's and bound to that; it is taken over."""
-    meeting = TCPStore(
-        *store,
-        world_size=size,
-        is_master=listener is not None,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener is not None else None,
-    )
+    """This rank's end of a group, over the fastest way there is between its ranks.
+
+    On one node, ``shared_fd`` is a file of `quire.kernels.native_shared.shared_bytes` zeros, and
+    ``store`` an empty file: nothing can take it between the choice and the use, as a port could be.
+    On several, ``store`` is an address, to which rank 0's ``listener`` is bound; it is taken over.
+    """
+    library = native.library() if device.type == "cpu" else None
+    if library is not None and shared_fd is not None:
+        return SharedMemoryTensorParallel(library, shared_fd, rank=rank, size=size)
+    meeting: Store
+    if isinstance(store, Path):
+        meeting = FileStore(str(store), size)
+    else:
+        meeting = TCPStore(
+            *store,
+            world_size=size,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
     return DistributedTensorParallel(
-        rank=rank, size=size, device=device, store=meeting, one_node=False
+        rank=rank, size=size, device=device, store=meeting, one_node=shared_fd is not None
     )
 
 

@@ -11,7 +11,8 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import RankFailure
 from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
-from quire.worker.ranks.process_executor import ProcessExecutor
+from quire.worker.ranks.lockstep import LockstepExecutor
+from quire.worker.ranks.process import RankProcesses
 from quire.worker.step.messages import Executor, StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
 
@@ -34,7 +35,7 @@ def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
     check_parallel(spec, config.tensor_parallel_size)
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config), facts
-    return ProcessExecutor(config), facts
+    return LockstepExecutor(config, RankProcesses()), facts
 
 
 class InProcessExecutor:

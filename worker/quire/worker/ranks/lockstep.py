@@ -1,23 +1,34 @@
-"""Ranks in other processes that work in lockstep, whatever started them and carries their steps.
+"""Ranks in other processes that work in lockstep, on one node or on several.
+
+Each has a connection, over which it takes steps and rank 0 answers; how it was started and
+connected is its launcher's. On one node the steps themselves lie in memory that all share.
 
 Ranks hold no requests, so on the first sign of trouble all are ended, and the group is lost as
 a whole.
 """
 
 import select
+import socket
+import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError, RankFailure
-from quire.worker.ranks.messages import Failed, Loaded, Ready
-from quire.worker.step.codec import pack, unpack
+from quire.worker.model.config import read_model_spec, resolve_max_model_len
+from quire.worker.model.hub import fetch_checkpoint
+from quire.worker.ranks.messages import Failed, Loaded, RankStart, Ready, Store
+from quire.worker.step.codec import StepSlots, all_slots_bytes, pack, slot_bytes, unpack
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
+
+COLLECTIVES_BYTES_PER_RANK = 4 << 20
+"""Memory that the ranks of one node map for their collectives; untouched pages cost nothing."""
 
 START_TIMEOUT_S = 1800.0
 """Loading from slow storage takes minutes; a rank that dies meanwhile is noticed at once."""
@@ -32,44 +43,78 @@ busy machine a process may be stopped between closing its sockets and being dead
 _Message = TypeVar("_Message")
 
 
-class Rank(Protocol):
-    """A rank, as its executor sees it."""
+@dataclass(frozen=True, kw_only=True)
+class Rank(ABC):
+    """A rank that is connected, as its executor sees it."""
 
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def connection(self) -> Connection:
-        """A message that it does not accept within the step's deadline raises `BlockingIOError`: a
-        hung rank's full socket must not hang its executor too."""
+    number: int
+    pid: int
+    host: str | None = None
+    """Its node's address, if that is another one's."""
+    connection: Connection
 
     def describe(self) -> str:
         """Such as "rank 1 (pid 4711)"."""
+        where = f" on {self.host}" if self.host is not None else ""
+        return f"rank {self.number} (pid {self.pid}{where})"
 
+    @abstractmethod
     def state(self) -> str:
         """Its present state, such as "stopped"."""
 
+    @abstractmethod
     def how_it_died(self) -> str | None:
         """ "died with signal 9"; ``None`` while it runs, and where nobody can know."""
 
 
-class LockstepExecutor(ABC):
+class Launcher(Protocol):
+    """Starts the ranks of one group, and ends them."""
+
+    num_nodes: int
+
+    @property
+    def shared_fd(self) -> int | None:
+        """Memory that all ranks and this process share, where they are on one node."""
+
+    def start(self, config: EngineConfig, *, shared_bytes: int) -> tuple[Sequence[Rank], Store]:
+        """Starts all ranks, with that much shared memory of zeros, and returns them by number when
+        all are connected; and where they find each other."""
+
+    def stop(self) -> None:
+        """Ends the ranks and closes their connections. It is called once."""
+
+
+class LockstepExecutor:
     """Gives each step to all ranks and takes rank 0's answer. Used from one thread; `close` from
-    any. Subclasses start the ranks, and say how steps and outputs travel."""
+    any."""
 
     num_ahead: int
     numerics: str
 
-    def __init__(self, config: EngineConfig, *, stop: Callable[[], None]) -> None:
-        """``stop`` ends the ranks and closes their connections. It is called once."""
+    def __init__(self, config: EngineConfig, launcher: Launcher) -> None:
+        """
+        Raises:
+            ConfigError, CheckpointError: As a rank says.
+            RankFailure: A rank died or raised while starting. None is left.
+        """
         self._step_timeout_s = config.step_timeout_s
         self._failure: str | None = None
         self._ranks: Sequence[Rank] = ()
-        self._stop = weakref.finalize(self, stop)
+        self._stop = weakref.finalize(self, launcher.stop)
         self._num_submitted = 0
         self._num_answered = 0
         self._oldest_began_s = 0.0
         """When the ranks could begin with the oldest step that is under way."""
+        try:
+            self._start(config, launcher)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process ids, each on its own node."""
+        return tuple(rank.pid for rank in self._ranks)
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +123,7 @@ class LockstepExecutor(ABC):
     def submit(self, step: StepInput) -> None:
         self._check_open()
         try:
-            message = self._write_step(step, self._num_submitted)
+            message = pack(self._slots.write_step(self._num_submitted, step))
             if self._num_submitted == self._num_answered:
                 self._oldest_began_s = time.monotonic()
             for rank in self._ranks:
@@ -105,7 +150,7 @@ class LockstepExecutor(ABC):
                 for rank in self._wait(self._ranks, deadline, self._step_timeout_s):
                     message = self._receive(rank)
                     if rank is self._ranks[0]:
-                        output = self._read_output(message, self._num_answered)
+                        output = self._slots.read_output(self._num_answered, message)
                         self._num_answered += 1
                         self._oldest_began_s = time.monotonic()
                         return output
@@ -116,31 +161,34 @@ class LockstepExecutor(ABC):
     def close(self) -> None:
         self._stop()
 
-    @abstractmethod
-    def _write_step(self, step: StepInput, number: int) -> bytes | memoryview:
-        """The message for the step of this number, the same one for every rank."""
-
-    @abstractmethod
-    def _read_output(self, message: Any, number: int) -> StepOutput:
-        """The output in rank 0's message for that step."""
-
-    def _start_ranks(
-        self, config: EngineConfig, ranks: Sequence[Rank], starts: Sequence[object]
-    ) -> None:
-        """Brings connected ranks to where they take steps; ``starts`` has each one's first
-        message."""
-        self._ranks = ranks
+    def _start(self, config: EngineConfig, launcher: Launcher) -> None:
+        model = read_model_spec(fetch_checkpoint(config.model), model_impl=config.model_impl)
+        size = slot_bytes(config, max_model_len=resolve_max_model_len(config, model))
+        offset = COLLECTIVES_BYTES_PER_RANK * config.tensor_parallel_size
+        shared_bytes = offset + all_slots_bytes(size)
+        self._ranks, store = launcher.start(config, shared_bytes=shared_bytes)
+        self._slots = StepSlots(size, shared_fd=launcher.shared_fd, offset=offset)
         self._poll = select.poll()
-        for rank in ranks:
+        for rank in self._ranks:
             self._poll.register(rank.connection.fileno(), select.POLLIN)
-        for rank, start in zip(ranks, starts, strict=True):
+            # A hung rank's full socket must not hang its executor too.
+            bound_waits(rank.connection, config.step_timeout_s)
+        for rank in self._ranks:
+            start = RankStart(
+                rank=rank.number,
+                config=config,
+                num_on_node=config.tensor_parallel_size // launcher.num_nodes,
+                store=store,
+                slots_offset=offset,
+                slot_bytes=size,
+            )
             self._send(rank, pack(start))
         loaded = self._receive_all(Loaded)
         self._num_blocks = min(message.num_blocks for message in loaded)
         self.num_ahead = config.num_ahead(is_gpu=loaded[0].is_gpu)
         # One, but where ranks are on nodes of different kinds.
         self.numerics = " and ".join(sorted({message.numerics for message in loaded}))
-        for rank in ranks:
+        for rank in self._ranks:
             self._send(rank, pack(self._num_blocks))
         self._receive_all(Ready)
 
@@ -162,7 +210,7 @@ class LockstepExecutor(ABC):
                 missing.remove(rank)
         return messages
 
-    def _send(self, rank: Rank, message: bytes | memoryview) -> None:
+    def _send(self, rank: Rank, message: bytes) -> None:
         try:
             rank.connection.send_bytes(message)
         except BlockingIOError:
@@ -243,3 +291,12 @@ class LockstepExecutor(ABC):
         if note is not None:
             error.add_note(note)
         raise error
+
+
+def bound_waits(connection: Connection, timeout_s: float) -> None:
+    """A longer operation on it raises `BlockingIOError`; 0 waits for ever."""
+    seconds, fraction = divmod(timeout_s, 1)
+    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
+    with socket.socket(fileno=socket.dup(connection.fileno())) as raw:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            raw.setsockopt(socket.SOL_SOCKET, option, value)

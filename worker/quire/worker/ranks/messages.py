@@ -1,17 +1,20 @@
-"""Messages between an executor and a rank over their socket.
+"""Messages between an executor and a rank over their connection.
 
 executor → rank    `RankStart`; then the number of blocks; then a message per step
 rank → executor    `Loaded`; then `Ready`; then, from rank 0, a message per step
                    `Failed`, at any time, and the rank ends
 
-Steps and their outputs themselves lie in shared memory (`quire.worker.step.codec`): their messages
-say that they are there, and are empty but for what seldom comes with them.
+The messages of steps and their outputs are those of `quire.worker.step.codec.StepSlots`.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
+
+Store = Path | tuple[str, int]
+"""Where the ranks find each other: an empty file on their node, or an address at which rank 0
+listens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,10 +23,11 @@ class RankStart:
 
     rank: int
     config: EngineConfig
-    rendezvous: Path
-    """A file that does not exist yet, where the ranks find each other."""
+    num_on_node: int
+    """Ranks that share its node."""
+    store: Store
     slots_offset: int
-    """Where in the shared memory the slots of steps begin, and the size of each."""
+    """Where in shared memory the slots of steps begin, and the size of each."""
     slot_bytes: int
 
 

@@ -1,77 +1,185 @@
-"""A tensor-parallel rank, a process: ``python -m quire.worker.ranks.rank CONTROL LIFELINE SHARED``
-(fds).
+"""A tensor-parallel rank: a process that takes steps from its executor over one connection.
 
-Speaks with its executor over one socket (`quire.worker.ranks.messages`), and finds its steps in
-memory that all share (`quire.worker.step.codec`).
-It ends when the executor does, however that ends: the other end of the lifeline closes then, and
-a thread that watches it ends the process even in the middle of a step.
+As a child of its executor it is ``python -m quire.worker.ranks.rank CONNECTION SHARED`` (fds); on
+several nodes something else starts it, and calls `run_rank`. It ends when the executor does,
+however that ends, or falls silent: a thread that watches the connection ends the process even in
+the middle of a step.
 """
 
+import gc
+import itertools
 import os
 import select
 import signal
+import socket
 import sys
 import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.worker.ranks.loop import failed, run_steps
-from quire.worker.ranks.messages import RankStart
-from quire.worker.step.codec import StepSlots, pack, read_step, unpack, write_output
+from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.ranks.messages import Failed, Loaded, RankStart, Ready
+from quire.worker.step.codec import StepSlots, pack, unpack
+
+if TYPE_CHECKING:  # Slow to import, and a rank first sees to it that it does not outlive others.
+    from quire.worker.step.late_tokens import Pending
+
+_FAREWELL_S = 10.0
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the executor, which decides.
-    control_fd, lifeline_fd, shared_fd = (int(arg) for arg in sys.argv[1:])
-    threading.Thread(target=_watch, args=(lifeline_fd, os.getppid()), daemon=True).start()
-    with Connection(control_fd) as connection:
-        try:
-            _run(connection, shared_fd)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass  # The executor closed its end.
-        except BaseException as error:
-            with suppress(OSError):
-                connection.send(failed(error))
+    connection_fd, shared_fd = (int(arg) for arg in sys.argv[1:])
+    run_rank(Connection(connection_fd), shared_fd=shared_fd, parent_pid=os.getppid())
+
+
+def run_rank(
+    connection: Connection,
+    *,
+    shared_fd: int | None = None,
+    listener: socket.socket | None = None,
+    parent_pid: int | None = None,
+) -> NoReturn:
+    """Is a rank until its executor leaves, then ends the process.
+
+    ``shared_fd`` is memory that all ranks of one node share with the executor. On several nodes
+    rank 0 has a ``listener``, at the address where the ranks find each other.
+    """
+    watched = (connection.fileno(), parent_pid)
+    threading.Thread(target=_watch, args=watched, daemon=True).start()
+    try:
+        _run(connection, shared_fd, listener)
+    except (EOFError, ConnectionError, TimeoutError):
+        pass  # The executor has gone.
+    except BaseException as error:
+        with suppress(OSError):
+            connection.send(failed(error))
+        # The executor ends this process, or hangs up, when it has read that. Hanging up first, with
+        # steps unread, would reset the connection, and the message could be lost.
+        time.sleep(_FAREWELL_S)
     # Skips the teardown of torch and of its process group, which would wait for other ranks.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _run(connection: Connection, shared_fd: int) -> None:
+def _run(connection: Connection, shared_fd: int | None, listener: socket.socket | None) -> NoReturn:
+    """Loads the rank's share of the model and runs steps for ever.
+
+    Raises:
+        EOFError, OSError: The executor is gone.
+    """
     start = connection.recv()
     assert isinstance(start, RankStart)
-    # Here and not above: the lifeline must be watched before the slow imports begin.
-    from quire.worker.model.tensor_parallel import join
-    from quire.worker.runner.model_runner import pick_device
+    # Here and not above: the executor must be watched before the slow imports begin.
+    import torch
 
-    device = pick_device(start.config, rank=start.rank)
+    from quire.worker.model.hub import fetch_checkpoint
+    from quire.worker.model.tensor_parallel import join
+    from quire.worker.runner.model_runner import ModelRunner, pick_device
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(start.config.num_threads or max(1, cores // start.num_on_node))
+    if shared_fd is None:
+        device = pick_device(start.config, rank=0, num_ranks=1)  # Ray shows it its own GPU alone.
+    else:
+        device = pick_device(start.config, rank=start.rank)
     tp = join(
         rank=start.rank,
         size=start.config.tensor_parallel_size,
         device=device,
-        rendezvous=start.rendezvous,
+        store=start.store,
+        listener=listener,
         shared_fd=shared_fd,
     )
-    slots = StepSlots(shared_fd, offset=start.slots_offset, slot_bytes=start.slot_bytes)
-    run_steps(
-        connection,
-        start.config,
-        device=device,
-        tp=tp,
-        read=lambda number, data: read_step(slots.step(number), unpack(data)),
-        write=lambda number, output: pack(write_output(output, slots.output(number))),
+    config = replace(start.config, model=fetch_checkpoint(start.config.model))
+    runner = ModelRunner(config, device=device, tp=tp)
+    num_blocks = runner.num_blocks_that_fit()
+    is_gpu = device.type == "cuda"
+    connection.send(Loaded(num_blocks=num_blocks, is_gpu=is_gpu, numerics=runner.numerics))
+    runner.allocate(connection.recv())
+    gc.collect()
+    gc.freeze()  # A full collection looked through all that was loaded, while every rank waited.
+    connection.send(Ready())
+
+    slots = StepSlots(start.slot_bytes, shared_fd=shared_fd, offset=start.slots_offset)
+    answers = Answers(connection, slots, in_thread=is_gpu)
+
+    def receive() -> Any:
+        return unpack(connection.recv_bytes())
+
+    for number in itertools.count():
+        pending = runner.launch(slots.read_step(number, receive()), edits=receive)
+        if pending is not None:
+            answers.add(number, pending)
+    raise AssertionError("numbers do not end")
+
+
+class Answers:
+    """Sends rank 0's outputs in the order of their steps.
+
+    ``in_thread``: a thread waits for the device, so that the next step can be launched meanwhile.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        slots: StepSlots,
+        *,
+        in_thread: bool,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """``end`` ends the process where the thread cannot go on."""
+        self._connection = connection
+        self._slots = slots
+        self._end = end
+        self._thread = ThreadPoolExecutor(1, "quire-answers") if in_thread else None
+
+    def add(self, number: int, pending: "Pending") -> None:
+        """Answers step ``number`` once its output is there."""
+        if self._thread is None:
+            self._send(number, pending)
+        else:
+            self._thread.submit(self._send_or_end, number, pending)
+
+    def _send(self, number: int, pending: "Pending") -> None:
+        self._connection.send_bytes(pack(self._slots.write_output(number, pending.wait())))
+
+    def _send_or_end(self, number: int, pending: "Pending") -> None:
+        try:
+            self._send(number, pending)
+        except BaseException as error:
+            with suppress(OSError):
+                self._connection.send(failed(error))
+            self._end(1)
+
+
+def failed(error: BaseException) -> Failed:
+    """The message about the exception that ends a rank."""
+    kind = type(error)
+    # By its base, so that a subclass arrives as what a caller can handle.
+    name = next((k.__name__ for k in (ConfigError, CheckpointError) if issubclass(kind, k)), None)
+    return Failed(
+        kind=name or kind.__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
     )
 
 
-def _watch(lifeline_fd: int, parent_pid: int) -> None:
-    """Ends the process when the executor's end of the lifeline closes.
+def _watch(fd: int, parent_pid: int | None) -> None:
+    """Ends the process when the executor's end of the connection closes or is out of reach.
 
     The parent's id is a second sign, for when a child that it forked still holds that end.
     """
     poll = select.poll()
-    poll.register(lifeline_fd, select.POLLIN | select.POLLHUP)
-    while not poll.poll(1000) and os.getppid() == parent_pid:
+    poll.register(fd, select.POLLRDHUP)
+    while not poll.poll(1000) and parent_pid in (None, os.getppid()):
         pass
     os._exit(0)
 

@@ -36,7 +36,7 @@ class Compiling:
         request = seq.request
         constraint, token_ids = request.sampling.constraint, request.resumed_token_ids
         assert constraint is not None
-        tenant = request.tenant
+        tenant, is_checked = request.tenant, request.is_checked
         grammar = self.grammars.kept(constraint, tenant=tenant)
         if grammar is not None and not len(token_ids):
             ready: Future[Matcher] = Future()
@@ -47,7 +47,9 @@ class Compiling:
             self._matchers[seq] = ready
             return
         self._matchers[seq] = self._thread.submit(
-            lambda: self.grammars.compile(constraint, tenant=tenant).matcher(token_ids),
+            lambda: self.grammars.compile(constraint, tenant=tenant, is_checked=is_checked).matcher(
+                token_ids
+            ),
             constraint,
             tenant=tenant,
         )
@@ -65,6 +67,7 @@ class Compiling:
 
     def close(self) -> None:
         self._thread.close()
+        self.grammars.close()
 
     def _finish(self, seq: Sequence, future: "Future[Matcher]") -> InvalidRequest | None:
         error = future.exception()

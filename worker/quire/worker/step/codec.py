@@ -1,15 +1,15 @@
-"""Steps in memory that the engine and its ranks share: one copy, no pickles of arrays.
+"""Steps and outputs as they travel: a few arrays in a slot, and a message.
 
 A step lies in a slot as a header, counts of things, and behind it its arrays one after the other,
 each aligned. Rare parts (adjustments, copies, logprobs, hidden states) travel apart, in the message
-that wakes the other side, so that a slot's size is bounded. Between nodes, without shared memory,
-the same bytes are the message, followed by the rare parts.
+that wakes the other side, so that a slot's size is bounded. On one node both sides share the slots:
+one copy, no pickles of arrays. Between nodes the slot's bytes go with the message.
 """
 
 import math
 import mmap
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -57,22 +57,56 @@ _RARE_OUTPUTS = tuple(each.name for each in fields(StepOutput) if each.name != "
 
 
 class StepSlots:
-    """One end of the memory. Slot ``n % 2`` belongs to the n-th step.
+    """One end of the slots. Slot ``n % 2`` belongs to the n-th step.
 
     It is written again once rank 0 has answered that step, which takes a collective of all ranks
     at its end: so none of them reads it any more.
     """
 
-    def __init__(self, fd: int, *, offset: int, slot_bytes: int) -> None:
-        """``fd`` is a file of ``offset + all_slots_bytes(slot_bytes)`` bytes."""
+    def __init__(self, slot_bytes: int, *, shared_fd: int | None = None, offset: int = 0) -> None:
+        """``shared_fd`` is a file of ``offset + all_slots_bytes(slot_bytes)`` bytes that the other
+        end has too; without one, messages carry what is in the slots."""
+        self._is_shared = shared_fd is not None
+        fd = -1 if shared_fd is None else shared_fd
         memory = np.frombuffer(mmap.mmap(fd, offset + all_slots_bytes(slot_bytes)), np.uint8)
         self._slots = np.split(memory[offset:], 4)
 
-    def step(self, number: int) -> Bytes:
-        return self._slots[number % 2]
+    def write_step(self, number: int, step: StepInput) -> object | None:
+        """Returns what the message must carry; with shared slots ``None`` for most steps."""
+        slot = self._slots[number % 2]
+        num_bytes = _write_arrays(step, slot)
+        rare = _rare(step, _RARE), _rare(step.sampling, _RARE_SAMPLING)
+        return self._message(slot[:num_bytes], rare if any(rare) else None)
 
-    def output(self, number: int) -> Bytes:
-        return self._slots[2 + number % 2]
+    def read_step(self, number: int, message: Any) -> StepInput:
+        """The step that `write_step` wrote. Its arrays are views of the slot."""
+        slot, rare = self._contents(self._slots[number % 2], message)
+        return _read(slot, rare)
+
+    def write_output(self, number: int, output: StepOutput) -> object | None:
+        """As `write_step`."""
+        slot = self._slots[2 + number % 2][: 8 * (len(output.token_ids_S) + 1)]
+        values = slot.view(np.int64)
+        values[0] = len(output.token_ids_S)
+        values[1:] = output.token_ids_S
+        return self._message(slot, _rare(output, _RARE_OUTPUTS) or None)
+
+    def read_output(self, number: int, message: Any) -> StepOutput:
+        """The output that `write_output` wrote, in memory of its own."""
+        slot, rare = self._contents(self._slots[2 + number % 2], message)
+        num_tokens = int(slot[:8].view(np.int64)[0])
+        token_ids_S = slot[8 : 8 * (num_tokens + 1)].view(np.int64).copy()
+        return StepOutput(token_ids_S, **(rare or {}))
+
+    def _message(self, written: Bytes, rare: object | None) -> object | None:
+        # Not the array: pickled bytes take a fraction of its time.
+        return rare if self._is_shared else (bytearray(written), rare)
+
+    def _contents(self, slot: Bytes, message: Any) -> tuple[Bytes, Any]:
+        if self._is_shared:
+            return slot, message
+        written, rare = message
+        return np.frombuffer(written, np.uint8), rare
 
 
 def all_slots_bytes(slot_bytes: int) -> int:
@@ -95,55 +129,6 @@ def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
     return _ALIGNMENT + sum(_padded_bytes(array, most) for array in arrays)
 
 
-def write_step(step: StepInput, slot: Bytes) -> object | None:
-    """Returns what the message must carry; ``None`` for most steps."""
-    return _write(step, slot)[0]
-
-
-def read_step(slot: Bytes, message: Any) -> StepInput:
-    """The step that `write_step` wrote. Its arrays are views of the slot."""
-    return _read(slot, lambda _: message)
-
-
-def step_to_bytes(step: StepInput, slot: Bytes) -> bytes:
-    """The whole step as one message. ``slot`` is memory to work in, free again on return."""
-    message, num_bytes = _write(step, slot)
-    return slot[:num_bytes].tobytes() + pack(message)
-
-
-def step_from_bytes(data: bytes) -> StepInput:
-    """The step that `step_to_bytes` wrote."""
-    # A copy, because tensors want arrays that may be written.
-    slot = np.frombuffer(bytearray(data), np.uint8)
-    return _read(slot, lambda num_bytes: unpack(data[num_bytes:]))
-
-
-def write_output(output: StepOutput, slot: Bytes) -> object | None:
-    """As `write_step`."""
-    values = slot[: 8 * (len(output.token_ids_S) + 1)].view(np.int64)
-    values[0] = len(output.token_ids_S)
-    values[1:] = output.token_ids_S
-    return _rare(output, _RARE_OUTPUTS) or None
-
-
-def read_output(slot: Bytes, message: Any) -> StepOutput:
-    """The output that `write_output` wrote, in memory of its own."""
-    num_tokens = int(slot[:8].view(np.int64)[0])
-    token_ids_S = slot[8 : 8 * (num_tokens + 1)].view(np.int64).copy()
-    return StepOutput(token_ids_S, **(message or {}))
-
-
-def output_message(output: StepOutput) -> object:
-    """The whole output. Bytes take a fraction of the time that a pickled array does."""
-    return output.token_ids_S.tobytes(), _rare(output, _RARE_OUTPUTS)
-
-
-def output_of(message: Any) -> StepOutput:
-    """The output whose `output_message` came."""
-    token_ids, rare = message
-    return StepOutput(np.frombuffer(token_ids, np.int64), **rare)
-
-
 def pack(message: object | None) -> bytes:
     """The empty message is ``None``: pickling that would take longer than sending it."""
     return b"" if message is None else pickle.dumps(message, protocol=5)
@@ -154,9 +139,8 @@ def unpack(data: bytes) -> Any:
     return pickle.loads(data) if data else None
 
 
-def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
-    """The parts that do not go into the slot, and the number of bytes filled in the slot."""
-    sampling = step.sampling
+def _write_arrays(step: StepInput, slot: Bytes) -> int:
+    """Returns the number of bytes filled in the slot."""
     num_rows, num_blocks = step.block_tables_BM.shape
     counts = (
         *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
@@ -164,13 +148,12 @@ def _write(step: StepInput, slot: Bytes) -> tuple[object | None, int]:
     )
     slot[: 8 * len(counts)].view(np.int64)[:] = counts
     offset = _ALIGNMENT
-    for source, arrays in ((step, _STEP_ARRAYS), (sampling, _SAMPLING_ARRAYS)):
+    for source, arrays in ((step, _STEP_ARRAYS), (step.sampling, _SAMPLING_ARRAYS)):
         for name, dtype, _ in arrays:
             values = getattr(source, name)
             np.ndarray(values.shape, dtype, slot, offset)[...] = values
             offset += _aligned(values.nbytes)
-    rare = _rare(step, _RARE), _rare(sampling, _RARE_SAMPLING)
-    return rare if any(rare) else None, offset
+    return offset
 
 
 def _rare(source: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -183,13 +166,12 @@ def _rare(source: object, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _read(slot: Bytes, message_behind: Callable[[int], Any]) -> StepInput:
-    """``message_behind`` gets the number of bytes that the slot's arrays end at."""
+def _read(slot: Bytes, rare_parts: Any) -> StepInput:
     header = slot[: 8 * len(_COUNTS)].view(np.int64).tolist()
     counts = dict(zip(_COUNTS, header, strict=True))
     step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
-    sampling, offset = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
-    rare, rare_sampling = message_behind(offset) or ({}, {})
+    sampling, _ = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
+    rare, rare_sampling = rare_parts or ({}, {})
     return StepInput(
         **step,
         **rare,

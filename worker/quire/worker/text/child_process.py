@@ -9,6 +9,7 @@ and each is answered. The process ends with the socket.
 import json
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -16,7 +17,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from math import ceil
 from typing import Any, BinaryIO
 
 _START_TIMEOUT_S = 60.0  # A busy machine takes long to start Python.
@@ -42,23 +42,28 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., ChildProcess] | None = None
 
-    def ask(self, request: bytes, *, timeout_s: float) -> bytes:
-        """The answer to one request.
+    def ask(self, request: bytes, *, timeout_s: float, max_cpu_s: float | None = None) -> bytes:
+        """The answer to one request. ``max_cpu_s``: of CPU time for any one, from the first on; by
+        default so much that ``timeout_s`` ends it earlier.
 
         Raises:
             TimeoutError: There was none in time. The process was ended.
             OSError: The process ended over it.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start(max_cpu_s=ceil(timeout_s) + 1)
+        self.start(max_cpu_s=max_cpu_s or timeout_s + 1)
         return self._exchange(request, timeout_s=timeout_s)
+
+    def start(self, *, max_cpu_s: float) -> None:
+        """Starts the process, unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            self._start(max_cpu_s)
 
     def close(self) -> None:
         """Ends the process; a later `ask` starts another."""
         if self._end is not None:
             self._end()
 
-    def _start(self, *, max_cpu_s: int) -> None:
+    def _start(self, max_cpu_s: float) -> None:
         self.close()
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -119,10 +124,7 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[bytes], bytes]]) -> None
         answer = prepare(first)
         _write(answers, _READY)
         while request := _read(requests):
-            # For when no one is left to end it. The limit counts whole seconds of the process.
-            used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (used_s + max_cpu_s, hard))
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # Its signal ends the process.
             _write(answers, answer(request))
 
 

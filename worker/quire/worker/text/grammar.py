@@ -3,30 +3,30 @@
     Grammars   compiles, keeps what was compiled, and says what is not supported
     Grammar    makes a `Matcher` for each output
 
-Gateways compile to refuse, in a process of its own (`grammar_process`), and engines to match. The
-limits here count work and not seconds: a grammar is refused on every machine or on none. Matchers
-are made of a grammar and an output's tokens alone, wherever that output is continued.
+Compiling may take any time and memory, or end the process. So each constraint is first checked in
+a process of its own (`grammar_process`): by the gateway that it came through, whose word engines
+take, wherever an output is continued; otherwise by the engine. Matchers are made of a grammar and
+an output's tokens alone.
 """
 
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.worker.api.errors import CheckpointError, ConstraintRefused
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
-from quire.worker.text.json_schema import checked, place_of
+from quire.worker.text.grammar_process import GrammarProcess
+from quire.worker.text.json_schema import check_embedded, checked, place_of
 from quire.worker.text.kept import Kept
 from quire.worker.text.lark import WHITESPACE, Lark
-from quire.worker.text.lark_work import check_lark
 from quire.worker.text.mask_cost import MaskCost
 from quire.worker.text.matcher import Matcher, Place, cut
 from quire.worker.text.recent import RecentSeconds
-from quire.worker.text.regex_work import check_regex
 from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
-from quire.worker.text.work import TOO_LONG
 
 if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -45,7 +45,7 @@ _MAX_TENANTS = 1_024
 """Whose costs are known at a time."""
 _LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_LLAMA_CPP_RULES = 400
-"""Translating them takes as long as their number's square."""
+"""Translating them takes as long as their number's square, and Python's lock."""
 
 
 class Grammar:
@@ -80,14 +80,19 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._process: GrammarProcess | None = None
         self._special_tokens: Mapping[int, str] = {}
         self._loading = threading.Lock()
         self._kept: Kept[Grammar | str] = Kept()
         self._tenants: dict[str, RecentSeconds] = {}
 
-    def compile(self, constraint: Constraint, *, tenant: str = "") -> Grammar:
+    def compile(
+        self, constraint: Constraint, *, tenant: str = "", is_checked: bool = True
+    ) -> Grammar:
         """Takes milliseconds, and the first time as long as making a trie of the tokenizer. What
         came of it is kept for ``tenant`` alone: no other one is to find that it was asked for.
+
+        ``is_checked``: a `GrammarProcess` has passed it; otherwise one of this object has to first.
 
         Raises:
             ConstraintRefused: It means nothing, is not supported or takes too much work; or the
@@ -95,8 +100,9 @@ class Grammars:
         """
         found = self.kept(constraint, tenant=tenant)
         if found is None:
-            found = self._compile(constraint, self._cost_of(tenant))
-            self._kept.put(tenant, constraint, found)
+            began_s = time.thread_time()
+            found = self._compile(constraint, self._cost_of(tenant), is_checked=is_checked)
+            self._kept.put(tenant, constraint, found, took_s=time.thread_time() - began_s)
         if isinstance(found, str):
             raise ConstraintRefused(found)
         return found
@@ -119,19 +125,30 @@ class Grammars:
         """Loads the tokenizer, which the first to compile would do. Raises ValueError."""
         self._get_tokenizer()
 
+    def close(self) -> None:
+        """Ends the process in which constraints are checked."""
+        if self._process is not None:
+            self._process.close()
+
     def _cost_of(self, tenant: str) -> RecentSeconds:
         with self._loading:
             if len(self._tenants) >= _MAX_TENANTS and tenant not in self._tenants:
                 self._tenants.pop(next(iter(self._tenants)))
             return self._tenants.setdefault(tenant, RecentSeconds())
 
-    def _compile(self, constraint: Constraint, tenant: RecentSeconds) -> Grammar | str:
+    def _compile(
+        self, constraint: Constraint, tenant: RecentSeconds, *, is_checked: bool = True
+    ) -> Grammar | str:
         from llguidance import LLMatcher
 
         try:
             tokenizer = self._get_tokenizer()
+            if not is_checked and self._process is not None:
+                self._process.check(constraint)
             source = _source(constraint, self._special_tokens)
             state = LLMatcher(tokenizer, source, log_level=0, limits=_limits(constraint.text))
+        except ConstraintRefused as error:
+            return str(error)
         except (ValueError, RecursionError) as error:
             return _refusal(constraint, str(error))
         if state.is_error():
@@ -157,6 +174,7 @@ class Grammars:
                     text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
                 )
                 self._special_tokens = loaded.special_tokens
+                self._process = GrammarProcess(loaded, vocab_size=self._vocab_size)
             return self._tokenizer
 
 
@@ -171,7 +189,6 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
             overrides={"lenient": False},  # What is not supported is refused.
         )
     if constraint.kind == "regex":
-        check_regex(constraint.text)
         # Digits and letters are those of ASCII, as in JSON schemas.
         pattern = regex_to_lark(constraint.text, use_ascii="dw")
         return LLMatcher.grammar_from_lark(f"start: /{pattern}/")
@@ -180,7 +197,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
         lark = written(Lark(special_tokens), lark)
     elif _LLAMA_CPP.search(lark):
         lark = _translated(lark)
-    check_lark(lark, is_ours=constraint.kind == "structural_tag")
+    check_embedded(lark)
     return LLMatcher.grammar_from_lark(lark)
 
 
@@ -190,7 +207,9 @@ def _translated(grammar: str) -> str:
 
     num_rules = grammar.count("::=")
     if num_rules > _MAX_LLAMA_CPP_RULES:
-        raise ValueError(f"{num_rules} rules: {TOO_LONG}: at most {_MAX_LLAMA_CPP_RULES}")
+        raise ValueError(
+            f"{num_rules} rules take too long to translate: write at most {_MAX_LLAMA_CPP_RULES}"
+        )
     try:
         return gbnf_to_lark(grammar)
     except Exception as error:  # Besides its own error it raises IndexError and plain ones.

@@ -9,8 +9,8 @@ from quire.worker.api.structured import Constraint
 T = TypeVar("T")
 
 _MAX_KEPT = 256
-_MAX_KEPT_BYTES = 8 * 2**20
-"""Of grammars' texts; what is made of them takes some times as much."""
+_MAX_COST = 8 * 2**20
+"""Of bytes of texts, and of µs of compiling them: what is made of them takes some times as much."""
 
 
 class Kept(Generic[T]):
@@ -18,8 +18,8 @@ class Kept(Generic[T]):
     drives out what the tenant with the most has kept for longest, as a rule its own."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[Constraint, T]] = {}
-        self._num_bytes: dict[str, int] = {}
+        self._kept: dict[str, OrderedDict[Constraint, tuple[T, int]]] = {}
+        self._costs: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def get(self, tenant: str, constraint: Constraint) -> T | None:
@@ -28,22 +28,24 @@ class Kept(Generic[T]):
             if own is None or constraint not in own:
                 return None
             own.move_to_end(constraint)
-            return own[constraint]
+            return own[constraint][0]
 
-    def put(self, tenant: str, constraint: Constraint, found: T) -> None:
+    def put(self, tenant: str, constraint: Constraint, found: T, *, took_s: float = 0.0) -> None:
+        """``took_s``: CPU time of compiling it, which bounds the memory that came of it."""
         with self._lock:
             own = self._kept.setdefault(tenant, OrderedDict())
-            if constraint not in own:
-                self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + len(constraint.text)
-            own[constraint] = found
+            _, before = own.pop(constraint, (None, 0))
+            cost = len(constraint.text) + int(1e6 * took_s)
+            own[constraint] = found, cost
+            self._costs[tenant] = self._costs.get(tenant, 0) + cost - before
             while sum(map(len, self._kept.values())) > _MAX_KEPT:
                 self._drop(max(self._kept, key=lambda each: len(self._kept[each])))
-            while sum(self._num_bytes.values()) > _MAX_KEPT_BYTES:
-                self._drop(max(self._num_bytes, key=self._num_bytes.__getitem__))
+            while sum(self._costs.values()) > _MAX_COST:
+                self._drop(max(self._costs, key=self._costs.__getitem__))
 
     def _drop(self, tenant: str) -> None:
         """The oldest of ``tenant``."""
-        oldest, _ = self._kept[tenant].popitem(last=False)
-        self._num_bytes[tenant] -= len(oldest.text)
+        _, (_, cost) = self._kept[tenant].popitem(last=False)
+        self._costs[tenant] -= cost
         if not self._kept[tenant]:
-            del self._kept[tenant], self._num_bytes[tenant]
+            del self._kept[tenant], self._costs[tenant]

@@ -243,38 +243,38 @@ void HolderIndex::sweep(uint32_t num_segments) {
 
 }  // namespace quire
 
-extern "C" {
-
 using quire::HolderIndex;
-using quire::Slot;
 
 // Compared with Python's when the library is loaded.
 extern const uint64_t quire_holders_hash_bytes, quire_holders_num_digests;
 const uint64_t quire_holders_hash_bytes = quire::kHashBytes;
 const uint64_t quire_holders_num_digests = quire::kNumDigests;
 
+extern "C" {
+
 HolderIndex* quire_holders_new(uint64_t max_blocks) { return new HolderIndex(max_blocks); }
 void quire_holders_delete(HolderIndex* index) { delete index; }
-void quire_holders_admit(HolderIndex* index, Slot slot) { index->admit(slot); }
+void quire_holders_admit(HolderIndex* index, uint32_t slot) { index->admit(slot); }
 
-void quire_holders_add(HolderIndex* index, Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
+void quire_holders_add(HolderIndex* index, uint32_t slot, const uint8_t* hashes,
+                       uint64_t num_hashes) {
   index->add(slot, hashes, num_hashes);
 }
 
-void quire_holders_remove(HolderIndex* index, Slot slot, const uint8_t* hashes,
+void quire_holders_remove(HolderIndex* index, uint32_t slot, const uint8_t* hashes,
                           uint64_t num_hashes) {
   index->remove(slot, hashes, num_hashes);
 }
 
-void quire_holders_clear(HolderIndex* index, Slot slot) { index->clear(slot); }
+void quire_holders_clear(HolderIndex* index, uint32_t slot) { index->clear(slot); }
 
-void quire_holders_replace(HolderIndex* index, Slot slot, const uint8_t* buckets,
+void quire_holders_replace(HolderIndex* index, uint32_t slot, const uint8_t* buckets,
                            uint64_t num_buckets, const uint8_t* hashes, uint64_t num_hashes) {
   index->replace(slot, buckets, num_buckets, hashes, num_hashes);
 }
 
 uint32_t quire_holders_look_up(HolderIndex* index, const uint8_t* hashes, uint64_t num_hashes,
-                               int32_t* lengths, Slot* found) {
+                               int32_t* lengths, uint32_t* found) {
   return index->look_up(hashes, num_hashes, lengths, found);
 }
 
@@ -284,14 +284,14 @@ uint64_t quire_holders_num_refused(const HolderIndex* index) { return index->num
 uint64_t quire_holders_num_sets(const HolderIndex* index) { return index->num_sets(); }
 uint64_t quire_holders_num_bytes(const HolderIndex* index) { return index->num_bytes(); }
 
-uint64_t quire_holders_num_held(const HolderIndex* index, Slot slot) {
+uint64_t quire_holders_num_held(const HolderIndex* index, uint32_t slot) {
   return index->num_held(slot);
 }
 
-void quire_holders_digests(const HolderIndex* index, Slot slot, uint64_t* digests,
+void quire_holders_digests(const HolderIndex* index, uint32_t slot, uint64_t* digests,
                            uint8_t* refused) {
   std::memcpy(digests, index->digests(slot), 8 * quire::kNumDigests);
   for (int bucket = 0; bucket < quire::kNumDigests; bucket++)
     refused[bucket] = index->was_refused(slot, bucket);
 }
-}
+}  // extern "C"

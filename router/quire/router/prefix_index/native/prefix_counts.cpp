@@ -69,4 +69,4 @@ void quire_prefix_counts_extend(const PrefixCounts* counts, const uint64_t* grou
       lengths[g]++;
   }
 }
-}
+}  // extern "C"

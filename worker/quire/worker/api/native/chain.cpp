@@ -155,10 +155,10 @@ struct Ending {
 
 }  // namespace
 
-extern "C" {
-
 extern const int64_t quire_chain_bytes;
 const int64_t quire_chain_bytes = sizeof(Chain);
+
+extern "C" {
 
 void quire_chain_begin(Chain* chain, const uint8_t* first_chunk) {
   State state = load(kInitial);
@@ -199,4 +199,4 @@ void quire_chain_extend(Chain* chain, const uint8_t* data, int64_t block_bytes, 
   store(state, chain->h);
   chain->num_bytes = num_bytes;
 }
-}
+}  // extern "C"

@@ -1,8 +1,9 @@
-"""Reads the C ABI that a header declares, for ctypes: its structures, constants and functions.
+"""Reads the C ABI that a source declares, for ctypes: its structures, constants and functions.
 
-Only what stands within ``extern "C"`` counts, and only the C that our headers are written in: enums
-with a number for each name; structures of numbers, pointers, arrays, structures and unions without
-a name; functions of numbers and pointers. All else is an error, so nothing is passed over.
+A source is a header, or a ``.cpp`` file without one, whose function definitions count. Only what
+stands within ``extern "C"`` is read, and only the C that ours are written in: enums with a number
+for each name; structures of numbers, pointers, arrays, structures and unions without a name;
+functions of numbers and pointers. All else is an error, so nothing is passed over.
 
 A pointer to a structure of the header is a ``POINTER`` to it, which keeps what it points to alive.
 All others are ``c_void_p``, which take an address and keep nothing.
@@ -18,13 +19,16 @@ from typing import Any
 _NUMBERS: dict[str, Any] = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
 }
 _DECLARATION = re.compile(
     r"enum \w+ : \w+ \{(?P<values>[^}]*)\};"
     r"|struct (?P<structure>\w+) \{(?P<fields>(?:[^{}]|\{[^{}]*\})*)\};"
-    r"|(?P<result>\w+) (?P<function>\w+)\((?P<parameters>[^)]*)\);"
+    r"|(?P<result>\w+)(?P<star>\*?) (?P<function>\w+)\((?P<parameters>[^)]*)\);"
 )
+_BODY = re.compile(r"\) \{(?:.*|\n(?:(?: .*)?\n)*)\}$", re.MULTILINE)
 _FIELD = re.compile(
     r"union \{(?P<union>[^}]*)\};"
     r"|(?:const )?(?P<type>[\w:]+)(?P<star>\*?) (?P<name>\w+)(?:\[(?P<length>\w+)\])?;"
@@ -35,7 +39,7 @@ _PARAMETER = re.compile(r"(?:const )?(?P<type>[\w:]+)(?P<star>\*?(?: const\*)?) 
 
 @dataclass
 class Header:
-    """What a header declares, by name; see `read`."""
+    """What a source declares, by name; see `read`."""
 
     structures: dict[str, type[Structure]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
@@ -74,8 +78,9 @@ def read(path: Path) -> Header:
         KeyError: It uses a type or a constant that it does not declare before.
     """
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8").split('\n}  // extern "C"\n')[0])
+    text = _BODY.sub(");", text.partition('extern "C" {')[2])
     header = Header()
-    for each in _all(_DECLARATION, text.partition('extern "C" {')[2]):
+    for each in _all(_DECLARATION, text):
         if name := each["structure"]:
             fields = header.fields_of(each["fields"])
             body = {"_fields_": tuple(fields.items()), "_anonymous_": ("any",) * ("any" in fields)}
@@ -83,7 +88,7 @@ def read(path: Path) -> Header:
         elif name := each["function"]:
             result = each["result"]
             header.functions[name] = (
-                None if result == "void" else header.type_of(result, is_pointer=False),
+                None if result == "void" else header.type_of(result, is_pointer=bool(each["star"])),
                 [
                     header.type_of(one["type"], is_pointer=bool(one["star"]))
                     for one in _all(_PARAMETER, each["parameters"])

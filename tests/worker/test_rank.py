@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.worker.ranks.loop import Answers
 from quire.worker.ranks.messages import Failed
+from quire.worker.ranks.rank import Answers
+from quire.worker.step.codec import StepSlots, unpack
 from quire.worker.step.messages import StepOutput
 
 
@@ -45,13 +46,9 @@ class Line:
     send: Any = send_bytes
 
 
-def write(number: int, output: StepOutput) -> bytes:
-    return f"{number}: {output.token_ids_S.tolist()}".encode()
-
-
 def test_a_step_is_taken_while_the_device_runs_the_one_before_and_answers_come_in_order() -> None:
     line: Any = Line()
-    answers = Answers(line, write, in_thread=True)
+    answers = Answers(line, StepSlots(64), in_thread=True)
     first, second = Slow(7), Slow(8)
     answers.add(0, first)
     answers.add(1, second)  # Returns, although nobody has the first one's tokens.
@@ -60,7 +57,8 @@ def test_a_step_is_taken_while_the_device_runs_the_one_before_and_answers_come_i
     first.done.set()
     assert line.changed.acquire(timeout=60)
     assert line.changed.acquire(timeout=60)
-    assert line.sent == [b"0: [7]", b"1: [8]"]
+    outputs = [StepSlots(64).read_output(n, unpack(sent)) for n, sent in enumerate(line.sent)]
+    assert [output.token_ids_S.tolist() for output in outputs] == [[7], [8]]
 
 
 def test_a_fault_of_the_device_is_told_and_ends_the_rank() -> None:
@@ -72,7 +70,7 @@ def test_a_fault_of_the_device_is_told_and_ends_the_rank() -> None:
         ended.append(code)
         over.set()
 
-    answers = Answers(line, write, in_thread=True, end=end)
+    answers = Answers(line, StepSlots(64), in_thread=True, end=end)
     broken = Slow(1, error=RuntimeError("an illegal memory access"))
     broken.done.set()
     answers.add(0, broken)
