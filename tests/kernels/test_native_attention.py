@@ -129,7 +129,7 @@ def test_a_row_has_the_same_bits_whoever_shares_the_batch(
     _assert_rows_are_as_if_alone(batch, best)
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,7 +153,7 @@ def test_a_shared_prefix_does_not_change_a_bit(
     _assert_rows_are_as_if_alone(batch, any_isa)
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
