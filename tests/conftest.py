@@ -51,13 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as slow the cells that a test's `quick_cells` leaves out.
 
     ``quick_cells(number, *names)`` keeps ``number`` cells of each test, drawn by a hash of their
-    names, and all whose name contains one of ``names``; either may be absent.
+    names, and all whose name contains one of ``names``; either may be absent. A cell with a
+    parameter that is marked as slow is not drawn.
     """
     drawn: dict[str, list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("quick_cells")
         cell = item.name.partition("[")[2]
         if mark is None or any(isinstance(each, str) and each in cell for each in mark.args):
+            continue
+        if item.get_closest_marker("slow") is not None:
             continue
         drawn.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cells in drawn.values():

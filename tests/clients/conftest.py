@@ -6,9 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster.conftest import anyio_backend, model, start_cluster, start_group, tokenizer
+from tests.cluster.conftest import (
+    anyio_backend,
+    hurried_listeners,
+    model,
+    start_cluster,
+    start_group,
+    tokenizer,
+)
 
-__all__ = ["anyio_backend", "model", "start_cluster", "start_group", "tokenizer"]
+__all__ = [
+    "anyio_backend",
+    "hurried_listeners",
+    "model",
+    "start_cluster",
+    "start_group",
+    "tokenizer",
+]
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 FORM = '{"kind": "cat", "legs": 4}'

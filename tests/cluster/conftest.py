@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ import grpc.aio
 import numpy as np
 import pytest
 import tokenizers
+import trustme
+import uvicorn.server
 from openai import AsyncOpenAI
 from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
+from quire.cluster.edge import leaving
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import ConnectionLimits
@@ -65,6 +68,35 @@ _TEMPLATE = (
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+class _HurriedAsyncio:
+    """asyncio for uvicorn, which looks ten times a second whether it should end."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hurried_listeners() -> Iterator[None]:
+    """HTTP listeners stop without the waits in which a client might still come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "HANDSHAKE_S", 0.0)
+        patch.setattr(uvicorn.server, "asyncio", _HurriedAsyncio())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """HTTP clients trust one authority, and do not read the system's hundred each time."""
+    path = tmp_path_factory.mktemp("authority") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(path))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ class Server:
         tls: ssl.SSLContext | None = None,
         port: int = 0,
         is_shared: bool = False,
-        drain_timeout_s: float = 1.0,
+        drain_timeout_s: float = 0.0,
         **limits: Any,
     ) -> None:
         self.app = App()

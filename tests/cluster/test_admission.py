@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.examples import examples
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.errors import Overloaded
@@ -473,7 +474,9 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
-TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAdmissionMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 
 
 def test_the_order_does_not_depend_on_chance() -> None:

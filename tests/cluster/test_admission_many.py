@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.cluster.plain_admission import PlainAdmission, PlainCapacity
+from tests.examples import examples
 
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.admission import Admission
@@ -251,7 +252,7 @@ class TwinMachine(RuleBasedStateMachine):
 
 
 TestTwins = pytest.mark.slow(TwinMachine.TestCase)
-TestTwins.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestTwins.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)
 
 
 @given(

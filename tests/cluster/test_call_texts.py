@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dialects import FORMATS, cuts, parse, tool
+from tests.examples import examples
 
 from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Event
 from quire.cluster.dialects.strict_json import StrictJson
@@ -287,7 +288,7 @@ def strict(pieces: list[str]) -> tuple[str, bool]:
     return "".join(map(read.strict, pieces)), read.is_whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(VALUES.filter(lambda value: isinstance(value, dict | list | str)), st.booleans())
 def test_json_stays_as_it_is(value: object, is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, indent=1)
@@ -295,7 +296,7 @@ def test_json_stays_as_it_is(value: object, is_ascii: bool) -> None:
         assert strict(pieces) == (text, True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -278,7 +278,7 @@ def _fails_to_connect(port: int) -> bool:
 
 async def test_a_stop_lets_requests_end_and_closes_what_has_none() -> None:
     before = asyncio.all_tasks()
-    async with serving(tls=None) as server:
+    async with serving(drain_timeout_s=1.0) as server:
         stream = await server.client(STREAM, sees=b"begun")
         silent = await server.client(b"GET")
         await server.until_open(2)

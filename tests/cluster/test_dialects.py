@@ -22,6 +22,7 @@ from tests.dialects import (
     tool,
     written,
 )
+from tests.examples import examples
 from tests.marked import walk
 
 from quire.cluster.dialects.dialect import choose_dialect
@@ -38,7 +39,7 @@ from quire.worker.text.tokenizer import Tokenizer
 
 @pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(conversations())
 def test_calls_are_read_as_the_chat_template_writes_them(
     form: str, conversation: tuple[list[dict[str, Any]], list[Call]]
@@ -149,7 +150,7 @@ def test_the_same_is_read_wherever_the_text_is_cut(form: str) -> None:
 
 @pytest.mark.quick_cells(3)
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_text_is_lost_that_only_looks_like_a_call(form: str, data: st.DataObject) -> None:
     markers = [

@@ -19,7 +19,15 @@ from tests.cluster.http_listener import (
     status_of,
 )
 
+from quire.cluster.edge.leaving import HANDSHAKE_S
+
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake has its time here, of which other tests have none."""
+    monkeypatch.setattr("quire.cluster.edge.leaving.HANDSHAKE_S", HANDSHAKE_S)
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
@@ -47,7 +55,7 @@ async def leaving(server: Server) -> AsyncIterator[None]:
 
 
 async def test_an_idle_connection_has_one_more_request_as_its_server_leaves() -> None:
-    async with serving() as server:
+    async with serving(drain_timeout_s=FOREVER_S) as server:
         client = await server.client(GET, sees=b"done")
         async with leaving(server):
             client.writer.write(GET)
@@ -94,7 +102,7 @@ async def test_connections_without_a_request_are_closed_as_their_server_leaves()
 async def test_a_server_that_leaves_a_shared_port_loses_no_connection() -> None:
     """Neither those that wait to be accepted nor those that come meanwhile."""
     async with (
-        serving(is_shared=True) as leaver,
+        serving(is_shared=True, drain_timeout_s=FOREVER_S) as leaver,
         serving(port=leaver.port, is_shared=True) as stayer,
     ):
 

@@ -356,7 +356,7 @@ def at(limit: str, factor: float, *, num_gateways: int = 1) -> Outcome:
     return run(limit, per_s=factor * capacity_per_s(limit), num_gateways=num_gateways)
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.quick_cells("slots")
 @pytest.mark.parametrize("limit", LIMITS)
 def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: str) -> None:
     at_capacity, over = at(limit, 1.0), at(limit, 3.0)
@@ -364,7 +364,7 @@ def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: s
     assert over.completed_per_s > 0.9 * capacity_per_s(limit), "groups do not fall idle"
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.quick_cells("slots")
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("num_gateways", [1, 4])
 def test_every_request_is_completed_or_refused_on_arrival(limit: str, num_gateways: int) -> None:
@@ -375,12 +375,14 @@ def test_every_request_is_completed_or_refused_on_arrival(limit: str, num_gatewa
     assert all(client.first_token_s is None for client in over.refused)
 
 
+@pytest.mark.quick_cells("slots")
 @pytest.mark.parametrize("limit", LIMITS)
 def test_below_capacity_nearly_nothing_is_refused(limit: str) -> None:
     below = at(limit, 0.7)
     assert len(below.refused) <= 0.02 * len(below.clients)
 
 
+@pytest.mark.quick_cells("slots")
 @pytest.mark.parametrize("limit", LIMITS)
 def test_four_gateways_do_not_admit_four_times_as_much(limit: str) -> None:
     one, four = at(limit, 3.0), at(limit, 3.0, num_gateways=4)

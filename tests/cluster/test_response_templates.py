@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.dialects import Call, calls_of, conversations, cuts, parse, required, tool
+from tests.examples import examples
 from tests.marked import grammars_of, marked_tokenizer, walk
 from tests.response_templates import CASES, FUNCTION, KNOWN, Case
 from transformers import PreTrainedTokenizerFast
@@ -66,7 +67,7 @@ def with_template(said: object, *, chat: str | None = None) -> Tokenizer:
 
 @pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SAID, SAID, conversations(), st.integers(0, 3))
 def test_a_message_is_read_as_transformers_reads_it(
     name: str,
@@ -341,7 +342,7 @@ PIECES.append(r"(?P<h>[^<\n]+)")
 NOISE = [*"?*+|().^$}", "{2}", "[ab]", r"\b", r"\w", "(?:", "(?i)"]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.lists(st.sampled_from([*PIECES * 3, *NOISE]), min_size=1, max_size=8))
 def test_a_pattern_that_is_read_matches_what_it_is_read_as(pieces: list[str]) -> None:
     pattern = "".join(pieces)

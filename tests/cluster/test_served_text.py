@@ -27,39 +27,40 @@ def says(model: Any, monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
     monkeypatch.setattr(model, "next_token", lambda context, **_: ids[len(context)], raising=False)
 
 
+@pytest.mark.quick_cells("Latin", "Devanagari", "Thai", "Han")
+@pytest.mark.parametrize("script", SCRIPTS)
 async def test_text_bytes_and_places_are_those_of_the_whole(
-    kind: str, model: Any, start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, script: str, model: Any, start_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = made(kind)
+    ids = backend.encode(SCRIPTS[script]).ids
+    says(model, monkeypatch, ids)
     async with start_cluster(num_groups=1) as cluster:
-        for text in SCRIPTS.values():
-            ids = backend.encode(text).ids
-            says(model, monkeypatch, ids)
-            cuts = (cut for cut in range(len(ids) // 3, len(ids)))
-            cut = next(cut for cut in cuts if "\ufffd" not in backend.decode(ids[:cut]))
-            whole, before = backend.decode(ids), backend.decode(ids[:cut])
-            asked = {
-                "model": "hash",
-                "prompt": ids[:cut],
-                "max_tokens": len(ids) - cut,
-                "logprobs": 3,
-                "extra_body": {"ignore_eos": True},
-            }
-            plain = await cluster.openai.completions.create(**asked)
-            stopped = await cluster.openai.completions.create(**asked, stop=["\0\0"])
-            echoed = await cluster.openai.completions.create(**asked, echo=True)
-            stream = await cluster.openai.completions.create(**asked, stream=True)
-            chunks = [chunk.choices[0] async for chunk in stream]
-            assert plain.choices[0].text == stopped.choices[0].text == whole[len(before) :]
-            assert "".join(chunk.text for chunk in chunks) == whole[len(before) :]
-            _check_places(plain.choices[0].logprobs, plain.choices[0].text)
-            streamed = [chunk.logprobs for chunk in chunks if chunk.logprobs]
-            for name in ("tokens", "text_offset", "top_logprobs"):
-                joined = [each for part in streamed for each in getattr(part, name)]
-                assert joined == getattr(plain.choices[0].logprobs, name)
-            shown = echoed.choices[0]
-            assert shown.text.removeprefix("<s>").lstrip() == whole.lstrip()
-            _check_places(shown.logprobs, shown.text)
+        cuts = (cut for cut in range(len(ids) // 3, len(ids)))
+        cut = next(cut for cut in cuts if "\ufffd" not in backend.decode(ids[:cut]))
+        whole, before = backend.decode(ids), backend.decode(ids[:cut])
+        asked = {
+            "model": "hash",
+            "prompt": ids[:cut],
+            "max_tokens": len(ids) - cut,
+            "logprobs": 3,
+            "extra_body": {"ignore_eos": True},
+        }
+        plain = await cluster.openai.completions.create(**asked)
+        stopped = await cluster.openai.completions.create(**asked, stop=["\0\0"])
+        echoed = await cluster.openai.completions.create(**asked, echo=True)
+        stream = await cluster.openai.completions.create(**asked, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert plain.choices[0].text == stopped.choices[0].text == whole[len(before) :]
+        assert "".join(chunk.text for chunk in chunks) == whole[len(before) :]
+        _check_places(plain.choices[0].logprobs, plain.choices[0].text)
+        streamed = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+        for name in ("tokens", "text_offset", "top_logprobs"):
+            joined = [each for part in streamed for each in getattr(part, name)]
+            assert joined == getattr(plain.choices[0].logprobs, name)
+        shown = echoed.choices[0]
+        assert shown.text.removeprefix("<s>").lstrip() == whole.lstrip()
+        _check_places(shown.logprobs, shown.text)
 
 
 def _check_places(logprobs: Any, text: str) -> None:

@@ -236,6 +236,7 @@ def test_a_request_has_the_same_bits_on_any_number_of_ranks(
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.quick_cells("native-gemma3", "native-olmo3", "native-phi3-short", "native-starcoder2")
 @pytest.mark.parametrize(
     "case", [name for name in CASES if "moe" not in name and name != "mixtral"]
 )

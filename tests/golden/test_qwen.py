@@ -58,7 +58,7 @@ def make_qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.quick_cells(1, "native-fields1")
+@pytest.mark.quick_cells("native-fields1", "pytorch-fields2-qwen3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{}, WINDOW, {"tie_word_embeddings": True}])
 def test_tokens_are_those_of_transformers(

@@ -12,8 +12,14 @@ import pytest
 
 from quire.kernels import native, native_linear
 
+ISAS = [
+    pytest.param(isa, marks=[pytest.mark.slow] if number else [])
+    for number, isa in enumerate(native.available_isas())
+]
+"""The best one is quick: each of the others is compiled for a minute, once on a machine."""
 
-@pytest.fixture(scope="session", params=native.available_isas())
+
+@pytest.fixture(scope="session", params=ISAS)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")

@@ -61,6 +61,7 @@ def test_tiles_fit_the_splits_and_the_dot_product(case: KernelCase) -> None:
         assert constants["BLOCK_M"] == SHARED_PAIRS
 
 
+@pytest.mark.slow
 def test_a_case_is_what_its_launcher_starts() -> None:
     """Rows of a vocabulary that is a multiple of 16 are aligned, and loaded four values at once."""
     samples = {case.size: case for case in shipped_cases() if case.name == "sample"}

@@ -62,7 +62,7 @@ def test_the_cpu_backend_needs_no_triton() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.quick_cells(8)
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("block_size", [4, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -82,6 +82,7 @@ def test_attention_is_that_of_the_twin(
     assert_near_twin(batch.attend(CPU, num_decodes=4), batch.expected())
 
 
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("block_size", [4, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_an_int8_cache_is_that_of_the_twin(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.kernels.conftest import ISAS
 from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
@@ -22,7 +23,7 @@ RAGGED = [
 ]
 
 
-@pytest.fixture(params=native.available_isas())
+@pytest.fixture(params=ISAS)
 def any_isa(request: pytest.FixtureRequest) -> NativeBackend:
     return _backend(request.param)
 
@@ -40,7 +41,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick_cells(5)
+@pytest.mark.quick_cells("dtype0-8", "dtype1-16")
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_that_of_the_twin(
@@ -91,7 +92,7 @@ def test_bfloat16_loses_no_more_than_its_own_rounding(best: NativeBackend) -> No
     assert error < 2 * rounding
 
 
-@pytest.mark.quick_cells(5)
+@pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_an_int8_cache_is_that_of_the_twin(
@@ -128,7 +129,7 @@ def test_a_row_has_the_same_bits_whoever_shares_the_batch(
     _assert_rows_are_as_if_alone(batch, best)
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,7 +153,7 @@ def test_a_shared_prefix_does_not_change_a_bit(
     _assert_rows_are_as_if_alone(batch, any_isa)
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -307,7 +307,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
@@ -330,7 +330,7 @@ def test_logits_are_those_of_plain_pytorch(
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.quick_cells(60)
+@pytest.mark.quick_cells(24)
 @every_style
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -355,7 +355,7 @@ def test_one_call_gives_the_bits_of_many(
         torch.set_num_threads(before)
 
 
-@pytest.mark.quick_cells(24)
+@pytest.mark.quick_cells(12)
 @every_style
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
@@ -380,7 +380,7 @@ def test_call_by_call_gives_the_bits_of_one_call(
     assert sums == 2 * 2 * LAYERS
 
 
-@pytest.mark.quick_cells(18)
+@pytest.mark.quick_cells(9)
 @pytest.mark.parametrize("style", [LLAMA, GEMMA, COHERE], ids=["llama", "gemma", "cohere"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,7 @@
 """Native draws and scores of adversarial logits, in every instruction set."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,29 @@ def adversarial(size: int) -> torch.Tensor:
     return rows
 
 
-def in_each_set(monkeypatch: pytest.MonkeyPatch, compute: Any) -> list[Any]:
-    """What ``compute`` returns with the library of each instruction set that this CPU has."""
-    found = []
-    for isa in native.available_isas():
-        loaded = native.load(isa)
-        monkeypatch.setattr(sampling, "library", lambda loaded=loaded: loaded)
-        found.append(compute())
-    return found
+InEachSet = Callable[[Callable[[], Any]], list[Any]]
+
+
+@pytest.fixture(params=["the best set", pytest.param("each set", marks=pytest.mark.slow)])
+def in_each_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> InEachSet:
+    """What a function returns with the library of each instruction set that this CPU has."""
+    isas = native.available_isas()
+
+    def in_each(compute: Callable[[], Any]) -> list[Any]:
+        found = []
+        for isa in isas if request.param == "each set" else isas[:1]:
+            loaded = native.load(isa)
+            monkeypatch.setattr(sampling, "library", lambda loaded=loaded: loaded)
+            found.append(compute())
+        return found
+
+    return in_each
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_draws_are_those_of_the_twin_that_sorts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_those_of_the_twin_that_sorts(
+    size: int, in_each_set: InEachSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(size)
     count = 160
     columns: dict[str, Any] = {
@@ -54,14 +66,14 @@ def test_draws_are_those_of_the_twin_that_sorts(size: int, monkeypatch: pytest.M
     logits = adversarial(size)
     monkeypatch.setattr(sampling, "library", lambda: None)
     expected = draw(logits, **columns).tolist()
-    for drawn in in_each_set(monkeypatch, lambda: draw(logits, **columns).tolist()):
+    for drawn in in_each_set(lambda: draw(logits, **columns).tolist()):
         assert drawn == expected
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_top", [0, 1, 20, 5000])
 def test_scores_are_those_of_float64(
-    size: int, num_top: int, monkeypatch: pytest.MonkeyPatch
+    size: int, num_top: int, in_each_set: InEachSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = adversarial(size)
     token_ids = np.random.default_rng(size).integers(0, size, 8)
@@ -71,7 +83,7 @@ def test_scores_are_those_of_float64(
     values = plain - (greatest + np.log(np.exp(plain - greatest).sum(axis=1, keepdims=True)))
     own = np.take_along_axis(values, token_ids[:, None], axis=1)
     columns = {"rows_R": np.arange(8), "token_ids_R": token_ids, "num_top_R": np.full(8, num_top)}
-    each = in_each_set(monkeypatch, lambda: score(logits, **columns))
+    each = in_each_set(lambda: score(logits, **columns))
     # By logits: those of row 3 differ, and their log-probabilities round to one number.
     order = np.argsort(-plain, axis=1, kind="stable")[:, :num_top]
     ranks = 1 + (plain > np.take_along_axis(plain, token_ids[:, None], axis=1)).sum(axis=1)
@@ -89,9 +101,7 @@ def test_scores_are_those_of_float64(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("words", ["all", "too few", "whole"])
-def test_masked_logits_are_those_of_the_twin(
-    size: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masked_logits_are_those_of_the_twin(size: int, words: str, in_each_set: InEachSet) -> None:
     arguments = adjustments(8, size, num_pairs=min(size, 40), num_masks=6)
     mask_KW = arguments["mask_KW"]
     if words == "too few":
@@ -106,5 +116,5 @@ def test_masked_logits_are_those_of_the_twin(
         adjust_logits(logits, **arguments)
         return logits
 
-    for got in in_each_set(monkeypatch, adjusted):
+    for got in in_each_set(adjusted):
         assert torch.equal(got, expected)

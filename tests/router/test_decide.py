@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.router.plain_policy import WrittenOut
 
 from quire.router.errors import NoGroupAvailable
@@ -63,7 +64,7 @@ routed = st.builds(
 
 
 @given(request=routed, groups=clusters, data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_decision_is_the_one_of_the_formula_written_out_for_each_group(
     request: RouteRequest, groups: list[GroupState], data: st.DataObject
 ) -> None:

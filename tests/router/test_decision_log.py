@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.examples import examples
 
 from quire.router.decision_log import MAX_OUTCOME_CHARS, DecisionLog
 from quire.router.policies.decide import decide
@@ -142,4 +143,4 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-TestLog.settings = settings(max_examples=60, stateful_step_count=30)
+TestLog.settings = settings(max_examples=examples(60), stateful_step_count=30)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.examples import examples
 
 from quire.router.prefix_index import native_index as native_holders
 from quire.router.prefix_index.directory import (
@@ -282,7 +283,7 @@ def _at(lengths: Lengths, slot: int | None) -> int:
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=60, stateful_step_count=40)
+TestDirectory.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("make", IMPLEMENTATIONS)
@@ -290,7 +291,7 @@ TestDirectory.settings = settings(max_examples=60, stateful_step_count=40)
     changes=st.lists(st.tuples(some_group, st.booleans(), some_block), max_size=30),
     max_blocks=st.integers(1, 6),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_full_directory_claims_less_but_nothing_false(
     make: Callable[[int], PrefixIndex],
     changes: list[tuple[GroupId, bool, int]],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire.router.prefix_index import native_index as native_holders
 from quire.router.prefix_index.index import PrefixIndex
@@ -104,7 +105,7 @@ def test_sets_become_large_and_small_again(first: int) -> None:
 
 
 @given(st.lists(operations, max_size=30))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_both_are_a_dict_of_sets(changes: list[tuple[str, int, tuple[int, int]]]) -> None:
     model: dict[int, set[bytes]] = {slot: set() for slot in range(NUM_SLOTS)}
     both = indexes(max_blocks=NUM_BLOCKS)
@@ -139,7 +140,7 @@ def test_both_are_a_dict_of_sets(changes: list[tuple[str, int, tuple[int, int]]]
 
 
 @given(st.dictionaries(st.integers(0, NUM_SLOTS - 1), st.integers(0, NUM_BLOCKS)))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_end_of_a_chain_is_found(ends: dict[int, int]) -> None:
     prompt = b"".join(BLOCKS)
     for index in indexes(max_blocks=NUM_BLOCKS):
@@ -282,7 +283,7 @@ def test_a_large_index_gives_most_of_its_memory_back_and_takes_it_again() -> Non
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=60, max_size=60), min_size=1, max_size=6))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_of_a_chain_with_holes_one_of_the_ends_is_named(held: list[list[bool]]) -> None:
     for index in indexes(max_blocks=NUM_BLOCKS):
         index.admit(len(held) - 1)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire.router.in_flight import NativeCounts, PrefixCounts, PythonCounts
 from quire.router.prefix_index import native_index as native_holders
@@ -26,7 +27,7 @@ def both() -> list[PrefixCounts]:
 
 
 @given(requests, st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_prefix_goes_on_as_long_as_some_request_in_flight_has_its_blocks(
     routed: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from tests.examples import examples
 
 from quire.router.config import RoutingConfig
 from quire.router.errors import NoGroupAvailable
@@ -335,4 +336,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=30)
+TestTable.settings = settings(max_examples=examples(60), stateful_step_count=30)

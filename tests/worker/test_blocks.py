@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.examples import examples
 
 from quire.worker.api.errors import NoFreeBlocks
 from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
@@ -298,4 +299,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)

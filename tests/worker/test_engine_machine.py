@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.examples import examples
 from tests.prepared import prepared
 
 from quire.worker.api.errors import InvalidRequest
@@ -294,5 +295,5 @@ def test_tokens_depend_on_prompt_parameters_and_seed_only(
 ) -> None:
     run_state_machine_as_test(
         lambda: EngineMachine(make_engine, generate),  # type: ignore[arg-type]
-        settings=settings(max_examples=100, stateful_step_count=25, deadline=None),
+        settings=settings(max_examples=examples(100), stateful_step_count=25, deadline=None),
     )

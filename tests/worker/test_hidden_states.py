@@ -67,7 +67,7 @@ def run(
     "options",
     [
         pytest.param({}, id="one rank"),
-        pytest.param({"tensor_parallel_size": 2}, id="two ranks"),
+        pytest.param({"tensor_parallel_size": 2}, id="two ranks", marks=pytest.mark.slow),
         pytest.param({"async_scheduling": True}, id="a step ahead"),
         pytest.param({"speculation": False}, id="without guesses"),
         pytest.param({"model_impl": "transformers"}, id="through transformers"),

@@ -22,6 +22,7 @@ def with_copies(step: StepInput, *copies: tuple[tuple[int, int], tuple[int, int]
     return replace(step, copies_X22=np.array(copies, np.int32))
 
 
+@pytest.mark.quick_cells("1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_copy_of_a_cached_block_gives_the_same_tokens(
     num_ranks: int, tiny_llama: Path, config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

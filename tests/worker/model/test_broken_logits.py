@@ -54,9 +54,7 @@ def run(engine: Engine, prompts: dict[str, list[int]], **params: Any) -> Deltas:
     return found
 
 
-@pytest.mark.quick_cells(
-    "{}-params0", "parallel_size': 2}-params0-1", "async_scheduling': True}-params1-1"
-)
+@pytest.mark.quick_cells("{}-params0", "async_scheduling': True}-params1-1")
 @pytest.mark.parametrize("num_others", [1, 7])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1}, {"logprobs": 2}])
 @pytest.mark.parametrize(

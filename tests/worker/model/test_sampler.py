@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.steps import banning
 
 from quire.kernels import reference_sampling, sampling
@@ -61,7 +62,7 @@ def test_greedy_takes_the_lowest_id_among_equals(driver: Any) -> None:
     assert sample(logits, driver.sampling(3)).token_ids_S.tolist() == [7, 0, 48]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     # Quarters, so that many logits tie, and every weight of the sweep is well above its step.
     logits=st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=150),

@@ -7,6 +7,7 @@ what is served.
 import html
 import json
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -138,16 +139,24 @@ def reference_routes(routes: Iterable[Route]) -> list[Route]:
     return own
 
 
-def _reference(routes: Iterable[Route]) -> Json:
+@cache
+def _body_schemas() -> tuple[dict[type[Body], Json], Json]:
+    """A reference to the schema of each body, and the schemas by name."""
     bodies = [call.body for call in _CALLS.values() if call.body is not None]
     names, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
-    for body in bodies:
-        name = names[body, "validation"]["$ref"].rpartition("/")[2]
+    references = {body: names[body, "validation"] for body in bodies}
+    for body, reference in references.items():
+        name = reference["$ref"].rpartition("/")[2]
         fields = schemas["$defs"][name]["properties"]
         for field in fields.keys() & body.neutral.keys():
             del fields[field]  # Which it has of another body and refuses.
+    return references, schemas["$defs"]
+
+
+def _reference(routes: Iterable[Route]) -> Json:
+    references, schemas = _body_schemas()
     paths: Json = {}
     for route in routes:
         call = _CALLS[route.path]
@@ -169,7 +178,7 @@ def _reference(routes: Iterable[Route]) -> Json:
             },
         }
         if call.body is not None:
-            schema = names[call.body, "validation"]
+            schema = references[call.body]
             operation["requestBody"] = {
                 "required": True,
                 "content": {"application/json": {"schema": schema, "example": call.example}},
@@ -185,7 +194,7 @@ def _reference(routes: Iterable[Route]) -> Json:
         "info": {"title": "Quire", "version": version("quire")},
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "schemas": {**schemas, "Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
